@@ -1,0 +1,54 @@
+# A fresh machine needs Python 3.11 or newer, pip and make; everything else goes into .venv.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+WORKERS ?= 2
+# Two workers with a thread each use two cores better than one process with two threads: the tests' models are tiny.
+# Test processes on a bigger machine: make test WORKERS=8
+
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+.PHONY: help demo test test-fast lint docs bench clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/.package ## Train a small model, measure its checkpoints, write the page (about five minutes)
+	$(BIN)/fulldepth demo --output demo-run
+
+test: .venv/.dev ## Run every test
+	$(PYTEST)
+
+test-fast: .venv/.dev ## Run the tests that take no more than seconds
+	$(PYTEST) -m "not slow and not browser"
+
+lint: .venv/.dev ## Check style, types and the layout of the source
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(PYTEST) tests/test_layout.py
+
+docs: .venv/.dev ## Build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: .venv/.dev ## Time the measures against a plain forward pass
+	$(BIN)/python benchmarks/run.py
+
+clean: ## Remove everything that make has made, .venv included
+	rm -rf .venv build dist site demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/.package: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("fulldepth needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up .venv (once; this downloads PyTorch)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/.dev: .venv/.package
+	@echo "Adding the tools for tests and documentation"
+	@$(PIP) --editable ".[dev,docs]"
+	@touch $@

@@ -1,0 +1,92 @@
+"""Which number of the baseline stands at the depth of a number of another model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+Depth = Literal["layer", "relative"]
+Array = NDArray[np.float64]
+
+KEYS = ["measure", "site", "statistic"]
+FROM_THE_END = frozenset({"jump_rate"})
+"""Measures whose layer says how many layers from the last one they cover: zeta_L meets zeta_L at any depth."""
+
+
+def differences(table: pd.DataFrame, layers: int, baseline: pd.DataFrame, baseline_layers: int, depth: Depth) -> Array:
+    r"""Value minus the baseline's value at the same depth, for every row of `table`.
+
+    With `depth="layer"`, layer l meets layer l. With `depth="relative"`, layer l of L meets position
+    :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear between its layers, bilinear for pairs of layers
+    (linear along the diagonal, so that a layer's similarity to itself stays 1), and its first layer where the
+    position comes before it. `jump_rate` is counted from the last layer. Rows without a layer meet directly.
+
+    Args:
+        table: rows of one model.
+        layers: its number of layers L.
+        baseline: rows of the baseline.
+        baseline_layers: the baseline's number of layers.
+        depth: how layers meet.
+
+    Returns:
+        `[len(table)]`, in each row's unit; NaN where the baseline has nothing at that depth.
+    """
+    grids = {key: _grid(rows, baseline_layers) for key, rows in _series(baseline)}
+    result = np.full(len(table), np.nan)
+    for key, rows in _series(table.reset_index(drop=True)):
+        if key not in grids:
+            continue
+        grid, from_the_end = grids[key], key[0] in FROM_THE_END
+        places = [rows[column].fillna(0).to_numpy(np.float64) for column in ("layer", "other")]
+        if depth == "relative" and from_the_end:
+            places[0] = places[0] - layers + baseline_layers
+        elif depth == "relative":
+            places = [_clamp(grid, axis, place * baseline_layers / layers) for axis, place in enumerate(places)]
+        result[rows.index] = rows["value"].to_numpy(np.float64) - _interpolate(grid, *places)
+    return result
+
+
+def _series(table: pd.DataFrame) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
+    """The rows of each statistic of each measure at each site."""
+    groups = table.assign(site=table["site"].fillna("")).groupby(KEYS, sort=False)
+    return [(tuple(str(part) for part in key), rows) for key, rows in groups]
+
+
+def _grid(rows: pd.DataFrame, layers: int) -> Array:
+    """[layer, other] values of one series, NaN where there is none; an axis of size 1 where there is no layer."""
+    places = [rows[column].fillna(0).to_numpy(np.int64) for column in ("layer", "other")]
+    shape = [layers + 1 if rows[column].notna().any() else 1 for column in ("layer", "other")]
+    grid = np.full(shape, np.nan)
+    grid[places[0], places[1]] = rows["value"].to_numpy(np.float64)
+    if shape[0] == shape[1]:  # measures of pairs are symmetric, and may have been written once per pair
+        grid = np.where(np.isnan(grid), grid.T, grid)
+    return grid
+
+
+def _clamp(grid: Array, axis: int, place: Array) -> Array:
+    """Positions moved to the nearest layer that the series has."""
+    present = np.flatnonzero(np.isfinite(grid).any(axis=1 - axis))
+    return place.clip(present[0], present[-1]) if len(present) else place
+
+
+def _interpolate(grid: Array, first: Array, second: Array) -> Array:
+    """[N] bilinear values of `grid` at N places; NaN outside, and where a corner with any weight is NaN."""
+    padded = np.pad(grid, ((0, 1), (0, 1)), constant_values=np.nan)
+    t, u = first - np.floor(first), second - np.floor(second)
+    diagonal = (first == second) & (grid.shape[0] == grid.shape[1])
+    value = np.zeros(len(first))
+    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        weight = (t if down else 1 - t) * (u if right else 1 - u)
+        weight = np.where(diagonal, ((t if down else 1 - t) if down == right else 0.0), weight)
+        corner = padded[_index(first, down, grid.shape[0]), _index(second, right, grid.shape[1])]
+        value += np.where(weight > 0, weight * corner, 0.0)
+    return value
+
+
+def _index(place: Array, step: int, size: int) -> NDArray[np.int64]:
+    """Index of the layer below (or, with `step` 1, above) each place; `size`, the padding, where there is none."""
+    index = np.floor(place).astype(np.int64) + step
+    return np.where((index >= 0) & (index < size), index, size)

@@ -1,0 +1,87 @@
+"""The built-in corpus of public-domain novels (see CORPUS.md), and a small tokenizer trained on it or on other text."""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fulldepth.errors import unknown
+
+PARTS = ("train", "heldout")
+END_OF_TEXT = "<|endoftext|>"
+"""Ends a document; also pads."""
+
+
+class Novel(NamedTuple):
+    """One document of the built-in corpus."""
+
+    part: str
+    title: str
+    author: str
+    year: int
+    text: str
+
+
+@cache
+def novels() -> tuple[Novel, ...]:
+    """Every novel of the built-in corpus, in its order of publication within its part."""
+    packed = files(__package__).joinpath("corpus.txt.xz").read_bytes()
+    found = []
+    for document in lzma.decompress(packed).decode("utf-8").split("\f")[1:]:
+        header, text = document.split("\n", 1)
+        part, title, author, year = header.split("|")
+        found.append(Novel(part, title, author, int(year), text))
+    return tuple(found)
+
+
+def builtin_texts(part: str = "train") -> list[str]:
+    """The novels of one part of the built-in corpus, each one text.
+
+    Args:
+        part: `train` (19 novels, 9.5 MB) or `heldout` (2 novels by other authors, 0.8 MB).
+
+    Raises:
+        FulldepthError: if there is no such part.
+    """
+    if part not in PARTS:
+        raise unknown("part of the built-in corpus", part, PARTS)
+    return [novel.text for novel in novels() if novel.part == part]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (as GPT-2's: no unknown tokens, no text changed) trained on `texts`.
+
+    Args:
+        texts: documents to learn the merges from; the same texts give the same tokenizer.
+        vocab_size: tokens at most, at least 257: the 256 bytes and `<|endoftext|>`.
+
+    Returns:
+        The tokenizer; `<|endoftext|>` (id 0) ends and pads, nothing is added at the beginning.
+
+    Raises:
+        ValueError: if `vocab_size` is too small.
+
+    Source: Sennrich et al. 2016 (BPE); Radford et al. 2019 (over bytes).
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 1:
+        raise ValueError(f"vocab_size must be at least {len(alphabet) + 1}, got {vocab_size}")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer=trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)

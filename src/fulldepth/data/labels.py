@@ -1,0 +1,73 @@
+"""Class labels in the model's numbering, and samples that give every class its turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from fulldepth.data.masking import IGNORE
+from fulldepth.data.records import Source
+from fulldepth.errors import FulldepthError
+
+
+class Labels(NamedTuple):
+    """Of all records: class indices (-100 = none), number of classes (None = no labels), their names, warnings."""
+
+    ids: list[int]
+    num_classes: int | None
+    class_names: tuple[str, ...]
+    warnings: list[str]
+
+
+def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
+    """The labels of all records, numbered as in the model where the names agree.
+
+    Names that all occur in `label2id`, in whatever case, are numbered as there; other labels keep their numbers.
+
+    Raises:
+        FulldepthError: if a classifier has fewer classes than the data.
+    """
+    raw, names, warnings = [record.label for record in source.records], source.class_names, []
+    model = {int(index): name for name, index in (label2id or {}).items()}
+    classifier = task.endswith("-classification") and bool(model)
+    folded = {name.casefold(): index for index, name in model.items()}
+    if names and all(name.casefold() in folded for name in names):
+        to_id = [folded[name.casefold()] for name in names]
+        raw = [None if label is None else to_id[label] for label in raw]
+        names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
+    elif names and classifier and not all(name.startswith("LABEL_") for name in model.values()):
+        warnings = [
+            f"The data's classes ({_listed(names)}) are not the model's ({_listed(model.values())}); taken in order."
+        ]
+    known = [label for label in raw if label is not None]
+    if not known:
+        return Labels([IGNORE] * len(raw), None, (), warnings)
+    if classifier and max(known) > max(model):
+        raise FulldepthError(
+            f"{source.name} has labels up to {max(known)}, the model has {len(model)} classes: "
+            f"{_listed(model.values())}."
+        )
+    ids = [IGNORE if label is None else label for label in raw]
+    return Labels(ids, max(len(names), max(known) + 1), names, warnings)
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(islice(names, 6))
+    return ", ".join(first[:5]) + (", ..." if len(first) > 5 else "")
+
+
+def sample(labels: Sequence[int], most: int, seed: int) -> list[int]:
+    """Indices of at most `most` items: all in order if they are no more, else seeded, taking the classes in turn."""
+    if len(labels) <= most:
+        return list(range(len(labels)))
+    shuffled = np.random.default_rng(seed).permutation(len(labels)).tolist()
+    seen: Counter[int] = Counter()
+    turn = {}
+    for index in shuffled:
+        turn[index] = seen[labels[index]]
+        seen[labels[index]] += 1
+    return sorted(shuffled, key=turn.__getitem__)[:most]  # stable: within a turn, the shuffled order

@@ -1,0 +1,173 @@
+"""What a model is fed: `Sequences`, prepared once, handed out as padded `Batch`es."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fulldepth.data.masking import IGNORE
+from fulldepth.errors import FulldepthError
+
+
+@dataclass
+class Batch:
+    """`B` sequences, right padded to the longest of them, `T`."""
+
+    inputs: dict[str, Tensor]
+    """For `model(**inputs)`: `input_ids`, `attention_mask` [B, T] int64 (and `token_type_ids`), or `pixel_values`."""
+    attention_mask: Tensor | None
+    """[B, T] bool, False = padding; None for images."""
+    sequence: Tensor
+    """[B] int64: index of each sequence in the whole data set."""
+    labels: Tensor | None = None
+    """[B] int64 class, -100 where unknown; None where the data have none."""
+    targets: Tensor | None = None
+    """[B, T] int64, what the head should say at each position (causal: the next token), -100 = nothing."""
+    words: Tensor | None = None
+    """[B, T] int64: index of the word whose last token is here, -1 elsewhere; None if no words are asked for."""
+    token_ids: Tensor | None = None
+    """[B, T] int64: the true tokens, before masking; None for images."""
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+
+@dataclass
+class Example:
+    """One prepared text. Arrays are `[T]` int64."""
+
+    token_ids: np.ndarray
+    inputs: np.ndarray
+    targets: np.ndarray | None = None
+    types: np.ndarray | None = None
+    words: np.ndarray | None = None
+    label: int = IGNORE
+
+
+@dataclass
+class Picture:
+    """One prepared image: decoded when called."""
+
+    load: Callable[[], Image.Image]
+    label: int = IGNORE
+
+
+@dataclass
+class Sequences:
+    """Everything that goes through the model, in order. `batches` hands it out."""
+
+    name: str
+    kind: str
+    """Of the source: `text`, `pairs`, `labelled-text` or `images`."""
+    task: str
+    hash: str
+    """`sha256:...` over what is prepared (tokens, masks, targets, labels; pixels, processor), whatever the batching."""
+    examples: Sequence[Any]
+    collate: Callable[[Sequence[int]], Batch] = field(repr=False)
+    lengths: list[int]
+    """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
+    num_targets: int
+    """Positions with a target; for classification sequences with a label."""
+    num_classes: int | None = None
+    """Class indices are 0..num_classes-1; None where the data have no labels."""
+    class_names: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+    """What was cut, dropped or not found, one plain sentence each."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Whether all sequences have one length, so that nothing is padded."""
+        return len(set(self.lengths)) == 1
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`, whoever asks.
+
+        Raises:
+            FulldepthError: if `batch_size` is less than 1.
+            ValueError: if `rank` is not one of 0..world-1.
+        """
+        if batch_size < 1:
+            raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
+        starts = range(0, len(self), batch_size)[rank::world]
+        return (self.collate(range(start, min(start + batch_size, len(self)))) for start in starts)
+
+
+def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: int) -> Batch:
+    """Pad the chosen examples on the right to the longest of them."""
+    chosen = [examples[i] for i in indices]
+    token_ids = _padded([e.token_ids for e in chosen], pad_id)
+    mask = _padded([np.ones_like(e.token_ids) for e in chosen], 0)
+    inputs = {"input_ids": _padded([e.inputs for e in chosen], pad_id), "attention_mask": mask}
+    if types := [e.types for e in chosen if e.types is not None]:
+        inputs["token_type_ids"] = _padded(types, 0)
+    targets = [e.targets for e in chosen if e.targets is not None]
+    words = [e.words for e in chosen if e.words is not None]
+    return Batch(
+        inputs=inputs,
+        attention_mask=mask.bool(),
+        sequence=torch.tensor(list(indices), dtype=torch.int64),
+        labels=_labels(examples, chosen),
+        targets=_padded(targets, IGNORE) if targets else None,
+        words=_padded(words, -1) if words else None,
+        token_ids=token_ids,
+    )
+
+
+def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
+    """Decode the chosen images and run the processor on them."""
+    chosen = [examples[i] for i in indices]
+    processed = processor(images=[e.load() for e in chosen], return_tensors="pt")
+    return Batch(
+        inputs={name: value for name, value in processed.items() if isinstance(value, Tensor)},
+        attention_mask=None,
+        sequence=torch.tensor(list(indices), dtype=torch.int64),
+        labels=_labels(examples, chosen),
+    )
+
+
+def _labels(examples: Sequence[Any], chosen: Sequence[Any]) -> Tensor | None:
+    if all(e.label == IGNORE for e in examples):
+        return None
+    return torch.tensor([e.label for e in chosen], dtype=torch.int64)
+
+
+def _padded(rows: Sequence[np.ndarray], value: int) -> Tensor:
+    """[B, T] int64 from rows of at most T numbers."""
+    padded = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.int64)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = torch.from_numpy(row)
+    return padded
+
+
+class Fingerprint:
+    """A sha256 over parts that cannot run into each other: each goes in with its length."""
+
+    def __init__(self, *settings: str) -> None:
+        self._sha = hashlib.sha256()
+        for setting in settings:
+            self.add(setting.encode())
+
+    def add(self, part: bytes) -> None:
+        """Add one part."""
+        self._sha.update(len(part).to_bytes(8, "little"))
+        self._sha.update(part)
+
+    def __str__(self) -> str:
+        return f"sha256:{self._sha.hexdigest()}"

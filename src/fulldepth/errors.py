@@ -1,0 +1,24 @@
+"""Mistakes that the person at the keyboard can mend, said so that they can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FulldepthError(ValueError):
+    """What was got, what was expected, and what exists. The command line prints it and exits with 2."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
+    """The error for a name that is not in a registry, with the nearest names that are.
+
+    Args:
+        kind: what the name should have been, in the singular ("measure", "option").
+        name: what was got.
+        known: every name that exists.
+    """
+    choices = sorted(known)
+    near = get_close_matches(name, choices, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    return FulldepthError(f"Unknown {kind} {name!r}.{hint} Available: {', '.join(choices)}.")

@@ -1,0 +1,151 @@
+"""Training checkpoints: how the layers change over steps."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from fulldepth.figures.draw import shade_key
+from fulldepth.figures.lens import median_layer, tolerances
+from fulldepth.figures.quantities import Quantity, quantities
+from fulldepth.figures.rows import Curve, curve
+from fulldepth.figures.style import SEQUENTIAL, Figures, by_depth, categorical, figure, layer_name
+
+FOLLOWED = (
+    "displacement",
+    "lens_accuracy",
+    "lens_loss",
+    "coherence",
+    "norm_ratio",
+    "renyi_entropy",
+    "nc1",
+    "separability",
+)
+"""Measures drawn as one line a layer over steps."""
+
+
+def figures(table: pd.DataFrame, layers: int) -> Figures:
+    """`steps_jump_rate`, `steps_depth`, and `steps_MEASURE` with one line a layer."""
+    tables = {step: table[table["step"] == step] for step in sorted({int(step) for step in table["step"]})}
+    made: Figures = {}
+    for name, drawn in (("steps_jump_rate", _jump_rate(tables, layers)), ("steps_depth", _depth(tables, layers))):
+        if drawn is not None:
+            made[name] = drawn
+    for quantity in quantities(table):
+        name = f"steps_{quantity.measure}"
+        if quantity.measure in FOLLOWED and (drawn := _by_depth(quantity, tables, layers)) is not None:
+            made[name if name not in made else f"steps_{quantity.name}"] = drawn
+    return made
+
+
+STEP_AXIS = {"title": {"text": "Training step"}, "tickformat": ",d", "nticks": 7}
+
+
+def _line(
+    steps: list[int], values: list[float | None], name: str, color: str, form: str, dash: str = "solid"
+) -> go.Scatter:
+    return go.Scatter(
+        x=steps,
+        y=values,
+        name=name,
+        mode="lines+markers",
+        line={"color": color, "dash": dash, "width": 2},
+        marker={"color": color, "size": 5},
+        hovertemplate=f"%{{y:{form}}}",
+    )
+
+
+def _change(name: str, steps: list[int], values: list[float | None], form: str) -> str:
+    """One sentence: from the first step's value to the last one's."""
+    known = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+    if not known:
+        return f"{name}: no finite value."
+    (start, first), (end, last) = known[0], known[-1]
+    return f"{name}: {first:{form}} at step {start:,}, {last:{form}} at step {end:,}."
+
+
+def _jump_rate(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
+    steps = list(tables)
+    rates = {step: _by_layer(curve(rows, "jump_rate", "value")) for step, rows in tables.items()}
+    traces = []
+    for back in range(3):
+        values = [rates[step].get(layers - back) for step in steps]
+        if any(value is not None for value in values):
+            name = "ζ of the last layer" if not back else f"ζ of the last {back + 1} layers"
+            traces.append(_line(steps, values, name, form=".2f", **categorical(back)))
+    if not traces:
+        return None
+    return figure(
+        traces,
+        title="Jump rate over training",
+        subtitle="Accumulated growth of the displacement over the last layers, in per cent",
+        alt=_change("Jump rate of the last layer in per cent", steps, list(traces[0].y), ".1f"),
+        xaxis=STEP_AXIS,
+        yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},
+    )
+
+
+def _depth(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
+    steps = list(tables)
+    lines: dict[str, list[float | None]] = {}
+    for prefix, name in (("eps=", "Effective depth, ε = {}"), ("relative_eps=", "Effective depth, relative ε = {}")):
+        depths = {step: tolerances(rows, prefix) for step, rows in tables.items()}
+        known = sorted({eps for found in depths.values() for eps in found})
+        eps = "0.05" if "0.05" in known else next(iter(known), None)
+        if eps is not None:
+            lines[name.format(eps)] = [depths[step].get(eps) for step in steps]
+    settled = [median_layer(curve(rows, "saturation", "cumulative")) for rows in tables.values()]
+    if any(value is not None for value in settled):
+        lines = {"Median saturation layer": settled, **lines}
+    if not lines:
+        return None
+    traces = [
+        _line(steps, values, name, form=".0f", **categorical(index))
+        for index, (name, values) in enumerate(lines.items())
+    ]
+    name, values = next(iter(lines.items()))
+    return figure(
+        traces,
+        title="Depth in use over training",
+        subtitle=f"Out of {layers} layers",
+        alt=_change(name, steps, values, ".0f"),
+        xaxis=STEP_AXIS,
+        yaxis={"title": {"text": "Layer"}, "range": [0, layers * 1.05]},
+    )
+
+
+def _by_layer(found: Curve) -> dict[int, float | None]:
+    return dict(zip(found.layers, found.values, strict=True))
+
+
+def _by_depth(quantity: Quantity, tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
+    steps = list(tables)
+    values = {step: _by_layer(quantity.curve(rows, layers)) for step, rows in tables.items()}
+    depths = sorted({layer for found in values.values() for layer in found})
+    traces = [
+        _line(
+            steps,
+            [values[step].get(layer) for step in steps],
+            layer_name(layer),
+            by_depth(layer, layers),
+            quantity.form,
+        )
+        for layer in depths
+    ]
+    traces = [trace.update(showlegend=False) for trace in traces if any(value is not None for value in trace.y)]
+    if not traces:
+        return None
+    last = list(traces[-1].y)
+    return figure(
+        [*traces, shade_key("Layer", SEQUENTIAL[2:], depths[0], layers)],
+        title=f"{quantity.title} of every layer over training",
+        subtitle="One line a layer, stronger = deeper",
+        alt=_change(f"{quantity.title} of {layer_name(depths[-1]).lower()}", steps, last, ".3f"),
+        xaxis=STEP_AXIS,
+        yaxis={"title": {"text": quantity.axis}, **quantity.settings},
+        variant=quantity.variant,
+        hovermode="closest",
+    ).update_traces(
+        hovertemplate=f"%{{fullData.name}}, step %{{x:,}}<br><b>%{{y:{quantity.form}}}</b><extra></extra>",
+        selector={"showlegend": False, "mode": "lines+markers"},
+    )

@@ -1,0 +1,202 @@
+"""One visual language for every figure: colours, axes, titles, safe text. Says nothing about what is measured."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+
+Figures = dict[str, go.Figure]
+"""Name -> figure. `name:variant` is another reading of the figure `name`."""
+
+CATEGORICAL = ("#215db0", "#dd7250", "#24ab92", "#804d88", "#978400", "#b3495e")
+"""Line colours. Any two differ by at least 20 in CIELAB with normal, deuteranopic and protanopic vision."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+SEQUENTIAL = (
+    "#f0f2f4", "#cae0ef", "#a5ceec", "#83bae7", "#65a6de", "#4d92d2",
+    "#3b7ec1", "#346aa9", "#2d5790", "#264577", "#1d345f",
+)  # fmt: skip
+"""Equal steps of CIELAB lightness, 95 to 22: nothing recedes into the page, much stands out."""
+OPPOSITE = (
+    "#f0f2f4", "#efdbc8", "#ecc4a1", "#e7ad7d", "#df955d", "#d47f43",
+    "#c46a2f", "#ae5a2a", "#964b27", "#7f3d22", "#692f1d",
+)  # fmt: skip
+"""The same for values below zero; starts at the same neutral colour."""
+INK, MUTED, GRID, AXIS, PAPER = "#1c2127", "#5a6472", "#e5e8ec", "#aab2bc", "#ffffff"
+
+_SEQUENTIAL_DARK = (
+    "#252627", "#2c3544", "#304663", "#335781", "#356a9d", "#3a7db5",
+    "#4490ca", "#5ba4d7", "#73b8e4", "#8bcbf1", "#a4dfff",
+)  # fmt: skip
+_OPPOSITE_DARK = (
+    "#252627", "#453028", "#633b28", "#804626", "#9b5423", "#b36425",
+    "#c77730", "#d48d4c", "#e1a466", "#eeba80", "#fbd09a",
+)  # fmt: skip
+_CATEGORICAL_DARK = ("#70abf9", "#f39d34", "#64ccc0", "#aa70b8", "#dcc86c", "#e46d8b")
+
+
+def translucent(colour: str, alpha: float = 0.16) -> str:
+    """`#rrggbb` as `rgba(...)`, for bands behind lines."""
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+DARK: dict[str, str] = {
+    **dict(zip(CATEGORICAL, _CATEGORICAL_DARK, strict=True)),
+    **{translucent(a): translucent(b, 0.22) for a, b in zip(CATEGORICAL, _CATEGORICAL_DARK, strict=True)},
+    **dict(zip(SEQUENTIAL, _SEQUENTIAL_DARK, strict=True)),
+    **dict(zip(OPPOSITE, _OPPOSITE_DARK, strict=True)),
+    INK: "#e7eaee",
+    MUTED: "#a0aab6",
+    GRID: "#2a3038",
+    AXIS: "#59636f",
+    PAPER: "#14171b",
+}
+"""Every colour of a figure -> its counterpart on a dark page."""
+
+UNIT_SCALE = [[i / 10, colour] for i, colour in enumerate(SEQUENTIAL)]
+"""Colour scale for [0, 1]."""
+SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *SEQUENTIAL))]
+"""Colour scale for [-1, 1], neutral at zero."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+_AXIS = {
+    "showline": True, "linecolor": AXIS, "gridcolor": GRID, "zeroline": False, "ticks": "outside", "tickcolor": AXIS,
+    "ticklen": 4, "tickfont": {"color": MUTED, "size": 12},
+    "title": {"font": {"color": MUTED, "size": 12}, "standoff": 8},
+    "automargin": True, "fixedrange": True, "spikecolor": AXIS, "spikethickness": 1,
+}  # fmt: skip
+TEMPLATE = go.layout.Template(
+    layout={
+        "font": {"family": FONT, "size": 13, "color": INK},
+        "title": {"x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 16, "color": INK}},
+        "title_subtitle": {"font": {"size": 12, "color": MUTED}},
+        "colorway": list(CATEGORICAL),
+        "paper_bgcolor": PAPER,
+        "plot_bgcolor": PAPER,
+        "xaxis": {**_AXIS, "showgrid": False, "tickangle": 0},
+        "yaxis": _AXIS,
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
+        "hoverlabel": {
+            "bgcolor": PAPER, "bordercolor": AXIS, "font": {"size": 12, "color": INK, "family": FONT}, "align": "left",
+            "namelength": -1,
+        },
+        "hovermode": "x unified",
+        "dragmode": False,
+        "margin": {"l": 56, "r": 16, "t": 84, "b": 48},
+        "barcornerradius": 1,
+    }
+)  # fmt: skip
+"""Layout that all figures share. Axes cannot be dragged, so that a finger scrolls the page."""
+
+
+def label(text: object, limit: int = 48) -> str:
+    """`text` made safe for plotly: shortened, without control or direction characters, markup shown as it is written.
+
+    Plotly reads a small HTML in its labels and `%{...}` in its templates; both stay plain text.
+    """
+    raw = str(text)
+    short = raw if len(raw) <= limit else raw[: limit - 1] + "…"
+    plain = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in short)
+    return escape(plain, quote=False).replace("{", "&#123;")
+
+
+def categorical(index: int) -> dict[str, str]:
+    """Line colour and dash of series number `index`; dashes tell series apart once the colours are used up."""
+    turn, colour = divmod(index, len(CATEGORICAL))
+    return {"color": CATEGORICAL[colour], "dash": DASHES[turn % len(DASHES)]}
+
+
+def by_depth(layer: int, layers: int) -> str:
+    """Colour of a layer's line: the deeper the darker. Only colours of the scale, so that they can be restyled."""
+    share = layer / max(layers, 1)
+    return SEQUENTIAL[2 + round(share * (len(SEQUENTIAL) - 3))]
+
+
+def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str, Any]:
+    """The x axis of a figure over depth: whole layers `first..layers`, or per cent of depth."""
+    if relative:
+        return {"title": {"text": "Relative depth"}, "range": [-0.02, 1.02], "tickformat": ".0%"}
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if layers / s <= 12.5)
+    ticks = [tick for tick in range(0, layers + 1, step) if tick >= first]
+    if layers - ticks[-1] >= (step + 1) // 2 if ticks else True:
+        ticks.append(layers)
+    return {
+        "title": {"text": "Layer"},
+        "unifiedhovertitle": {"text": "Layer %{x}"},
+        "range": [first - 0.5, layers + 0.5],
+        "tickvals": ticks,
+        "ticktext": [layer_name(tick, short=True) for tick in ticks],
+    }
+
+
+def layer_name(layer: int, short: bool = False) -> str:
+    """What readers call a layer; 0 is the embeddings."""
+    if layer == 0:
+        return "emb" if short else "Embeddings"
+    return str(layer) if short else f"Layer {layer}"
+
+
+def figure(
+    traces: Iterable[Any],
+    *,
+    title: str,
+    subtitle: str,
+    alt: str,
+    xaxis: dict[str, Any],
+    yaxis: dict[str, Any],
+    variant: str = "",
+    beside: bool = False,
+    height: int = 380,
+    **layout: Any,
+) -> go.Figure:
+    """A figure in the common style.
+
+    Args:
+        traces: what is drawn.
+        title: what is shown.
+        subtitle: how it was counted, in one line.
+        alt: what a reader sees in it, in one sentence, for those who cannot.
+        xaxis: settings of the x axis.
+        yaxis: settings of the y axis.
+        variant: which reading this is, where there are several of the same figure.
+        beside: whether the variants belong side by side (models) rather than behind a switch (readings).
+        height: in pixels.
+        layout: anything else of the layout.
+    """
+    drawn = list(traces)
+    return go.Figure(
+        data=drawn,
+        layout={
+            "template": TEMPLATE,
+            "title": {"text": title, "subtitle": {"text": subtitle}},
+            "xaxis": xaxis,
+            "yaxis": yaxis,
+            "height": height,
+            "showlegend": sum(trace.showlegend is not False for trace in drawn) > 1,
+            "meta": {"title": title, "subtitle": subtitle, "alt": alt, "variant": variant, "beside": beside},
+            **layout,
+        },
+    )
+
+
+def extremes(what: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
+    """One sentence on where a curve over layers is lowest and highest."""
+    known = [(value, layer) for value, layer in zip(values, layers, strict=True) if value is not None]
+    if not known:
+        return f"{what}: no finite value."
+    (low, at_low), (high, at_high) = min(known), max(known)
+    where = [layer_name(layer).lower() for layer in (at_low, at_high)]
+    if low == high:
+        return f"{what}: {minus(low, form)} at {where[0]}."
+    return f"{what}: lowest {minus(low, form)} at {where[0]}, highest {minus(high, form)} at {where[1]}."
+
+
+def minus(value: float, form: str) -> str:
+    """The number in Python's format `form`, with a true minus sign."""
+    text = f"{value:{form}}"
+    return text.removeprefix("-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")

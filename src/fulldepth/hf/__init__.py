@@ -1,0 +1,22 @@
+"""The only room that knows Hugging Face's module names and files: loading, families, anatomy, heads."""
+
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight
+from fulldepth.hf.families import FAMILIES, Family, Head
+from fulldepth.hf.heads import Classifier
+from fulldepth.hf.load import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device, pick_dtype
+
+__all__ = [
+    "FAMILIES",
+    "Anatomy",
+    "Checkpoint",
+    "Classifier",
+    "Family",
+    "Head",
+    "anatomy_candidates",
+    "first_broken_weight",
+    "load_checkpoint",
+    "load_processor",
+    "load_tokenizer",
+    "pick_device",
+    "pick_dtype",
+]

@@ -1,0 +1,206 @@
+"""A model with its parts named: what every other room asks instead of knowing module names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.families import FAMILIES, Family, Head
+from fulldepth.hf.finder import find_families
+
+TASKS = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForPreTraining": "masked-lm",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+}
+"""Ending of a model's class name -> what its head predicts; everything else is `representation`."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model bound to its family: modules by role. Layers are 1-based here, as in every table."""
+
+    model: PreTrainedModel
+    family: Family
+
+    @property
+    def task(self) -> str:
+        """`causal-lm`, `masked-lm`, `text-classification`, `image-classification` or `representation`."""
+        return next((task for suffix, task in TASKS.items() if self._class.endswith(suffix)), "representation")
+
+    @property
+    def _class(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its head: what a pass over the data runs."""
+        if self.family.body and hasattr(self.model, self.family.body):
+            return self.model.get_submodule(self.family.body)
+        prefix = getattr(self.model, "base_model_prefix", "")
+        return getattr(self.model, prefix, self.model) if prefix else self.model
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the body (for a tower, the tower's own)."""
+        config = getattr(self.body, "config", self.model.config)
+        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, Python indices 0..L-1."""
+        return self.body.get_submodule(self.family.blocks)  # type: ignore[return-value]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.blocks)
+
+    @property
+    def width(self) -> int:
+        """D, channels of the residual stream."""
+        for name in ("hidden_size", "d_model", "n_embd"):
+            if isinstance(getattr(self.config, name, None), int):
+                return int(getattr(self.config, name))
+        raise FulldepthError(f"The configuration of {self._class} does not say the width of its residual stream.")
+
+    def part(self, layer: int, role: str) -> nn.Module | None:
+        """The module with a role (a field of `Family`) in a 1-based layer; None where the family has none there.
+
+        `attention_branch` and `mlp_branch` fall back to the attention and the MLP themselves.
+        """
+        path = getattr(self.family, role)
+        if path is None and role.endswith("_branch"):
+            path = getattr(self.family, role.removesuffix("_branch"))
+        if path is None:
+            return None
+        try:
+            return self.blocks[layer - 1].get_submodule(path)
+        except AttributeError:
+            return None
+
+    def has(self, role: str) -> bool:
+        """Whether every layer has a module with this role."""
+        return all(self.part(layer, role) is not None for layer in range(1, self.num_layers + 1))
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm after the last block; None for families without one."""
+        path = self.family.final_norm
+        return None if path is None else self.body.get_submodule(path)
+
+    def normalise(self, states: Tensor) -> Tensor:
+        """The final norm applied to residual states `[..., D]` (identity where the model has none)."""
+        norm = self.final_norm
+        if norm is None:
+            return states
+        states = norm(states)
+        # DETR with auxiliary losses normalises inside its loop and once more after it.
+        twice = self.family.name == "detr" and getattr(self.config, "auxiliary_loss", False)
+        return norm(states) if twice else states
+
+    @property
+    def branch_scale(self) -> float:
+        """What the family multiplies both branches by before adding them."""
+        name = self.family.branch_scale
+        return float(getattr(self.config, name)) if name else 1.0
+
+    @property
+    def head(self) -> Head | None:
+        """How the model reads `h_L`; None for models without a prediction head."""
+        for suffix, head in self.family.heads.items():
+            if self._class.endswith(suffix):
+                return head
+        return None
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None where nothing limits it."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        if limit is not None and self.config.model_type in ("roberta", "xlm-roberta", "camembert"):
+            limit -= (self.config.pad_token_id or 0) + 1  # positions start after the padding index
+        return limit
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding matrix; None for pictures."""
+        if self.family.modality != "text":
+            return None
+        embeddings: Any = self.body.get_input_embeddings()  # type: ignore[operator]
+        return int(embeddings.weight.shape[0])
+
+    def value_states(self, projected: Tensor) -> Tensor:
+        """[B, T, Dv] value states out of what the `value` projection gives, `[B, T, *]`."""
+        if self.family.value_part == "whole":
+            return projected
+        if self.family.value_part == "last-third":
+            return projected[..., -projected.shape[-1] // 3 :]
+        heads = self.config.num_attention_heads
+        per_head = projected.unflatten(-1, (heads, -1))
+        return per_head[..., -per_head.shape[-1] // 3 :].flatten(-2)
+
+    def projections(self) -> Iterator[tuple[str, int, nn.Module]]:
+        """Every weight matrix of every block: its name inside the block, its 1-based layer, its module."""
+        for layer, block in enumerate(self.blocks, start=1):
+            for name, module in block.named_modules():
+                weight = getattr(module, "weight", None)
+                if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
+                    yield name, layer, module
+
+
+def anatomy_candidates(
+    model: PreTrainedModel, *, tower: str | None = None, override: Mapping[str, Any] | None = None
+) -> list[Anatomy]:
+    """The anatomies that may fit a model, best guess first; a numerical check has to pick (see `capture.verify`).
+
+    Args:
+        model: a loaded model.
+        tower: `text` or `vision`, for models that have both.
+        override: fields of `Family`, which replace the table and the finder.
+
+    Raises:
+        FulldepthError: if there is no table row and no list of blocks can be found, or a tower has to be chosen.
+    """
+    if override:
+        return [Anatomy(model, Family.from_mapping(override))]
+    rows = FAMILIES.get(model.config.model_type)
+    if rows is None:
+        return [Anatomy(model, family) for family in find_families(model)]
+    present = [row for row in rows if _fits(model, row)]
+    if len(present) > 1:
+        if tower is None:
+            towers = " or ".join(str(row.tower) for row in present)
+            raise FulldepthError(f"{type(model).__name__} has two towers; say which one: --tower {towers}.")
+        present = [row for row in present if row.tower == tower]
+    if not present:
+        raise FulldepthError(f"{type(model).__name__} has no {tower or rows[0].name} tower.")
+    if getattr(model.config, "use_parallel_residual", True) is False:
+        present = [replace(row, design="pre") if row.design == "parallel" else row for row in present]
+    return [Anatomy(model, row) for row in present]
+
+
+def _fits(model: PreTrainedModel, family: Family) -> bool:
+    """Whether the model has the tower that a row describes (every row of a one-tower family fits)."""
+    if family.tower is None or (family.body is not None and hasattr(model, family.body)):
+        return True
+    # A bare tower: its own class, whose configuration is the tower's.
+    return bool(model.config.model_type.startswith("clip_"))
+
+
+def first_broken_weight(model: nn.Module) -> str | None:
+    """None if every floating-point weight is finite, else the name of the first that is not."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
+            continue
+        if not bool(torch.isfinite(parameter.detach().sum())) and not bool(torch.isfinite(parameter.detach()).all()):
+            return name
+    return None

@@ -1,0 +1,236 @@
+"""The explicit table of model families: where blocks, attention, MLP, norms, value states and heads live.
+
+Paths are dotted attribute names. Those of a `Family` start at the *body* (the model without its head) or at a block;
+those of a `Head` start at the model. A family that is not in the table is found by structure (`fulldepth.hf.finder`),
+or described by the user with the same fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from fulldepth.errors import FulldepthError, unknown
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model turns `h_L` into logits: final norm, pooling, then a chain of modules."""
+
+    modules: tuple[str, ...]
+    """Modules applied in order, from the model; the first that reads `[B, T, D]` itself goes with `pool="inside"`."""
+    pool: Literal["token", "first", "last", "mean-patches", "inside"] = "token"
+    """`token`: one prediction a position. Otherwise one a sequence, from the first token, the last that is no padding,
+    the mean of all but the first, or by the head itself."""
+    normed: bool = True
+    """Whether the final norm comes before the head."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The anatomy of one family of models, by name."""
+
+    name: str
+    blocks: str
+    """`ModuleList` of the L blocks, from the body."""
+    attention: str | None
+    """Attention module, from the block."""
+    mlp: str | None
+    """Module that reads the attention sub-layer's output x' (MLP or its first part), from the block."""
+    design: Literal["pre", "parallel", "post"] = "pre"
+    """`pre`: x' = x + A, y = x' + M (A, M may carry norms of their own: sandwich). `parallel`: y = x + A + M.
+    `post`: x' = norm(x + A), y = norm(m + M), where m is what the MLP reads."""
+    attention_branch: str | None = None
+    """Module whose output A is added to the stream; the attention module unless named."""
+    mlp_branch: str | None = None
+    """Module whose output M is added to the stream; the MLP unless named."""
+    attention_norm: str | None = None
+    """Norm before attention (pre, parallel) or after the sum (post)."""
+    mlp_norm: str | None = None
+    """Norm before the MLP (pre, parallel) or after the sum (post)."""
+    value: str | None = None
+    """Projection that makes the value states, from the block."""
+    value_part: Literal["whole", "last-third", "last-third-of-each-head"] = "whole"
+    """Which channels of that projection are the value states."""
+    final_norm: str | None = None
+    """Norm after the last block, from the body."""
+    branch_scale: str | None = None
+    """Attribute of the configuration that multiplies both branches."""
+    body: str | None = None
+    """Path from the model to the body; the model's own base model unless named."""
+    tower: Literal["text", "vision"] | None = None
+    """For models of two towers: which one this row describes."""
+    modality: Literal["text", "images"] = "text"
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    """Ending of the model's class name -> its head."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Family:
+        """A family described in settings, with the names of these fields.
+
+        Raises:
+            FulldepthError: for an unknown field, or when `blocks` is missing.
+        """
+        known = [f.name for f in fields(cls) if f.name != "heads"]
+        for name in values:
+            if name not in known:
+                raise unknown("anatomy field", name, known)
+        if "blocks" not in values:
+            raise FulldepthError("An anatomy needs at least `blocks`, the path of the ModuleList of blocks.")
+        defaults = {"name": "from settings", "attention": None, "mlp": None, "heads": LANGUAGE_HEADS}
+        return cls(**{**defaults, **values})
+
+
+LANGUAGE_HEADS = {
+    "ForCausalLM": Head(("lm_head",)),
+    "LMHeadModel": Head(("lm_head",)),
+    "ForSequenceClassification": Head(("score",), pool="last"),
+}
+
+LLAMA = Family(
+    "llama",
+    blocks="layers",
+    attention="self_attn",
+    mlp="mlp",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    value="self_attn.v_proj",
+    final_norm="norm",
+    heads=LANGUAGE_HEADS,
+)
+"""Llama's names, which most later decoders keep."""
+
+GEMMA = replace(
+    LLAMA,
+    name="gemma",
+    attention_branch="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_branch="post_feedforward_layernorm",
+)
+"""Gemma 2 and 3: norms before and after both branches."""
+
+GPT2 = Family(
+    "gpt2",
+    blocks="h",
+    attention="attn",
+    mlp="mlp",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    value="attn.c_attn",
+    value_part="last-third",
+    final_norm="ln_f",
+    heads=LANGUAGE_HEADS,
+)
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    blocks="layers",
+    attention="attention",
+    mlp="mlp",
+    design="parallel",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    value="attention.query_key_value",
+    value_part="last-third-of-each-head",
+    final_norm="final_layer_norm",
+    heads=LANGUAGE_HEADS,
+)
+
+BERT = Family(
+    "bert",
+    blocks="encoder.layer",
+    design="post",
+    attention="attention",
+    attention_branch="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    mlp="intermediate",
+    mlp_branch="output.dense",
+    mlp_norm="output.LayerNorm",
+    value="attention.self.value",
+    heads={
+        "ForMaskedLM": Head(("cls",), normed=False),
+        "ForPreTraining": Head(("cls.predictions",), normed=False),
+        "ForSequenceClassification": Head(("bert.pooler", "classifier"), pool="inside", normed=False),
+    },
+)
+"""BERT's names: norms after the sums, no final norm."""
+
+ROBERTA = replace(
+    BERT,
+    name="roberta",
+    heads={
+        "ForMaskedLM": Head(("lm_head",), normed=False),
+        "ForSequenceClassification": Head(("classifier",), pool="inside", normed=False),
+    },
+)
+
+VIT = Family(
+    "vit",
+    blocks="layers",
+    attention="attention",
+    mlp="mlp",
+    attention_norm="layernorm_before",
+    mlp_norm="layernorm_after",
+    value="attention.v_proj",
+    final_norm="layernorm",
+    modality="images",
+    heads={"ForImageClassification": Head(("classifier",), pool="first")},
+)
+
+CLIP_TEXT = Family(
+    "clip-text",
+    blocks="encoder.layers",
+    attention="self_attn",
+    mlp="mlp",
+    attention_norm="layer_norm1",
+    mlp_norm="layer_norm2",
+    value="self_attn.v_proj",
+    final_norm="final_layer_norm",
+    body="text_model",
+    tower="text",
+)
+
+CLIP_VISION = replace(
+    CLIP_TEXT,
+    name="clip-vision",
+    final_norm="post_layernorm",
+    body="vision_model",
+    tower="vision",
+    modality="images",
+    heads={"ForImageClassification": Head(("classifier",), pool="mean-patches", normed=False)},
+)
+
+DETR = Family(
+    "detr",
+    blocks="decoder.layers",
+    attention="self_attn",
+    mlp="mlp",
+    design="post",
+    attention_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    value="self_attn.v_proj",
+    final_norm="decoder.layernorm",
+    modality="images",
+    heads={"ForObjectDetection": Head(("class_labels_classifier",))},
+)
+
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "llama": (LLAMA,),
+    "mistral": (replace(LLAMA, name="mistral"),),
+    "qwen2": (replace(LLAMA, name="qwen2"),),
+    "qwen3": (replace(LLAMA, name="qwen3"),),
+    "gemma2": (replace(GEMMA, name="gemma2"),),
+    "gemma3_text": (replace(GEMMA, name="gemma3"),),
+    "gpt2": (GPT2,),
+    "gpt_neox": (GPT_NEOX,),
+    "bert": (BERT,),
+    "roberta": (ROBERTA,),
+    "vit": (VIT,),
+    "deit": (replace(VIT, name="deit"),),
+    "clip": (CLIP_TEXT, CLIP_VISION),
+    "clip_text_model": (CLIP_TEXT,),
+    "clip_vision_model": (CLIP_VISION,),
+    "detr": (DETR,),
+}
+"""model_type -> its rows (two for models of two towers)."""

@@ -1,0 +1,214 @@
+"""Loads checkpoints safely: safetensors only, no foreign code unless asked, nothing silently left at random."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from fulldepth.errors import FulldepthError, unknown
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model and where it came from."""
+
+    model: PreTrainedModel
+    name: str
+    """Folder or Hub name, as given (the class name for a model that was passed in)."""
+    revision: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def config_hash(self) -> str:
+        """sha256 of the configuration's canonical JSON."""
+        document = json.dumps(self.model.config.to_diff_dict(), sort_keys=True, default=str)
+        return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, else the first accelerator, else the CPU.
+
+    Raises:
+        FulldepthError: if the name means nothing or the device is not there.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        picked = torch.device(device)
+        torch.zeros(1, device=picked)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise FulldepthError(f"Device {str(device)!r} cannot be used here: {reason}") from error
+    return picked
+
+
+def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    """`auto` (the checkpoint's own) or a torch dtype."""
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype or "auto"
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, ["auto", *DTYPES])
+    return DTYPES[dtype]
+
+
+def load_checkpoint(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Load a model in evaluation mode, from a local folder or by its Hub name.
+
+    Args:
+        name: folder with `config.json` and `*.safetensors`, or a Hub name.
+        dtype: `auto` keeps the checkpoint's own precision.
+        device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
+        device_map: `auto`, or a map of modules to devices, for models larger than one device.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run modelling code that the checkpoint carries.
+
+    Raises:
+        FulldepthError: if nothing loadable is there, only pickled weights are, files are broken, or weights that the
+            model needs are missing (stock loading would leave them at random with a warning).
+    """
+    where = str(name)
+    _check_folder(where)
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with _plain_errors(where):
+        config = AutoConfig.from_pretrained(where, **source)
+        loader = _model_class(config, trust_remote_code)
+        placed = {"device_map": device_map} if device_map is not None else {}
+        with _quiet():
+            model, info = loader.from_pretrained(
+                where,
+                dtype=pick_dtype(dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **placed,
+                **source,
+            )
+    missing = sorted(info["missing_keys"]) + [str(key[0]) for key in info["mismatched_keys"]]
+    if missing:
+        raise FulldepthError(
+            f"{where} lacks {len(missing)} weights that {type(model).__name__} needs (first: {missing[0]}); they would "
+            "be random. The checkpoint is incomplete, or its config.json names another class."
+        )
+    warnings = []
+    if info["unexpected_keys"]:
+        extra = sorted(info["unexpected_keys"])
+        warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {extra[0]}).")
+    if device_map is None and not getattr(model, "is_quantized", False):
+        model.to(pick_device(device))
+    return Checkpoint(model.eval(), where, revision, tuple(warnings))
+
+
+def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer saved with a checkpoint.
+
+    Raises:
+        FulldepthError: if there is none.
+    """
+    with _plain_errors(str(name), what="tokenizer"), _quiet():
+        return AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_processor(name: str | Path, config: Any) -> Any:
+    """The image processor saved with a checkpoint; where there is none, a plain one of the configuration's size."""
+    folder = Path(name)
+    if not folder.is_dir() or any(
+        (folder / f).is_file() for f in ("preprocessor_config.json", "processor_config.json")
+    ):
+        with _plain_errors(str(name), what="image processor"), _quiet():
+            return AutoImageProcessor.from_pretrained(str(name))
+    size = getattr(config, "image_size", 224)
+    size = size if isinstance(size, int) else size[0]
+    edges = {"height": size, "width": size}
+    return transformers.ViTImageProcessorPil(size=edges, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class that the checkpoint was saved from."""
+    names = getattr(config, "architectures", None) or []
+    found = getattr(transformers, names[0], None) if names else None
+    if found is not None:
+        return found
+    if trust_remote_code and getattr(config, "auto_map", None):
+        auto = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
+        return getattr(transformers, auto, AutoModelForCausalLM)
+    if names and getattr(config, "auto_map", None):
+        raise FulldepthError(f"{names[0]} is code that the checkpoint carries; it runs only with --trust-remote-code.")
+    if names:
+        raise FulldepthError(f"transformers {transformers.__version__} has no class {names[0]}.")
+    raise FulldepthError("config.json names no class (`architectures`), so it is not known what the weights are.")
+
+
+def _check_folder(where: str) -> None:
+    """Say early and plainly what a local folder lacks."""
+    folder = Path(where)
+    if not folder.exists():
+        if where.startswith((".", "/", "~")) or where.count("/") > 1:
+            raise FulldepthError(f"No such folder: {where}. Expected a checkpoint folder or a Hub name (owner/name).")
+        return
+    if not folder.is_dir():
+        raise FulldepthError(f"{where} is a file; expected a checkpoint folder with config.json and *.safetensors.")
+    if not (folder / "config.json").is_file():
+        holds = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
+    if not any(folder.glob("*.safetensors")):
+        pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
+        found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
+        raise FulldepthError(f"{where} has {found}; expected *.safetensors. Convert with save_pretrained first.")
+
+
+@contextmanager
+def _plain_errors(where: str, what: str = "model") -> Iterator[None]:
+    """Turn what the libraries raise for broken or absent files into one readable sentence."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise FulldepthError(f"The weights in {where} are broken or cut short: {error}.") from error
+    except json.JSONDecodeError as error:
+        raise FulldepthError(f"A configuration file in {where} is not valid JSON: {error}.") from error
+    except FulldepthError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        message = " ".join(str(error).split())[:400]
+        raise FulldepthError(f"Cannot load a {what} from {where}: {message}") from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        message = " ".join(str(error).split())[:400]
+        raise FulldepthError(f"The checkpoint in {where} does not fit its configuration: {message}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence loading reports and bars; what matters in them is checked and said by the caller."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,183 @@
+"""Measuring into a result folder: one checkpoint or a series of them, resumable, nothing overwritten by accident."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fulldepth import __version__
+from fulldepth.errors import FulldepthError
+from fulldepth.measure.processes import Processes, processes
+from fulldepth.measure.run import Watcher, measure_with
+from fulldepth.measure.settings import MeasureSettings
+from fulldepth.results import DOCUMENT, Results
+
+STEPS = "steps"
+"""Sub-folder of a series' results with one result folder for each checkpoint."""
+SPEED_ONLY = {"batch_size", "device", "device_map"}
+"""Settings that change no number."""
+
+
+def measure_into(
+    model: str | Path,
+    data: Any,
+    output: str | Path,
+    settings: MeasureSettings | None = None,
+    *,
+    overwrite: bool = False,
+    watcher: Watcher | None = None,
+) -> Results:
+    """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
+
+    A run that is already there is read, not repeated; a series goes on after the last finished checkpoint. With
+    several processes, each takes its share of the data and the first one writes.
+
+    Args:
+        model: checkpoint folder, Hub name, or a folder of `checkpoint-N`.
+        data: as for `measure`.
+        output: the result folder; made if absent.
+        settings: what to measure.
+        overwrite: replace results of another run.
+        watcher: told what happens.
+
+    Raises:
+        FulldepthError: if the folder holds results of another run, cannot be written, or the measurement fails.
+    """
+    settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
+    checkpoints = find_checkpoints(model)
+    print_of_run = fingerprint(model, data, settings)
+    with processes(settings.device) as me:
+        done = _existing(folder, print_of_run, overwrite)
+        me.wait()
+        if done is not None:
+            watcher.say(f"{folder} already holds this measurement; nothing to do.")
+            return done
+        if me.is_main:
+            _claim(folder)
+        if checkpoints:
+            results = _series(checkpoints, data, folder, settings, me, watcher)
+        else:
+            results = measure_with(model, data, settings, me, watcher)
+        results.meta["fingerprint"] = print_of_run
+        if me.is_main:
+            results.save(folder)
+        me.wait()
+        return results
+
+
+def find_checkpoints(model: str | Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every `checkpoint-N` in a training run's folder, by step; empty for a single checkpoint."""
+    folder = Path(model)
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return []
+    found = []
+    for child in folder.iterdir():
+        match = re.fullmatch(r"checkpoint-(\d+)", child.name)
+        if match and (child / "config.json").is_file():
+            found.append((int(match[1]), child))
+    return sorted(found)
+
+
+def fingerprint(model: str | Path, data: Any, settings: MeasureSettings) -> str:
+    """sha256 of everything that decides the numbers: files (names, sizes, times), data, settings, version."""
+    what = settings.model_dump(exclude=SPEED_ONLY)
+    document = [__version__, str(model), _files(model), str(data), _files(data), what]
+    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _files(place: Any) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of the files at a local place."""
+    if not isinstance(place, str | Path) or not Path(place).exists():
+        return []
+    path = Path(place)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def _existing(folder: Path, print_of_run: str, overwrite: bool) -> Results | None:
+    """Finished results of this very run; None if the folder is free.
+
+    Raises:
+        FulldepthError: if it holds results of another run.
+    """
+    if overwrite or not (folder / DOCUMENT).exists():
+        return None
+    found = Results.load(folder)
+    if found.meta.get("fingerprint") == print_of_run:
+        return found
+    model, data = (found.meta.get(key, {}).get("name", "?") for key in ("model", "data"))
+    raise FulldepthError(
+        f"{folder} holds the results of another run (model {model}, data {data}, or other settings). "
+        "Choose another --output, or replace it with --overwrite."
+    )
+
+
+def _claim(folder: Path) -> None:
+    """Make the folder and see that it can be written, before hours of work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+
+
+def _series(
+    checkpoints: list[tuple[int, Path]],
+    data: Any,
+    folder: Path,
+    settings: MeasureSettings,
+    me: Processes,
+    watcher: Watcher,
+) -> Results:
+    """Measure every checkpoint that is not measured yet, then put all together."""
+    parts: list[tuple[int, Results]] = []
+    for number, (step, checkpoint) in enumerate(checkpoints, start=1):
+        home = folder / STEPS / checkpoint.name
+        print_of_step = fingerprint(checkpoint, data, settings)
+        part = _finished(home, print_of_step)
+        me.wait()
+        if part is None:
+            watcher.say(f"Checkpoint {number} of {len(checkpoints)}: step {step}")
+            part = measure_with(checkpoint, data, settings, me, watcher)
+            part.meta["fingerprint"] = print_of_step
+            if me.is_main:
+                part.save(home)
+        else:
+            watcher.say(f"Checkpoint {number} of {len(checkpoints)}: step {step} is measured already")
+        parts.append((step, part))
+    return combine(parts)
+
+
+def _finished(home: Path, print_of_step: str) -> Results | None:
+    """A checkpoint's results, if they are whole and of the same run; anything else is measured anew."""
+    try:
+        found = Results.load(home)
+    except FulldepthError:
+        return None
+    return found if found.meta.get("fingerprint") == print_of_step else None
+
+
+def combine(parts: list[tuple[int, Results]]) -> Results:
+    """One series out of the results of single checkpoints: a `step` column, and the last checkpoint's headline.
+
+    Raises:
+        FulldepthError: if the checkpoints did not read the same data.
+    """
+    if len({part.meta["data"]["hash"] for _, part in parts}) > 1:
+        raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
+    table = pd.concat([part.table.assign(step=step) for step, part in parts], ignore_index=True)
+    last = parts[-1][1].meta
+    kept = ("model", "headline", "lens_grid", "left_out")
+    steps = [{"step": step, **{key: part.meta[key] for key in kept}} for step, part in parts]
+    timings: dict[str, Any] = {
+        key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")
+    }
+    timings["measures"] = last["timings"]["measures"]
+    return Results(table, {**last, "timings": timings, "steps": steps})

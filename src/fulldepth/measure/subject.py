@@ -1,0 +1,173 @@
+"""What is measured: a model proven to be understood, and the data prepared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fulldepth.capture import Verified, verify
+from fulldepth.data import Batch, Sequences, open_source, prepare
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import (
+    Anatomy,
+    Checkpoint,
+    anatomy_candidates,
+    first_broken_weight,
+    load_checkpoint,
+    load_processor,
+    load_tokenizer,
+)
+from fulldepth.measure import tokens
+from fulldepth.measure.settings import MeasureSettings
+
+DEFAULT_LENGTH = 256
+
+
+@dataclass
+class Subject:
+    """A verified model with its data."""
+
+    checkpoint: Checkpoint
+    verified: Verified
+    sequences: Sequences
+    tokenizer: Any
+    policy: str
+    """The token policy, `auto` resolved."""
+    device: torch.device
+    """Where inputs go and accumulators live."""
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The model with its parts named."""
+        return self.verified.anatomy
+
+    @property
+    def eos(self) -> int | None:
+        """Id of the end-of-sequence token."""
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return own if own is not None else getattr(self.anatomy.config, "eos_token_id", None)
+
+    def describe(self) -> dict[str, Any]:
+        """The model's entry in `results.json`."""
+        model, anatomy = self.checkpoint.model, self.anatomy
+        return {
+            "name": self.checkpoint.name,
+            "class": type(model).__name__,
+            "family": anatomy.family.name,
+            "task": anatomy.task,
+            "num_layers": anatomy.num_layers,
+            "width": anatomy.width,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "config_hash": self.checkpoint.config_hash,
+            "revision": self.checkpoint.revision,
+        }
+
+
+def prepare_subject(
+    model: str | Path | PreTrainedModel, data: Any, settings: MeasureSettings, *, tokenizer: Any, device: str | None
+) -> Subject:
+    """Load the model, prepare the data for it, and prove its anatomy on a first real batch.
+
+    Raises:
+        FulldepthError: for whatever is wrong with model, data or their fit.
+    """
+    checkpoint = open_checkpoint(model, settings, device)
+    broken = first_broken_weight(checkpoint.model)
+    if broken:
+        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer(checkpoint, candidates[0], data, settings)
+    sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
+    where = input_device(checkpoint.model)
+    first = next(iter(sequences.batches(min(2, len(sequences)))))
+    verified = verify(candidates, model_inputs(first, where, checkpoint.model.dtype))
+    policy = tokens.resolve(settings.tokens, verified.anatomy)
+    return Subject(checkpoint, verified, sequences, tokenizer, policy, where)
+
+
+def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:
+    """The model as passed in, or loaded as the settings say."""
+    if isinstance(model, PreTrainedModel):
+        return Checkpoint(model, model.name_or_path or type(model).__name__)
+    return load_checkpoint(
+        model,
+        dtype=settings.dtype,
+        device=device,
+        device_map=settings.device_map,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model expects its inputs: the device of its first weights that are loaded."""
+    placed = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(placed, torch.device("cpu"))
+
+
+def model_inputs(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A batch's inputs on the model's device, pictures in its precision."""
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None) for name, value in batch.inputs.items()
+    }
+
+
+def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: MeasureSettings) -> Any:
+    """The tokenizer named, or the one saved with the model or beside it; None where no text is read."""
+    if isinstance(data, Sequences) or anatomy.family.modality != "text":
+        return None
+    if settings.tokenizer:
+        return load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+    name = checkpoint.name
+    folder = Path(name)
+    if folder.is_dir():
+        holders = [f for f in (folder, folder.parent) if (f / "tokenizer.json").is_file()]
+        holders += [f for f in (folder, folder.parent) if (f / "tokenizer_config.json").is_file()]
+        if not holders:
+            raise FulldepthError(f"{folder} holds no tokenizer, nor does its parent; name one with --tokenizer.")
+        name = str(holders[0])
+    elif not isinstance(checkpoint.model.name_or_path, str) or not checkpoint.model.name_or_path:
+        raise FulldepthError("A model that is passed in needs its tokenizer: measure(model, data, tokenizer=...).")
+    return load_tokenizer(name, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+
+
+def _sequences(
+    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, tokenizer: Any, settings: MeasureSettings
+) -> Sequences:
+    """The data, made ready for this model."""
+    if isinstance(data, Sequences):
+        return data
+    source = open_source(data, split=settings.split)
+    if anatomy.family.modality == "text" and source.kind == "images":
+        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
+    if anatomy.family.modality == "images" and source.kind != "images":
+        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
+    positions = anatomy.max_positions
+    length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    classifies = anatomy.task in ("text-classification", "image-classification")
+    processor = load_processor(checkpoint.name, anatomy.config) if source.kind == "images" else None
+    return prepare(
+        source,
+        task=anatomy.task,
+        tokenizer=tokenizer,
+        processor=processor,
+        max_sequences=settings.max_sequences,
+        sequence_length=length,
+        max_positions=positions if anatomy.family.modality == "text" else None,
+        vocab_size=anatomy.vocab_size,
+        label2id=_labels(checkpoint.model.config) if classifies else None,
+        words=tuple(settings.words),
+        truncate=settings.truncate,
+        seed=settings.seed,
+    )
+
+
+def _labels(config: Any) -> Mapping[str, int] | None:
+    """The model's class names, if it has any."""
+    return getattr(config, "label2id", None) or None

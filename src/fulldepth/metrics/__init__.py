@@ -1,0 +1,81 @@
+"""Measures of what the layers of a network do: pure functions of activations, and accumulators over a data set."""
+
+from __future__ import annotations
+
+from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
+from fulldepth.metrics.coherence import Coherence, coherence
+from fulldepth.metrics.cosine import Cosine, cosine_matrix
+from fulldepth.metrics.displacement import Displacement, displacement
+from fulldepth.metrics.effective_depth import EffectiveDepth, effective_depth
+from fulldepth.metrics.jump_rate import JumpRate, jump_rate
+from fulldepth.metrics.lens_accuracy import LensAccuracy, lens_accuracy
+from fulldepth.metrics.lens_loss import LensLoss, lens_loss
+from fulldepth.metrics.mmd import Mmd, mmd
+from fulldepth.metrics.nc1 import Nc1, nc1
+from fulldepth.metrics.norm_ratio import NormRatio, norm_ratio
+from fulldepth.metrics.renyi_entropy import RenyiEntropy, renyi_entropy
+from fulldepth.metrics.reservoir import Reservoir
+from fulldepth.metrics.saturation import Saturation, saturation_layer
+from fulldepth.metrics.separability import Separability, separability
+from fulldepth.metrics.spectral_norm import SpectralNorm, spectral_norm
+
+METRICS: dict[str, type[Measure]] = {
+    "displacement": Displacement,
+    "jump_rate": JumpRate,
+    "coherence": Coherence,
+    "cosine": Cosine,
+    "cka": Cka,
+    "norm_ratio": NormRatio,
+    "lens_accuracy": LensAccuracy,
+    "lens_loss": LensLoss,
+    "saturation": Saturation,
+    "effective_depth": EffectiveDepth,
+    "nc1": Nc1,
+    "renyi_entropy": RenyiEntropy,
+    "separability": Separability,
+    "spectral_norm": SpectralNorm,
+    "mmd": Mmd,
+}
+"""Every measure by its public name. A new measure is one file, one line here, one test."""
+
+__all__ = [
+    "METRICS",
+    "Cka",
+    "Coherence",
+    "Cosine",
+    "Displacement",
+    "EffectiveDepth",
+    "JumpRate",
+    "LensAccuracy",
+    "LensLoss",
+    "Measure",
+    "Mmd",
+    "Nc1",
+    "NormRatio",
+    "Observation",
+    "Readout",
+    "RenyiEntropy",
+    "Reservoir",
+    "Row",
+    "Saturation",
+    "Separability",
+    "Setup",
+    "SpectralNorm",
+    "cka_matrix",
+    "coherence",
+    "cosine_matrix",
+    "displacement",
+    "effective_depth",
+    "jump_rate",
+    "lens_accuracy",
+    "lens_loss",
+    "linear_cka",
+    "mmd",
+    "nc1",
+    "norm_ratio",
+    "renyi_entropy",
+    "saturation_layer",
+    "separability",
+    "spectral_norm",
+]

@@ -1,0 +1,213 @@
+"""What every measure shares: what it sees (`Observation`), what it knows beforehand (`Setup`), what it gives (`Row`).
+
+A measure is a pure function and a `Measure` beside it, in one file. The `Measure` is a `torchmetrics.Metric` that
+holds float64 sums and counts and divides once, so any split of the data into batches or processes gives the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from fulldepth.metrics.reservoir import Reservoir
+
+CPU = torch.device("cpu")
+POSITION_BITS = 24
+"""A token's key is `sequence << POSITION_BITS | position`: unique over the data set, whatever the batching."""
+
+
+class Row(NamedTuple):
+    """One row of `results.parquet`. Layers run 1..L, 0 = embeddings; None where a column has no meaning."""
+
+    measure: str
+    site: str | None
+    layer: int | None
+    other: int | None
+    statistic: str
+    value: float
+    count: int  # type: ignore[assignment]  # the column's name, not tuple.count
+    unit: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is known about the model and the data before the first batch; sizes the accumulators."""
+
+    num_layers: int
+    """L: number of blocks."""
+    width: int
+    """D: channels of the residual stream."""
+    value_width: int = 0
+    """Channels of the value states (number of key/value heads times head size); 0 where there are none."""
+    sequence_length: int = 0
+    """T: tokens of the longest sequence, special tokens included."""
+    num_sequences: int = 0
+    """Sequences in the whole data set, over all processes."""
+    num_tokens: int = 0
+    """Tokens that count (padding and token policy applied), over all processes."""
+    first_tokens: bool = True
+    """Whether the token policy keeps first tokens, so that results without them stand beside the others."""
+    reservoir_tokens: int = 2048
+    """At most this many tokens are kept, chosen by a seeded hash, for what cannot be a sum."""
+    entropy_sequences: int = 64
+    """At most this many sequences enter the matrix entropies."""
+    words: tuple[str, ...] = ()
+    """Look-alike words whose linear separability is asked for."""
+    projections: tuple[str, ...] = ()
+    """Names of the weight matrices inside a block, for the spectral norms."""
+    seed: int = 0
+    device: torch.device = CPU
+    """Where the accumulators live."""
+    reservoirs: dict[str, Reservoir] = field(default_factory=dict, compare=False)
+    """One reservoir per site, shared by the measures that need it."""
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Suffixes of statistic names: all counted tokens, and the same without each sequence's first token."""
+        return ("", ":no-first") if self.first_tokens else ("",)
+
+    def reservoir(self, site: str) -> Reservoir:
+        """The shared reservoir of `site` (`residual` or `reference`), made on first request."""
+        if site not in self.reservoirs:
+            shape = (self.num_layers + 1, self.width)
+            self.reservoirs[site] = Reservoir(self.reservoir_tokens, shape, seed=self.seed).to(self.device)
+        return self.reservoirs[site]
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The last layer's classifier applied to every layer, at the `M` positions of a batch that have a target."""
+
+    agrees: Tensor
+    """[L+1, M] bool: the layer's top prediction equals the last layer's."""
+    correct: Tensor
+    """[L+1, M] bool: the layer's top prediction equals the target."""
+    loss: Tensor
+    """[L+1, M] float: cross-entropy in nats."""
+
+
+@dataclass(eq=False)
+class Observation:
+    """One batch, as the measures see it. `B` sequences padded to `T`; derived tensors are computed once and shared."""
+
+    states: Mapping[str, Tensor]
+    """site -> [S, B, T, D]: `residual` has S = L+1 (layers 0..L), `attention_output` and `value` S = L (layers 1..L),
+    `final_normed` S = 1 (layer L), `reference` as `residual`, from the reference model."""
+    attention_mask: Tensor
+    """[B, T] bool, False = padding."""
+    counted: Tensor
+    """[B, T] bool: positions that the token policy counts; never padding."""
+    sequence: Tensor
+    """[B] int64: index of each sequence in the whole data set."""
+    labels: Tensor | None = None
+    """[B] int64 class of each sequence, -100 where unknown."""
+    words: Tensor | None = None
+    """[B, T] int64: index into `Setup.words` of the word that ends at this position, -1 elsewhere."""
+    readout: Callable[[], Readout] | None = None
+    """Applies the head to every layer, when a measure asks for it."""
+
+    @cached_property
+    def lens(self) -> Readout:
+        """The head's reading of every layer, computed at most once."""
+        if self.readout is None:
+            raise ValueError("this observation has no classifier head and targets; lens measures need both")
+        return self.readout()
+
+    def select(self, site: str, where: Tensor) -> Tensor:
+        """[S, N, D] float32 features of `site` at the `N` positions where `where: [B, T]` holds."""
+        states = self.states[site]
+        flat = states.flatten(1, 2)
+        chosen = flat if bool(where.all()) else flat[:, where.flatten()]
+        return chosen if chosen.dtype == torch.float64 else chosen.float()
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[L+1, N, D] residual stream at the `N` counted positions, float32 (float64 stays)."""
+        return self.select("residual", self.counted)
+
+    def keys_at(self, where: Tensor) -> Tensor:
+        """[N] int64: the key of each token where `where: [B, T]` holds, unique over the data set."""
+        position = self.attention_mask.long().cumsum(1) - 1
+        key = (self.sequence[:, None].to(position.device) << POSITION_BITS) | position.clamp(min=0)
+        return key[where]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[N] int64: the key of each counted token."""
+        return self.keys_at(self.counted)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """[N] bool: the counted token is the first of its sequence."""
+        return self.keys & ((1 << POSITION_BITS) - 1) == 0
+
+    @cached_property
+    def view_weights(self) -> Tensor:
+        """[N, 2] float64: 1 where a counted token belongs to the view (all; without the first token)."""
+        everything = torch.ones_like(self.first, dtype=torch.float64)
+        return torch.stack([everything, (~self.first).double()], dim=1)
+
+    @cached_property
+    def token_labels(self) -> Tensor:
+        """[N] int64: the label of each counted token's sequence, -100 where there is none."""
+        labels = self.labels if self.labels is not None else torch.full_like(self.sequence, -100)
+        return labels.to(self.counted.device)[:, None].expand_as(self.counted)[self.counted]
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """[N, L+1, L+1] inner products of one token's states over all pairs of layers."""
+        per_token = self.tokens.transpose(0, 1)
+        return per_token @ per_token.transpose(1, 2)
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """[N, L+1, L+1] raw cosine similarities, clamped to [-1, 1]; NaN where a state is exactly zero."""
+        norms = self.gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        return (self.gram / (norms[:, :, None] * norms[:, None, :])).clamp(-1.0, 1.0)
+
+
+class Measure(Metric):
+    """Base of the accumulators. A subclass says what it needs, adds its states, and turns them into rows.
+
+    Class attributes are the measure's entry in the registry; `units` maps each statistic (without suffix) to a unit.
+    """
+
+    full_state_update = False
+    name: ClassVar[str]
+    units: ClassVar[Mapping[str, str]]
+    sites: ClassVar[tuple[str, ...]] = ("residual",)
+    """Activations that the measure reads."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Of `targets, labels, words, equal_lengths, several_sequences, reference, weights`."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+
+    def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
+        """Add a state of zeros that is summed over batches and processes."""
+        self.add_state(name, torch.zeros(shape, dtype=dtype, device=self.setup.device), dist_reduce_fx="sum")
+
+    def update(self, observation: Any) -> None:
+        """Add one batch."""
+        raise TypeError(f"{type(self).__name__} does not say how it adds a batch")
+
+    def compute(self) -> Any:
+        """The statistics as tensors, over everything seen by all processes."""
+        raise TypeError(f"{type(self).__name__} does not say what it computes")
+
+    def rows(self) -> list[Row]:
+        """The statistics as rows of `results.parquet`."""
+        raise TypeError(f"{type(self).__name__} does not say what its rows are")
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes that the accumulator holds for a data set of any size (shared reservoirs counted apart)."""
+        return 0

@@ -1,0 +1,211 @@
+"""Coherence: at which frequencies along the sequence a layer keeps what it reads (CR-Guided Transformers, Sec. 3.1)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+
+STD_EPS = 1e-8
+"""The paper's epsilon beside the standard deviation."""
+NO_POWER = 1e-28
+"""Mean |phi|^2 of a frequency that a float64 transform cannot tell from an absent one (rounding leaves about 1e-33)."""
+BINS = 10
+BAND = (0.3, 0.7)
+"""Coherence of an "effective" layer; above it copies, below it makes noise."""
+
+
+def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected: bool = False) -> Tensor:
+    r"""Magnitude-squared coherence of every channel and frequency, in [0, 1].
+
+    Each channel is standardised along the sequence and turned into a distribution over positions by a softmax, whose
+    characteristic function at :math:`\omega_k = 2 \pi k / T, k = 0..K-1, K = \lfloor T/2 \rfloor + 1`, is compared:
+
+    .. math:: c = \frac{|S_{xy}|^2}{S_{xx} S_{yy}}, \quad S_{xy} = \mathrm{mean}_B(\varphi_x \overline{\varphi_y}),
+        \quad \varphi(k) = \sum_t p(t) e^{-i \omega_k t}, \quad p = \mathrm{softmax}_T \frac{h - \bar h}{s + 10^{-8}}
+
+    The mean over sequences stands in the paper's appendix, not in its main text; without it the ratio is always 1.
+    Over `n` sequences the ratio is too large, by about `1/n` where nothing is shared: see `corrected`.
+
+    Args:
+        h_in: states that the layer reads, `[B, T, D]`, without padding.
+        h_out: states that it returns, same shape.
+        include_dc: keep `k = 0`, which is 1 by construction (as the paper does); False leaves it out.
+        corrected: give `max(0, (B c - 1)/(B - 1))`, whose mean is 0 where the truth is 0.
+
+    Returns:
+        `[D, K]`, unit 1. NaN where a cell is left out: a channel without power at a frequency gives 0/0, above all a
+        channel that is constant along the sequence (at every `k > 0`).
+
+    Raises:
+        ValueError: for a single sequence, a single position, or differing shapes.
+
+    Source: "CR-Guided Transformers", Sec. 3.1 and Appendix A.3.
+    """
+    if h_in.ndim != 3 or h_in.shape != h_out.shape:
+        raise ValueError(f"h_in and h_out must both be [B, T, D], got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
+    sequences = len(h_in)
+    _check_sequences(sequences)
+    phi_in, phi_out = characteristic_function(h_in), characteristic_function(h_out)
+    cross = _sum_products(phi_in.conj(), phi_out)
+    result = _ratio(cross, _power(phi_in), _power(phi_out), sequences)
+    if not include_dc:
+        result[:, 0] = torch.nan
+    return _corrected(result, sequences) if corrected else result
+
+
+def characteristic_function(h: Tensor) -> Tensor:
+    """`[B, D, K]` complex128: the characteristic function of every channel of `h: [B, T, D]` along the sequence.
+
+    A channel that varies by no more than its own rounding counts as constant, else that rounding would be measured.
+    Everything is float64: channels as smooth as rounding allows still give the same numbers in any batch.
+    """
+    batch, length, width = h.shape
+    if length < 2:
+        raise ValueError("coherence needs at least two positions per sequence, got one")
+    x = h.new_empty(batch, width, length, dtype=torch.float64).copy_(h.transpose(1, 2))
+    mean = x.mean(-1, keepdim=True)
+    x -= mean
+    std = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / math.sqrt(length - 1)
+    rounding = torch.finfo(h.dtype if h.dtype == torch.float64 else torch.float32).eps
+    constant = std <= 4 * rounding * (mean.abs() + STD_EPS)
+    x *= (1 / (std + STD_EPS)).masked_fill(constant, 0.0)
+    return torch.fft.rfft(torch.softmax(x, -1))
+
+
+class Coherence(Measure):
+    """Coherence of every layer over the whole data set: of its ends, and of the ends of its attention sub-layer.
+
+    The spectra are summed over all sequences and divided once. Every token of a sequence takes part, whatever the
+    token policy counts, for frequencies need the sequence whole. `count` is the number of cells (channel, frequency)
+    behind a number; cells that are 0/0 are left out.
+    """
+
+    name = "coherence"
+    units = dict.fromkeys(
+        ("mean", "mean_corrected", "share_0.3_0.7", *(f"bin_{index}" for index in range(BINS))),
+        "1",
+    )
+    sites = ("residual", "attention_output")
+    needs = frozenset({"equal_lengths", "several_sequences"})
+    cross_residual: Tensor
+    cross_attention: Tensor
+    power_residual: Tensor
+    power_attention: Tensor
+    sequences: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        layers, cells = setup.num_layers, (setup.width, setup.sequence_length // 2 + 1)
+        self.add_sum("cross_residual", layers, *cells, dtype=torch.complex128)
+        self.add_sum("cross_attention", layers, *cells, dtype=torch.complex128)
+        self.add_sum("power_residual", layers + 1, *cells)
+        self.add_sum("power_attention", layers, *cells)
+        self.add_sum("sequences")
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch; every state is transformed once and forgotten after the next layer."""
+        residual, attention = observation.states["residual"], observation.states.get("attention_output")
+        self._check(residual, observation.attention_mask)
+        device = self.power_residual.device
+        before = characteristic_function(residual[0])
+        self.power_residual[0] += _power(before).to(device)
+        for layer, state in enumerate(residual[1:]):
+            before.conj_physical_()
+            if attention is not None:
+                inside = characteristic_function(attention[layer])
+                self.power_attention[layer] += _power(inside).to(device)
+                self.cross_attention[layer] += _sum_products(before, inside).to(device)
+            after = characteristic_function(state)
+            self.power_residual[layer + 1] += _power(after).to(device)
+            self.cross_residual[layer] += _sum_products(before, after).to(device)
+            before = after
+        self.sequences += residual.shape[1]
+
+    def _check(self, residual: Tensor, attention_mask: Tensor) -> None:
+        """Refuse what would mix frequencies: another length, or padding."""
+        length = residual.shape[2]
+        if length != self.setup.sequence_length:
+            raise ValueError(f"coherence needs sequences of one length, {self.setup.sequence_length}, got {length}")
+        if not bool(attention_mask.all()):
+            raise ValueError("coherence needs sequences of one length, got a batch with padding")
+
+    def compute(self) -> dict[str, Tensor]:
+        """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 where nothing was seen."""
+        sequences = int(self.sequences)
+        _check_sequences(sequences)
+        power_in = self.power_residual[:-1]
+        pairs = (
+            *zip(self.cross_residual, power_in, self.power_residual[1:], strict=True),
+            *zip(self.cross_attention, power_in, self.power_attention, strict=True),
+        )
+        columns = [_statistics(_ratio(*pair, sequences), sequences) for pair in pairs]
+        return {name: torch.stack([column[name] for column in columns]).view(2, -1) for name in columns[0]}
+
+    def rows(self) -> list[Row]:
+        """Rows for every layer at both sites; none for attention where its output was not captured."""
+        values = self.compute()
+        counts = values.pop("count").long()
+        return [
+            Row(self.name, site, layer + 1, None, statistic, float(value[where, layer]), int(counts[where, layer]), "1")
+            for where, site in enumerate(("residual", "attention"))
+            for layer in range(self.setup.num_layers)
+            if counts[where, layer]
+            for statistic, value in values.items()
+        ]
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: complex and real sums for each layer, channel and frequency, whatever the number of sequences."""
+        layers, cells = setup.num_layers, setup.width * (setup.sequence_length // 2 + 1)
+        return (2 * layers * 16 + (2 * layers + 1) * 8) * cells + 8
+
+
+def _check_sequences(sequences: int) -> None:
+    if sequences < 2:
+        raise ValueError(
+            f"coherence needs at least two sequences, for over one it is 1 by construction; got {sequences}"
+        )
+
+
+def _sum_products(x: Tensor, y: Tensor) -> Tensor:
+    """`sum_b x_b y_b` over the first dimension, without a temporary of the batch's size."""
+    total = x[0] * y[0]
+    for a, b in zip(x[1:], y[1:], strict=True):
+        total.addcmul_(a, b)
+    return total
+
+
+def _power(phi: Tensor) -> Tensor:
+    """`[D, K]`: `sum_b |phi_b|^2`."""
+    parts = torch.view_as_real(phi)
+    squares = _sum_products(parts, parts)
+    return squares[..., 0] + squares[..., 1]
+
+
+def _ratio(cross: Tensor, power_in: Tensor, power_out: Tensor, sequences: int) -> Tensor:
+    """`[D, K]` coherence from sums over `sequences`; NaN where a side has no power."""
+    ratio = (cross.real.square() + cross.imag.square()) / (power_in * power_out)
+    present = torch.minimum(power_in, power_out) > NO_POWER * sequences
+    return ratio.clamp(max=1.0).where(present, torch.nan)
+
+
+def _corrected(ratio: Tensor, sequences: int) -> Tensor:
+    """Coherence without the bias of `sequences` sequences, clipped at 0 per cell."""
+    return ((sequences * ratio - 1) / (sequences - 1)).clamp(min=0.0)
+
+
+def _statistics(ratio: Tensor, sequences: int) -> dict[str, Tensor]:
+    """Statistics of one layer's cells `[D, K]`, and the `count` of cells behind them."""
+    cells = ratio[ratio.isfinite()]
+    result = {
+        "mean": cells.mean(),
+        "mean_corrected": _corrected(cells, sequences).mean(),
+        "share_0.3_0.7": ((cells >= BAND[0]) & (cells <= BAND[1])).double().mean(),
+    }
+    bins = (cells * BINS).long().clamp(max=BINS - 1).bincount(minlength=BINS) / cells.numel()
+    result |= {f"bin_{index}": share for index, share in enumerate(bins.double())}
+    return result | {"count": torch.tensor(cells.numel(), dtype=torch.float64, device=cells.device)}

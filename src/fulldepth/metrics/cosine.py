@@ -1,0 +1,154 @@
+"""Sample-wise cosine similarity of layers (Representation progression and aligned training, Sec. 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import POSITION_BITS, Measure, Observation, Row, Setup
+from fulldepth.metrics.reservoir import Sample
+
+PERCENTILES = {"p25": 0.25, "p50": 0.50, "p75": 0.75}
+BLOCK = 1 << 18
+"""Numbers converted to float64 at a time."""
+
+
+def cosine_matrix(features: Tensor, center: bool = True) -> Tensor:
+    r"""Mean cosine similarity between the layers' states of one sample, over samples, in [-1, 1].
+
+    .. math:: C_{l l'} = \frac{1}{N} \sum_n
+        \cos\left(z^{(l)}_n - \bar z^{(l)}, z^{(l')}_n - \bar z^{(l')}\right), \quad \bar z = \frac{1}{N} \sum_n z_n
+
+    Without the centring a direction that all samples share (as in anisotropic language models) makes everything alike.
+
+    Args:
+        features: states of every layer, `[L+1, N, D]`.
+        center: subtract each layer's global mean over all samples, as the paper does.
+
+    Returns:
+        `[L+1, L+1]` float64, unit 1, symmetric. Samples whose state is zero (after centring: equal to the mean up to
+        rounding) at either layer have no direction and are left out; NaN where none remains.
+
+    Raises:
+        ValueError: if `features` is not three-dimensional.
+
+    Source: "Representation progression and aligned training", Sec. 2.1 and footnote 2.
+    """
+    sums, counts, _ = _cosines(features, center)
+    return sums / counts
+
+
+def centred(features: Tensor, mean: Tensor) -> Tensor:
+    """`features - mean` in float64, exactly zero for vectors `[..., D]` in which only rounding is left."""
+    values = features.double()
+    result = values - mean
+    rounding = torch.finfo(features.dtype if features.dtype == torch.float64 else torch.float32).eps
+    noise = _norm(result) <= 4 * rounding * _norm(values)
+    return result.masked_fill_(noise, 0.0)
+
+
+def without_first(sample: Sample) -> Tensor:
+    """[N] bool: which tokens of the sample are not the first of their sequence."""
+    return (sample.keys.reshape(-1) & ((1 << POSITION_BITS) - 1)) != 0
+
+
+class Cosine(Measure):
+    """Cosine similarity of every pair of layers: raw over all counted tokens, centred over the shared sample of tokens.
+
+    `count` is the number of tokens behind a number. The percentiles are those of the centred similarity to layer L.
+    """
+
+    name = "cosine"
+    units = dict.fromkeys(("mean", "mean_raw", *PERCENTILES), "1")
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.reservoir = setup.reservoir("residual")
+        layers = setup.num_layers + 1
+        self.add_sum("sums", 2, layers, layers)
+        self.add_sum("counts", 2, layers, layers)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        self.reservoir.observe(observation, "residual")
+        cosines = observation.cosines.flatten(1).double()  # [N, (L+1)^2]
+        weights = observation.view_weights.to(cosines.device).T
+        valid = cosines.isfinite()
+        self.sums += (weights @ cosines.where(valid, 0.0)).view(self.sums.shape).to(self.sums.device)
+        self.counts += (weights @ valid.double()).view(self.counts.shape).to(self.counts.device)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Statistic -> `[views, L+1, L+1]`, percentiles `[views, L+1]`; tokens behind them: `count`, `count_raw`."""
+        sample = self.reservoir.compute()
+        features = sample.features.transpose(0, 1)
+        views = [features, features[:, without_first(sample)]] if self.setup.first_tokens else [features]
+        parts = [_cosines(view, center=True) for view in views]
+        result = {
+            "mean": torch.stack([sums / counts for sums, counts, _ in parts]),
+            "mean_raw": self.sums / self.counts,
+            "count": torch.stack([counts for _, counts, _ in parts]),
+            "count_raw": self.counts.clone(),
+        }
+        for name, share in PERCENTILES.items():
+            result[name] = torch.stack([_percentile(to_last, share) for *_, to_last in parts])
+        return result
+
+    def rows(self) -> list[Row]:
+        """Rows for every pair of layers 0..L."""
+        values = {name: value.cpu() for name, value in self.compute().items()}
+        return [row for view, suffix in enumerate(self.setup.views) for row in self._rows(values, view, suffix)]
+
+    def _rows(self, values: dict[str, Tensor], view: int, suffix: str) -> Iterator[Row]:
+        """Rows of one view, whose statistics carry its suffix."""
+        last = self.setup.num_layers
+        for layer in range(last + 1):
+            for other in range(last + 1):
+                for statistic, kind in (("mean", "count"), ("mean_raw", "count_raw")):
+                    value, count = float(values[statistic][view, layer, other]), int(values[kind][view, layer, other])
+                    yield Row(self.name, "residual", layer, other, statistic + suffix, value, count, "1")
+            count = int(values["count"][view, layer, last])
+            for statistic in PERCENTILES:
+                value = float(values[statistic][view, layer])
+                yield Row(self.name, "residual", layer, last, statistic + suffix, value, count, "1")
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: a sum and a count per view and pair of layers."""
+        return 2 * 2 * (setup.num_layers + 1) ** 2 * 8
+
+
+def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums `[L+1, L+1]` of the samples' cosines, how many each holds, and the cosines to the last layer `[L+1, N]`."""
+    if features.ndim != 3:
+        raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
+    layers, _, width = features.shape
+    by_sample = features.transpose(0, 1)  # the reservoir's own layout
+    mean = by_sample.mean(0, dtype=torch.float64) if center else None
+    sums = features.new_zeros(layers, layers, dtype=torch.float64)
+    counts = torch.zeros_like(sums)
+    to_last = []
+    for part in by_sample.split(max(1, BLOCK // (layers * width))):
+        x = part.double() if mean is None else centred(part, mean)
+        gram = x @ x.mT  # [n, L+1, L+1]
+        norm = gram.diagonal(dim1=1, dim2=2).sqrt()
+        cosines = (gram / (norm[:, :, None] * norm[:, None, :])).clamp(-1.0, 1.0)  # 0/0 is NaN
+        valid = cosines.isfinite()
+        sums += cosines.where(valid, 0.0).sum(0)
+        counts += valid.sum(0)
+        to_last.append(cosines[:, :, -1])
+    return sums, counts, torch.cat(to_last).T
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def _percentile(values: Tensor, share: float) -> Tensor:
+    """[L+1] quantiles of `[L+1, N]` without NaN, layer by layer (torch sorts at most 2^24 numbers at once)."""
+    if not values.shape[1]:
+        return torch.full_like(values[:, :0].sum(1), torch.nan)
+    return torch.stack([row.nanquantile(share) for row in values])

@@ -1,0 +1,133 @@
+"""Displacement: how far a layer turns the residual stream (JREG, Eq. 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+
+BINS = 1 << 15
+"""Histogram bins for the percentiles, uniform in sqrt(displacement): fine where layers copy."""
+PERCENTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
+
+
+def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
+    r"""Angular displacement of every token, in [0, 1].
+
+    .. math:: \Psi_l = 1 - \frac{1 + \cos(h_{l-1}, h_l)}{2}
+
+    0 = same direction, 1/2 = orthogonal, 1 = opposite; positive scaling of either state changes nothing.
+
+    Args:
+        h_in: residual stream before the layer, `[..., D]`.
+        h_out: residual stream after the layer, same shape. For the last layer this is the state before the final norm.
+
+    Returns:
+        `[...]`, unit 1; NaN where a state is exactly zero, for it has no direction.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    Source: "JREG: final-layer jumps", Eq. 2.
+    """
+    if h_in.shape != h_out.shape:
+        raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
+    if h_in.dtype != torch.float64:
+        h_in, h_out = h_in.float(), h_out.float()
+    cosine = (h_in * h_out).sum(-1) / (h_in.norm(dim=-1) * h_out.norm(dim=-1))
+    return (1 - cosine.clamp(-1.0, 1.0)) / 2
+
+
+class Displacement(Measure):
+    """Mean, standard deviation and percentiles of the displacement of every layer, over tokens.
+
+    Percentiles come from a histogram of `sqrt(psi)` with 2^15 bins: within `2^-14 * sqrt(psi)` of the exact ones.
+    With the site `final_normed`, layer L is read once more with the final norm applied to `h_L`.
+    """
+
+    name = "displacement"
+    units = dict.fromkeys(("mean", "std", "p05", "p50", "p95"), "1")
+    sites = ("residual", "final_normed")
+    sums: Tensor
+    squares: Tensor
+    counts: Tensor
+    histogram: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        layers = setup.num_layers + 1  # the last row is the normed reading of layer L
+        self.add_sum("sums", layers, 2)
+        self.add_sum("squares", layers, 2)
+        self.add_sum("counts", layers, 2)
+        self.add_sum("histogram", 2, layers, BINS, dtype=torch.int64)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        adjacent = observation.cosines.diagonal(offset=1, dim1=1, dim2=2)  # [N, L]
+        if "final_normed" in observation.states:
+            normed = observation.select("final_normed", observation.counted)[0]
+            last = 1 - 2 * displacement(observation.tokens[-2], normed)
+        else:
+            last = torch.full_like(adjacent[:, 0], torch.nan)
+        cosine = torch.cat([adjacent, last[:, None]], dim=1).T.double()  # [L+1, N]
+        psi = ((1 - cosine) / 2).to(self.sums.device)
+        valid = psi.isfinite()
+        psi = psi.where(valid, 0.0)
+        weights = observation.view_weights.to(psi.device)
+        self.sums += psi @ weights
+        self.squares += psi.square() @ weights
+        self.counts += valid.double() @ weights
+        bins = (psi.sqrt() * BINS).long().clamp(max=BINS - 1)
+        bins += torch.arange(len(psi), device=psi.device)[:, None] * BINS
+        for view in range(2):
+            chosen = bins[valid & (weights[:, view] > 0)]
+            self.histogram[view] += chosen.bincount(minlength=len(psi) * BINS).view(len(psi), BINS)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without the first."""
+        mean = self.sums / self.counts
+        result = {"mean": mean, "std": (self.squares / self.counts - mean.square()).clamp(min=0).sqrt()}
+        for name, share in PERCENTILES.items():
+            result[name] = _percentile(self.histogram, share).T
+        return result | {"count": self.counts}
+
+    def rows(self) -> list[Row]:
+        """Rows for every layer, at both sites."""
+        values = self.compute()
+        counts = values.pop("count").long()
+        where = [("residual", layer) for layer in range(1, self.setup.num_layers + 1)]
+        where.append(("final_normed", self.setup.num_layers))
+        rows = []
+        for index, (site, layer) in enumerate(where):
+            for view, suffix in enumerate(self.setup.views):
+                count = int(counts[index, view])
+                if site == "final_normed" and not count:
+                    continue
+                for statistic, per_layer in values.items():
+                    value = float(per_layer[index, view])
+                    rows.append(Row(self.name, site, layer, None, statistic + suffix, value, count, "1"))
+        return rows
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: sums and histograms per layer."""
+        return 2 * (setup.num_layers + 1) * (BINS + 3) * 8
+
+
+def _percentile(histogram: Tensor, share: float) -> Tensor:
+    """[...] quantile of histograms `[..., BINS]`, linear between order statistics (numpy's default); NaN if empty."""
+    cumulative = histogram.cumsum(-1)
+    total = cumulative[..., -1:]
+    rank = share * (total - 1).clamp(min=0).double()
+    below, above = (_order_statistic(histogram, cumulative, r.long()) for r in (rank.floor(), rank.ceil()))
+    return torch.lerp(below, above, rank - rank.floor()).where(total > 0, torch.nan)[..., 0]
+
+
+def _order_statistic(histogram: Tensor, cumulative: Tensor, rank: Tensor) -> Tensor:
+    """[..., 1] the value at a 0-based rank, values spread evenly over their bin."""
+    index = (cumulative <= rank).sum(-1, keepdim=True).clamp(max=BINS - 1)
+    count = histogram.gather(-1, index)
+    before = cumulative.gather(-1, index) - count
+    inside = (rank - before + 0.5).double() / count
+    return ((index + inside.clamp(0, 1)) / BINS).square()

@@ -1,0 +1,77 @@
+"""Jump rate: how much the displacement grows over the last layers (JREG, Eq. 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+
+
+def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
+    r"""Accumulated increase of the mean displacement from layer `start` on, in per cent.
+
+    .. math:: \zeta_l = 100 \sum_{k=l}^{L} \max(0, \Psi_k - \Psi_{k-1}), \quad 2 \le l \le L
+
+    Args:
+        psi: mean displacement of layers 1..L, `[L]`.
+        start: the first layer `l` counted. Negative counts from the end, as in Python: -1 is zeta_L, -2 zeta_{L-1}.
+            Positive is the 1-based layer, at least 2.
+
+    Returns:
+        Per cent, in [0, 100 (L - l + 1)]; 10 or more is a large jump.
+
+    Raises:
+        ValueError: if `start` is no layer in 2..L, or `psi` is not one-dimensional.
+
+    Source: "JREG: final-layer jumps", Eq. 3.
+    """
+    values = torch.as_tensor(psi, dtype=torch.float64)
+    if values.ndim != 1:
+        raise ValueError(f"psi must hold one mean displacement per layer, [L], got shape {tuple(values.shape)}")
+    layers = len(values)
+    layer = layers + 1 + start if start < 0 else start
+    if not 2 <= layer <= layers:
+        raise ValueError(f"start must name a layer in 2..{layers} (or its negative index), got {start}")
+    return float(100 * values.diff()[layer - 2 :].clamp(min=0).sum())
+
+
+class JumpRate(Measure):
+    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream."""
+
+    name = "jump_rate"
+    units = dict.fromkeys(("value",), "%")
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_sum("sums", setup.num_layers)
+        self.add_sum("counts", setup.num_layers)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        psi = (1 - observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double()) / 2  # [N, L]
+        valid = psi.isfinite()
+        self.sums += psi.where(valid, 0.0).sum(0).to(self.sums.device)
+        self.counts += valid.sum(0).to(self.counts)
+
+    def compute(self) -> tuple[list[float], int]:
+        """zeta_2..zeta_L, and the number of tokens behind them."""
+        psi = self.sums / self.counts
+        return [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)], int(self.counts.min())
+
+    def rows(self) -> list[Row]:
+        """One row for each layer 2..L."""
+        rates, count = self.compute()
+        return [
+            Row(self.name, "residual", layer, None, "value", value, count, "%")
+            for layer, value in enumerate(rates, start=2)
+        ]
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: a sum and a count per layer."""
+        return 16 * setup.num_layers

@@ -1,0 +1,70 @@
+"""Layer-wise accuracy: how often the last layer's classifier is right on every layer (aligned training, Eq. 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+
+
+def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    r"""Share of positions whose top prediction is the target, in [0, 1].
+
+    .. math:: \mathrm{Acc}^{(l)} = \frac{1}{N} \sum_i [\arg\max g(h_i^{(l)}) = y_i]
+
+    Args:
+        logits: a layer's states after final norm and head, `[..., V]`.
+        targets: class or token, `[...]`; -100 is left out.
+
+    Returns:
+        0-d float64, unit 1; NaN where no position has a target.
+
+    Raises:
+        ValueError: if the shapes do not belong together.
+
+    Source: "Representation progression and aligned training", Eq. 2.
+    """
+    if logits.shape[:-1] != targets.shape:
+        expected = tuple(logits.shape[:-1])
+        raise ValueError(f"logits {tuple(logits.shape)} need targets {expected}, got {tuple(targets.shape)}")
+    known = targets != -100
+    return ((logits.argmax(-1) == targets) & known).sum().double() / known.sum()
+
+
+class LensAccuracy(Measure):
+    """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+
+    name = "lens_accuracy"
+    units = dict.fromkeys(("mean",), "1")
+    needs = frozenset({"targets"})
+    sums: Tensor
+    count: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_sum("sums", setup.num_layers + 1)
+        self.add_sum("count", dtype=torch.int64)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        correct = observation.lens.correct  # [L+1, M]
+        self.sums += correct.sum(1).to(self.sums)
+        self.count += correct.shape[1]
+
+    def compute(self) -> tuple[Tensor, int]:
+        """[L+1] accuracy, and the number of positions behind it."""
+        return self.sums / self.count, int(self.count)
+
+    def rows(self) -> list[Row]:
+        """One row for each layer 0..L."""
+        accuracy, count = self.compute()
+        return [
+            Row(self.name, "residual", layer, None, "mean", value, count, "1")
+            for layer, value in enumerate(accuracy.tolist())
+        ]
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: a sum per layer and one count."""
+        return 8 * (setup.num_layers + 2)

@@ -1,0 +1,74 @@
+"""Layer-wise loss: the cross-entropy of the last layer's classifier on every layer (JREG, App. K)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+
+
+def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    r"""Mean cross-entropy in nats, in [0, inf).
+
+    .. math:: \frac{1}{N} \sum_i \log \sum_v e^{z_{iv}} - z_{i y_i}
+
+    Through log-sum-exp in float32 at least, so that a prediction that is certain and wrong costs a finite amount.
+
+    Args:
+        logits: a layer's states after final norm and head, `[..., V]`.
+        targets: class or token, `[...]`; -100 is left out.
+
+    Returns:
+        0-d float64, unit nats; NaN where no position has a target.
+
+    Raises:
+        ValueError: if the shapes do not belong together.
+
+    Source: "JREG: final-layer jumps", App. K: the loss if inference stopped at this layer.
+    """
+    if logits.shape[:-1] != targets.shape:
+        expected = tuple(logits.shape[:-1])
+        raise ValueError(f"logits {tuple(logits.shape)} need targets {expected}, got {tuple(targets.shape)}")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    return losses.double().sum() / (targets != -100).sum()
+
+
+class LensLoss(Measure):
+    """Cross-entropy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+
+    name = "lens_loss"
+    units = dict.fromkeys(("mean",), "nats")
+    needs = frozenset({"targets"})
+    sums: Tensor
+    count: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_sum("sums", setup.num_layers + 1)
+        self.add_sum("count", dtype=torch.int64)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        losses = observation.lens.loss  # [L+1, M]
+        self.sums += losses.double().sum(1).to(self.sums)
+        self.count += losses.shape[1]
+
+    def compute(self) -> tuple[Tensor, int]:
+        """[L+1] mean loss, and the number of positions behind it."""
+        return self.sums / self.count, int(self.count)
+
+    def rows(self) -> list[Row]:
+        """One row for each layer 0..L."""
+        loss, count = self.compute()
+        return [
+            Row(self.name, "residual", layer, None, "mean", value, count, "nats")
+            for layer, value in enumerate(loss.tolist())
+        ]
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: a sum per layer and one count."""
+        return 8 * (setup.num_layers + 2)

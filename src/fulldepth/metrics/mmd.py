@@ -1,0 +1,93 @@
+"""Maximum mean discrepancy between a model's hidden states and a reference model's (Hopscotch, analysis)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row
+
+
+def mmd(x: Tensor, y: Tensor, bandwidth: float | None = None) -> Tensor:
+    r"""Squared maximum mean discrepancy (V-statistic) with a Gaussian kernel, in [0, 2].
+
+    .. math::
+        \frac{1}{N^2} \sum_{i,j} k(x_i, x_j) + \frac{1}{M^2} \sum_{i,j} k(y_i, y_j)
+        - \frac{2}{NM} \sum_{i,j} k(x_i, y_j), \quad k(a, b) = e^{-\|a - b\|^2 / 2 s^2}
+
+    In float64. It holds one `(N + M)^2` matrix: 134 MB for 2048 samples a side.
+
+    Args:
+        x: one sample, `[N, D]`.
+        y: the other, `[M, D]`.
+        bandwidth: s. By default the median distance over all pairs i < j of the pooled sample. At
+            s = 0 (more than half of the pairs coincide) the kernel is its limit: 1 for equal points, else 0.
+
+    Returns:
+        0-d float64, unit 1; 0 for identical samples.
+
+    Raises:
+        ValueError: if the shapes do not belong together, a sample is empty, or the bandwidth is negative.
+
+    Source: "Hopscotch", analysis of the hidden states.
+    """
+    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1] or not (len(x) and len(y)):
+        raise ValueError(f"expected x [N, D] and y [M, D], neither empty, got {tuple(x.shape)} and {tuple(y.shape)}")
+    if bandwidth is not None and not bandwidth >= 0:
+        raise ValueError(f"the bandwidth must not be negative, got {bandwidth}")
+    squared = _squared_distances(torch.cat([x.double(), y.double().to(x.device)]))
+    width = _median_distance(squared) if bandwidth is None else bandwidth
+    kernel = squared.div_(-2 * width**2).exp_() if width else (squared == 0).double()
+    n = len(x)
+    within = kernel[:n, :n].mean() + kernel[n:, n:].mean()
+    return (within - kernel[:n, n:].mean() - kernel[n:, :n].mean()).clamp(min=0)
+
+
+def _squared_distances(points: Tensor) -> Tensor:
+    """[P, P] squared distances of the rows of `points [P, D]`; exactly 0 where they differ by rounding only."""
+    points = points - points.mean(0)  # distances stay, cancellation shrinks
+    norms = points.square().sum(1)
+    squared = points @ points.T
+    squared.mul_(-2).add_(norms[:, None]).add_(norms)
+    rounding = 4 * math.sqrt(points.shape[1]) * torch.finfo(torch.float64).eps
+    for row, norm in zip(squared, norms, strict=True):  # row by row: no second P x P matrix
+        row.masked_fill_(row <= rounding * (norm + norms), 0.0)
+    return squared
+
+
+def _median_distance(squared: Tensor) -> float:
+    """Median distance over the pairs of different rows, as numpy's: the mean of the middle two if they are even."""
+    pairs = squared[torch.ones_like(squared, dtype=torch.bool).triu_(1)]
+    lower, upper = (pairs.kthvalue(k).values.sqrt() for k in ((len(pairs) + 1) // 2, len(pairs) // 2 + 1))
+    return float((lower + upper) / 2)
+
+
+class Mmd(Measure):
+    """Squared MMD of layers 0..L between the measured model and the reference model, on the same sampled tokens."""
+
+    name = "mmd"
+    units = dict.fromkeys(("value",), "1")
+    sites = ("residual", "reference")
+    needs = frozenset({"reference"})
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        for site in self.sites:
+            self.setup.reservoir(site).observe(observation, site)
+
+    def compute(self) -> tuple[list[float], int]:
+        """Squared MMD of layers 0..L, and the number of tokens behind it."""
+        own, reference = (self.setup.reservoir(site).compute().features for site in self.sites)
+        if not len(own):
+            return [], 0
+        values = [float(mmd(own[:, layer], reference[:, layer])) for layer in range(self.setup.num_layers + 1)]
+        return values, len(own)
+
+    def rows(self) -> list[Row]:
+        """One row for each layer 0..L."""
+        values, count = self.compute()
+        return [
+            Row(self.name, "residual", layer, None, "value", value, count, "1") for layer, value in enumerate(values)
+        ]

@@ -1,0 +1,84 @@
+"""NC1: how far the features of one class have collapsed into one point (aligned training, footnote 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row
+
+
+def nc1(features: Tensor, labels: Tensor) -> Tensor:
+    r"""Within-class variability against the spread of the class means, in [0, inf); 0 = collapsed.
+
+    .. math::
+        \frac{1}{K} \operatorname{tr}(\Sigma_W \Sigma_B^\dagger), \quad
+        \Sigma_W = \frac{1}{N} \sum_i (h_i - \bar h_{y_i})(h_i - \bar h_{y_i})^\top, \quad
+        \Sigma_B = \frac{1}{K} \sum_k (\bar h_k - \bar h)(\bar h_k - \bar h)^\top
+
+    The global mean is over samples, so classes may differ in size. The rank of `Sigma_B` is below K: its
+    pseudo-inverse comes from the singular values of the centred class means, `[K, D]`, in float64, with numpy's cut-off
+    for a Hermitian D x D matrix. No D x D matrix is formed.
+
+    Args:
+        features: one row per sample, `[N, D]`.
+        labels: class of each sample, `[N]`.
+
+    Returns:
+        0-d float64, unit 1; NaN where all class means coincide (every sample the same [CLS] embedding, for instance).
+
+    Raises:
+        ValueError: if the shapes do not belong together or there are fewer than two classes.
+
+    Source: "Representation progression and aligned training", footnote 5.
+    """
+    if features.ndim != 2 or labels.shape != features.shape[:1]:
+        raise ValueError(
+            f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
+        )
+    classes, membership = labels.to(features.device).unique(return_inverse=True)
+    if len(classes) < 2:
+        raise ValueError(f"nc1 compares classes and needs at least two, got {len(classes)}")
+    features = features.double()
+    eps = torch.finfo(torch.float64).eps
+    rounding = len(features) * eps * features.abs().max()
+    features = features - features.mean(0)
+    means = features.new_zeros(len(classes), features.shape[1]).index_add_(0, membership, features)
+    means /= membership.bincount()[:, None]
+    _, spread, directions = torch.linalg.svd(means.nan_to_num(), full_matrices=False)
+    if not (features.isfinite().all() and spread[0] > rounding):
+        return features.new_tensor(torch.nan)
+    between = spread.square() / len(classes)  # the eigenvalues of Sigma_B
+    real = between > between[0] * features.shape[1] * eps
+    within = ((features - means[membership]) @ directions[real].T).square().mean(0)
+    return (within / between[real]).sum() / len(classes)
+
+
+class Nc1(Measure):
+    """NC1 of layers 0..L over the labelled tokens of the shared reservoir; no rows below two classes."""
+
+    name = "nc1"
+    units = dict.fromkeys(("value",), "1")
+    needs = frozenset({"labels"})
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        self.setup.reservoir("residual").observe(observation, "residual")
+
+    def compute(self) -> tuple[list[float], int]:
+        """NC1 of layers 0..L, and the number of tokens behind it."""
+        sample = self.setup.reservoir("residual").compute()
+        labels = sample.labels.reshape(-1)
+        known = labels >= 0
+        if len(labels[known].unique()) < 2:
+            return [], 0
+        layers = range(self.setup.num_layers + 1)
+        values = [float(nc1(sample.features[known, layer], labels[known])) for layer in layers]
+        return values, int(known.sum())
+
+    def rows(self) -> list[Row]:
+        """One row for each layer 0..L."""
+        values, count = self.compute()
+        return [
+            Row(self.name, "residual", layer, None, "value", value, count, "1") for layer, value in enumerate(values)
+        ]

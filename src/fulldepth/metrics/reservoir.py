@@ -1,0 +1,120 @@
+"""A seeded, capped sample of tokens for the statistics that are no sums: exact while the data fit in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+EMPTY = torch.iinfo(torch.int64).max
+"""Priority of a free slot: larger than every token's."""
+
+
+def priority(keys: Tensor, seed: int) -> Tensor:
+    """A pseudo-random int64 in [0, 2^62) for every key: the same for the same key and seed, on any machine.
+
+    The `k` smallest priorities of a data set are a uniform sample of size `k` without replacement, which no batching
+    and no number of processes can change. (The finaliser of SplitMix64, on the key offset by the seed.)
+    """
+    offset = (seed + 1) * 0x1E3779B97F4A7C15 & (1 << 64) - 1
+    x = keys.to(torch.int64) + (offset - (1 << 64) if offset >> 63 else offset)
+    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
+    return (x ^ _shift(x, 31)) & ((1 << 62) - 1)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's own shift of int64 is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Sample:
+    """What a reservoir kept, in the order of the data.
+
+    A plain class, because torchmetrics squeezes one-element tensors in the tuples that `compute` returns.
+
+    Attributes:
+        features: [N, *shape] float32.
+        keys: [N] int64.
+        labels: [N] int64, -100 where a token has none.
+        seen: tokens offered; the sample is everything when this is N.
+    """
+
+    def __init__(self, features: Tensor, keys: Tensor, labels: Tensor, seen: int) -> None:
+        self.features, self.keys, self.labels, self.seen = features, keys, labels, seen
+
+
+class Reservoir(Metric):
+    """Keeps the `capacity` tokens of smallest seeded priority, with their features and labels.
+
+    Args:
+        capacity: at most this many tokens are kept.
+        shape: shape of one token's features, for example (L+1, D).
+        seed: another seed keeps another sample.
+    """
+
+    full_state_update = False
+    features: Tensor
+    keys: Tensor
+    labels: Tensor
+    priorities: Tensor
+    seen: Tensor
+
+    def __init__(self, capacity: int, shape: tuple[int, ...], seed: int = 0) -> None:
+        super().__init__()
+        if capacity < 1:
+            raise ValueError(f"a reservoir keeps at least one token, got capacity {capacity}")
+        self.capacity, self.shape, self.seed = capacity, tuple(shape), seed
+        self.add_state("features", torch.zeros(capacity, *shape), dist_reduce_fx="cat")
+        self.add_state("keys", torch.zeros(capacity, dtype=torch.int64), dist_reduce_fx="cat")
+        self.add_state("labels", torch.zeros(capacity, dtype=torch.int64), dist_reduce_fx="cat")
+        self.add_state("priorities", torch.full((capacity,), EMPTY), dist_reduce_fx="cat")
+        self.add_state("seen", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self._last: Any = None
+
+    def update(self, features: Tensor, keys: Tensor, labels: Tensor | None = None) -> None:
+        """Offer a batch: `features [N, *shape]`, `keys [N]` unique over the data set, `labels [N]`."""
+        self.seen += len(keys)
+        ranks = priority(keys.to(self.priorities.device), self.seed)
+        offered = (ranks < self.priorities.max()).nonzero().flatten()
+        pool = torch.cat([self.priorities, ranks[offered]])
+        kept = pool.argsort()[: self.capacity]
+        stays = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
+        stays[kept] = True
+        slots = (~stays[: self.capacity]).nonzero().flatten()
+        new = offered[stays[self.capacity :]]
+        slots = slots[: len(new)]
+        source = new.to(features.device)
+        self.features[slots] = features[source].to(self.features)
+        self.keys[slots] = keys[source.to(keys.device)].to(self.keys)
+        self.labels[slots] = -100 if labels is None else labels[source.to(labels.device)].to(self.labels)
+        self.priorities[slots] = ranks[new]
+
+    def observe(self, observation: Any, site: str) -> None:
+        """Offer the counted tokens of an observation; several measures may share one reservoir and all call this."""
+        if observation is self._last:
+            return
+        self._last = observation
+        features = observation.tokens if site == "residual" else observation.select(site, observation.counted)
+        self.update(features.transpose(0, 1), observation.keys, observation.token_labels)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._last = None
+
+    def compute(self) -> Sample:
+        """The sample over all processes, sorted by key, so that later sums do not depend on who saw what."""
+        ranks, keys = self.priorities.flatten(), self.keys.flatten()
+        best = ranks.argsort()[: self.capacity]
+        best = best[ranks[best] < EMPTY]
+        best = best[keys[best].argsort()]
+        features = self.features.flatten(0, -len(self.shape) - 1)[best]
+        return Sample(features, keys[best], self.labels.flatten()[best], int(self.seen))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(sum(t.numel() * t.element_size() for t in (self.features, self.keys, self.labels, self.priorities)))

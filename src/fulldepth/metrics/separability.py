@@ -1,0 +1,163 @@
+"""Separability: how well a linear probe tells look-alike words apart on every layer (LIME, Sec. 5.3)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import suppress
+
+import numpy as np
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.reservoir import Reservoir
+
+FOLDS = 5
+OCCURRENCES = 500
+"""At most this many occurrences of a word are kept, chosen by a seeded hash."""
+SOLVERS = ("lbfgs", "newton-cg")
+"""The second is slower and steps in where the line search of the first gives up."""
+
+
+def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int = 0) -> tuple[float, float]:
+    """Cross-validated accuracy of a linear probe, in [0, 1]; chance is one over the number of classes.
+
+    L2-penalised multinomial logistic regression (C = 1) fitted to convergence on standardised features, mean and
+    deviation learnt inside each fold; stratified, shuffled folds; every class cut to the size of the smallest by a
+    seeded draw.
+
+    Args:
+        features: one row per occurrence, `[N, D]`.
+        labels: class of each, `[N]`.
+        folds: number of folds, at least 2.
+        seed: of the draw and of the folds.
+
+    Returns:
+        Mean and (population) standard deviation of the accuracy over folds, unit 1; NaN where a feature is not finite
+        or no solver converges.
+
+    Raises:
+        ValueError: if the shapes do not belong together, or there are fewer than two classes, two folds, or `folds`
+            samples of some class.
+
+    Source: "LIME: layer-integrated memory", Sec. 5.3 (there with an unconverged probe and unbalanced classes).
+    """
+    if features.ndim != 2 or labels.shape != features.shape[:1]:
+        raise ValueError(
+            f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
+        )
+    x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
+    classes, sizes = np.unique(y, return_counts=True)
+    if len(classes) < 2 or folds < 2 or sizes.min() < folds:
+        raise ValueError(
+            f"expected at least 2 classes, 2 folds and as many samples of each class as folds, "
+            f"got {folds} folds and class sizes {sizes.tolist()}"
+        )
+    if not np.isfinite(x).all():
+        return math.nan, math.nan
+    draw = np.random.default_rng(seed)
+    kept = [draw.choice(np.flatnonzero(y == label), sizes.min(), replace=False) for label in classes]
+    balanced = np.sort(np.concatenate(kept))
+    scores = _probe(x[balanced], y[balanced], StratifiedKFold(folds, shuffle=True, random_state=seed))
+    return float(scores.mean()), float(scores.std())
+
+
+def _probe(x: np.ndarray, y: np.ndarray, splits: StratifiedKFold) -> np.ndarray:
+    """Accuracy on each fold; NaN if no solver converges."""
+    for solver in SOLVERS:
+        probe = make_pipeline(StandardScaler(), LogisticRegression(solver=solver, max_iter=10_000))
+        with warnings.catch_warnings(), suppress(ConvergenceWarning):
+            warnings.simplefilter("error", ConvergenceWarning)
+            return cross_val_score(probe, x, y, cv=splits, error_score="raise")
+    return np.array([math.nan])
+
+
+class Separability(Measure):
+    """Linear separability of `Setup.words`, in the residual stream of layers 0..L and the value states of layers 1..L.
+
+    Every occurrence of a word may take part, whatever the token policy. At most 500 of each word are kept, and every
+    word enters as often as the rarest; no rows below two words, or if a word occurs less often than there are folds.
+    """
+
+    name = "separability"
+    units = dict.fromkeys(("mean", "std"), "1")
+    sites = ("residual", "value")
+    needs = frozenset({"words"})
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.kept = {
+            site: [Reservoir(_capacity(setup), shape, setup.seed).to(setup.device) for _ in setup.words]
+            for site, shape in _shapes(setup).items()
+        }
+        self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.kept.values() for reservoir in reservoirs)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        for reservoirs in self.kept.values():
+            for reservoir in reservoirs:
+                reservoir.reset()
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        if observation.words is None:
+            raise ValueError("this observation does not say where words end; separability needs it")
+        mask = observation.attention_mask
+        words = observation.words.to(mask.device)
+        for site, reservoirs in self.kept.items():
+            if site not in observation.states:
+                continue
+            for word, reservoir in enumerate(reservoirs):
+                where = (words == word) & mask
+                reservoir.update(observation.select(site, where).transpose(0, 1), observation.keys_at(where))
+
+    def compute(self) -> list[tuple[str, int, float, float, int]]:
+        """Site, layer, mean and standard deviation of the accuracy, and the occurrences used in all."""
+        results = []
+        for site, reservoirs in self.kept.items():
+            samples = [reservoir.compute().features for reservoir in reservoirs]  # each [N, S, D]
+            rarest = min(map(len, samples), default=0)
+            if len(samples) < 2 or rarest < FOLDS:
+                continue
+            labels = torch.cat([torch.full((len(sample),), word) for word, sample in enumerate(samples)])
+            features = torch.cat(samples)
+            first = self.setup.num_layers + 1 - features.shape[1]
+            for index in range(features.shape[1]):
+                mean, std = separability(features[:, index], labels, FOLDS, self.setup.seed)
+                results.append((site, first + index, mean, std, rarest * len(samples)))
+        return results
+
+    def rows(self) -> list[Row]:
+        """Two rows for each site and layer."""
+        return [
+            Row(self.name, site, layer, None, statistic, value, count, "1")
+            for site, layer, mean, std, count in self.compute()
+            for statistic, value in (("mean", mean), ("std", std))
+        ]
+
+    @classmethod
+    def memory(cls, setup: Setup) -> int:
+        """Bytes held: the features of every occurrence kept, with key, label and priority."""
+        per_occurrence = sum(4 * math.prod(shape) + 24 for shape in _shapes(setup).values())
+        return len(setup.words) * _capacity(setup) * per_occurrence
+
+
+def _shapes(setup: Setup) -> dict[str, tuple[int, int]]:
+    """Site -> (layers, width) of one occurrence's features."""
+    shapes = {"residual": (setup.num_layers + 1, setup.width)}
+    if setup.value_width:
+        shapes["value"] = (setup.num_layers, setup.value_width)
+    return shapes
+
+
+def _capacity(setup: Setup) -> int:
+    """Occurrences kept of each word: never more than the data set has positions, where that is known."""
+    positions = setup.num_sequences * setup.sequence_length
+    return min(OCCURRENCES, positions) if positions else OCCURRENCES

@@ -1,0 +1,63 @@
+"""Puts template, style, script and data into one file."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
+
+SCRIPTS = ("core.js", "plots.js", "lens.js", "numbers.js", "page.js")
+"""In the order in which they build on each other; they share one scope."""
+
+
+def assemble(document: dict[str, Any]) -> str:
+    """The whole page."""
+    script = "\n".join(_part(name) for name in SCRIPTS)
+    return Template(_part("page.html")).substitute(
+        style=palette() + _part("style.css"),
+        plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        data=embed(document),
+        script=script,
+        methods=_part("methods.html"),
+    )
+
+
+def embed(document: Any) -> str:
+    """JSON that can stand inside a script element: pure ASCII, without a character that HTML would act on."""
+    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def palette() -> str:
+    """The heat maps' colours as style variables `--ramp-0..10` with readable text colours `--on-0..10`."""
+
+    def variables(ramp: list[str], dark_text: str, light_text: str) -> str:
+        texts = [max((dark_text, light_text), key=lambda text: contrast(text, colour)) for colour in ramp]
+        return "".join(
+            f"--ramp-{i}:{colour};--on-{i}:{text};" for i, (colour, text) in enumerate(zip(ramp, texts, strict=True))
+        )
+
+    light = variables(list(SEQUENTIAL), INK, PAPER)
+    dark = variables([DARK[colour] for colour in SEQUENTIAL], DARK[PAPER], DARK[INK])
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two `#rrggbb` colours, 1 to 21 (WCAG 2)."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _part(name: str) -> str:
+    return files("fulldepth.report").joinpath("parts", name).read_text(encoding="utf-8")

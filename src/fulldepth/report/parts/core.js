@@ -1,0 +1,44 @@
+// The data, the state, and how nodes are made. Strings become text nodes, never markup.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+const onPaper = matchMedia("print");
+const state = { view: DATA.views.length - 1, printing: false };
+
+const byId = (id) => document.getElementById(id);
+const view = () => DATA.views[state.view];
+const paper = () => state.printing || onPaper.matches;
+const dark = () => prefersDark.matches && !paper();
+
+/** An element with attributes (`class`, `for`, ...), listeners (`onclick`) and children (nodes or strings). */
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Text from the data, kept from turning the direction of what stands around it. */
+const isolated = (text, attributes = {}) => el("bdi", attributes, text);
+
+/** A labelled `<select>`; `choices` are strings, `choose` gets the index. */
+function picker(id, label, choices, choose) {
+  const options = choices.map((choice, index) => el("option", { value: index }, choice));
+  return el("label", { for: id }, label, el("select", { id, onchange: (event) => choose(Number(event.target.value)) }, ...options));
+}
+
+const counted = (number) => number.toLocaleString("en");
+
+/** A number with four significant digits, whole numbers whole; en dash where there is none. */
+function readable(value) {
+  if (value == null) return "–";
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+}
+
+/** Labels for plotly write markup characters as entities; this reads them back. */
+const plain = (text) => String(text).replace(/<br>/g, " ").replace(/&#123;/g, "{").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");

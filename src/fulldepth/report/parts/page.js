@@ -1,0 +1,97 @@
+// Fills the page, and answers to the step slider, the colour scheme and the printer.
+
+function drawVerdict() {
+  const now = view();
+  byId("sentences").replaceChildren(...now.sentences.map((sentence) => el("p", {}, isolated(sentence))));
+  const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
+  const parts = now.cards.length ? [el("ul", { class: "cards" }, ...now.cards.map(card))] : [];
+  byId("cards").replaceChildren(...parts, ...(DATA.models ? [modelTable(DATA.models)] : []));
+  const title = now.step == null ? "Verdict" : `Verdict at step ${counted(now.step)}`;
+  byId("verdict-title").textContent = title;
+  drawRemarks(now);
+}
+
+function modelTable({ columns, rows }) {
+  const head = el("tr", {}, el("th", { scope: "col" }, ""), ...columns.map((name) => el("th", { scope: "col" }, isolated(name))));
+  const body = rows.map(([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell))));
+  return el("div", { class: "verdict-table", tabindex: "0", role: "region", "aria-label": "Models side by side" }, el("table", { class: "data" }, el("thead", {}, head), el("tbody", {}, ...body)));
+}
+
+function drawRemarks(now) {
+  const notes = [];
+  if (DATA.remarks.warnings.length) {
+    notes.push(el("div", { class: "note warn" }, el("strong", {}, "Mind when reading"), el("ul", {}, ...DATA.remarks.warnings.map((text) => el("li", {}, isolated(text))))));
+  }
+  const left = new Map([...DATA.remarks.left_out, ...now.left_out]);
+  if (left.size) {
+    const items = [...left].map(([measure, reason]) => el("li", {}, isolated(measure), ": ", isolated(reason)));
+    notes.push(el("div", { class: "note" }, el("strong", {}, "Left out"), el("ul", {}, ...items)));
+  }
+  byId("remarks").replaceChildren(...notes);
+}
+
+function startStepper() {
+  if (DATA.views.length < 2) return;
+  const slider = byId("step");
+  slider.max = DATA.views.length - 1;
+  slider.value = state.view;
+  byId("stepper").hidden = false;
+  const tell = () => {
+    const { step } = view();
+    byId("step-name").textContent = counted(step);
+    slider.setAttribute("aria-valuetext", `Step ${counted(step)}, checkpoint ${state.view + 1} of ${DATA.views.length}`);
+  };
+  slider.addEventListener("input", () => {
+    state.view = Number(slider.value);
+    tell();
+    drawVerdict();
+    drawLens();
+    drawAll();
+  });
+  tell();
+}
+
+function startContents() {
+  const links = [...document.querySelectorAll("main section:not([hidden])")].map((section) => el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent.replace(/ at step .*/, "")));
+  byId("contents").append(...links);
+}
+
+/** On paper the colours are light, the figures fit the sheet, and the notes are open. */
+function turnToPaper({ matches }) {
+  if (matches === state.printing) return;
+  state.printing = matches;
+  for (const note of document.querySelectorAll(".method, .about")) {
+    if (matches) note.dataset.was = note.open ? "open" : "closed";
+    note.open = matches || note.dataset.was === "open";
+  }
+  drawAtOnce();
+}
+
+function start() {
+  const kinds = { single: "Layer report", series: "Layer report over training", comparison: "Comparison of models" };
+  document.title = `${DATA.title} – fulldepth`;
+  byId("kind").textContent = `· ${kinds[DATA.kind]}`;
+  byId("title").append(isolated(DATA.title));
+  byId("byline").append(isolated(DATA.byline));
+  byId("about").append(...DATA.about.flatMap(([what, text]) => [el("dt", {}, isolated(what)), el("dd", {}, isolated(text))]));
+  byId("about-box").hidden = !DATA.about.length;
+  const shown = DATA.views.length;
+  byId("foot").textContent = "Everything on this page is inside this file; it asks the network for nothing." + (DATA.checkpoints > shown ? ` The slider has ${shown} of ${DATA.checkpoints} checkpoints, the curves over training have all.` : "");
+  const after = DATA.sections.filter((section) => ["training", "further"].includes(section.id));
+  byId("sections").append(...DATA.sections.filter((section) => !after.includes(section)).map(makeSection));
+  byId("sections-after").append(...after.map(makeSection));
+  for (const note of document.querySelectorAll("[data-measures]")) note.hidden = !note.dataset.measures.split(" ").some((name) => DATA.measures.includes(name));
+  startStepper();
+  drawVerdict();
+  drawLensKey();
+  drawLens();
+  startNumbers();
+  startContents();
+  drawAll();
+  prefersDark.addEventListener("change", drawAll);
+  onPaper.addEventListener("change", turnToPaper);
+  addEventListener("beforeprint", () => turnToPaper({ matches: true }));
+  addEventListener("afterprint", () => turnToPaper({ matches: false }));
+}
+
+start();

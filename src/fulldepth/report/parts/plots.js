@@ -1,0 +1,166 @@
+// Figures: one slot each, with a switch between readings; redrawn when the step, the colours or the paper change.
+
+const CONFIG = { displaylogo: false, displayModeBar: false, responsive: true, doubleClick: false };
+const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
+const slots = []; // { plots: [{ div, name, alt, box }] }
+let round = 0;
+
+/** A copy of a figure's part with every colour of the light page replaced by its dark counterpart. */
+function recoloured(part) {
+  if (typeof part === "string") return dark() ? DATA.dark[part] || part : part;
+  if (Array.isArray(part)) return part.map(recoloured);
+  if (part && typeof part === "object") return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, recoloured(value)]));
+  return part;
+}
+
+/** Traces and summary of a figure at the chosen step; null where it was not measured there. */
+function current(name) {
+  const base = DATA.figures[name];
+  const change = view().patches[name];
+  if (change === undefined) return { data: base.data, alt: base.about.alt };
+  if (change === null) return null;
+  if (change.data) return { data: change.data, alt: change.alt };
+  return { data: base.data.map((trace, index) => ({ ...trace, ...change.patch[index] })), alt: change.alt };
+}
+
+function layoutFor(name, div, data) {
+  const base = recoloured(DATA.figures[name].layout);
+  const isMap = data.some((trace) => trace.type === "heatmap");
+  const width = paper() ? PRINT_WIDTH : div.clientWidth;
+  if (width < 480) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
+  if (name.startsWith("steps_")) base.shapes = [...(base.shapes || []), stepLine()];
+  const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
+  return {
+    ...base,
+    template: recoloured(DATA.template),
+    height,
+    ...(paper() ? { width, autosize: false } : { autosize: true, width: undefined }),
+    margin: { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 },
+  };
+}
+
+/** What a legend of several lines takes, so that it does not take it from the figure. */
+function legendHeight(layout, data, width) {
+  if (!layout.showlegend) return 0;
+  const names = data.filter((trace) => trace.showlegend !== false).map((trace) => plain(trace.name || "").length);
+  const columns = Math.max(1, Math.floor((width - 60) / (Math.max(...names) * 6.4 + 46)));
+  return (Math.ceil(names.length / columns) - 1) * 20;
+}
+
+/** Fewer tick labels where there is no room for all. */
+function thinTicks(axes) {
+  for (const axis of axes) {
+    if (axis.nticks) axis.nticks = 4;
+    if (!axis.tickvals || axis.tickvals.length <= 8) continue;
+    const kept = (_, index, all) => (all.length - 1 - index) % 2 === 0; // the last layer stays named
+    axis.tickvals = axis.tickvals.filter(kept);
+    axis.ticktext = axis.ticktext.filter(kept);
+  }
+}
+
+/** The chosen step in a figure over steps. */
+function stepLine() {
+  const line = recoloured({ color: DATA.template.layout.xaxis.linecolor, width: 1, dash: "dot" });
+  return { type: "line", xref: "x", yref: "paper", x0: view().step, x1: view().step, y0: 0, y1: 1, layer: "below", line };
+}
+
+function draw(plot) {
+  const now = current(plot.name);
+  plot.div.hidden = !now;
+  plot.missing.hidden = Boolean(now);
+  plot.alt.textContent = now ? plain(now.alt) : "";
+  if (!now) return;
+  const { title } = DATA.figures[plot.name].about;
+  plot.div.setAttribute("aria-label", `${plain(title)}. ${plain(now.alt)}`);
+  Plotly.react(plot.div, recoloured(now.data), layoutFor(plot.name, plot.div, now.data), CONFIG);
+  if (plot.table.open) fillNumbers(plot);
+}
+
+/** Redraw every figure, those in sight first, a few milliseconds at a time. */
+function drawAll() {
+  const mine = ++round;
+  document.documentElement.dataset.ready = "no";
+  const away = (plot) => {
+    const box = plot.div.parentElement.getBoundingClientRect();
+    return box.bottom < 0 ? -box.bottom : Math.max(0, box.top - innerHeight);
+  };
+  const queue = slots.flatMap((slot) => slot.plots).map((plot) => [away(plot), plot]).sort((a, b) => a[0] - b[0]);
+  const next = () => {
+    if (mine !== round) return;
+    const until = performance.now() + 24;
+    while (queue.length && performance.now() < until) draw(queue.shift()[1]);
+    if (queue.length) setTimeout(next);
+    else document.documentElement.dataset.ready = "yes";
+  };
+  next();
+}
+
+function drawAtOnce() {
+  round += 1;
+  slots.forEach((slot) => slot.plots.forEach(draw));
+  document.documentElement.dataset.ready = "yes";
+}
+
+/** The same numbers as a table, for those who would rather read than look. */
+function fillNumbers(plot) {
+  const traces = current(plot.name).data.filter((trace) => (trace.y || []).length && trace.hoverinfo !== "skip");
+  const matrix = traces.length === 1 && traces[0].z;
+  const across = matrix ? traces[0].x : traces.map((trace) => plain(trace.name || "Value"));
+  const down = matrix ? traces[0].y : [...new Set(traces.flatMap((trace) => trace.x))];
+  const columns = matrix ? null : traces.map((trace) => new Map(trace.x.map((at, index) => [at, trace.y[index]])));
+  const cell = (at, row) => (matrix ? traces[0].z[row] : columns.map((column) => column.get(at)));
+  const head = el("tr", {}, el("th", { scope: "col" }, plain(DATA.figures[plot.name].layout.xaxis.title.text)), ...across.map((name) => el("th", { scope: "col", class: "num" }, String(name))));
+  const body = down.map((at, row) => el("tr", {}, el("th", { scope: "row" }, readable(at)), ...cell(at, row).map((value) => el("td", { class: "num" }, readable(value)))));
+  plot.table.lastElementChild.replaceChildren(el("table", { class: "data" }, el("thead", {}, head), el("tbody", {}, ...body)));
+}
+
+function makePlot(name) {
+  const div = el("div", { class: "plot", role: "img", "data-figure": name });
+  const alt = el("p", { class: "alt" });
+  const missing = el("p", { class: "missing", hidden: true }, "Not measured at this step.");
+  const table = el("details", { class: "as-table" }, el("summary", {}, "Numbers"), el("div", { tabindex: "0", role: "region", "aria-label": "Numbers of the figure" }));
+  const plot = { div, name, alt, missing, table };
+  table.addEventListener("toggle", () => table.open && fillNumbers(plot));
+  return plot;
+}
+
+/** A slot: figures side by side (models), or one figure with a switch (readings). */
+function makeSlot(names, number) {
+  const { title, subtitle, beside } = DATA.figures[names[0]].about;
+  const heading = el("h3", {}, plain(title));
+  const below = el("p", { class: "subtitle" }, plain(subtitle));
+  const caption = el("figcaption", {}, heading, below);
+  if (beside) {
+    const plots = names.map(makePlot);
+    const boxes = plots.map((plot) => el("div", {}, el("h4", {}, isolated(plain(DATA.figures[plot.name].about.variant))), plot.div, plot.missing, plot.alt, plot.table));
+    slots.push({ plots });
+    return el("figure", { class: "several" }, caption, el("div", { class: "beside" }, ...boxes));
+  }
+  const plot = makePlot(names[0]);
+  slots.push({ plots: [plot] });
+  const choose = (index) => {
+    plot.name = names[index];
+    plot.div.dataset.figure = plot.name;
+    below.textContent = plain(DATA.figures[plot.name].about.subtitle);
+    draw(plot);
+  };
+  const choices = names.map((name) => plain(DATA.figures[name].about.variant || "Default"));
+  const box = el("div", {}, plot.div, plot.missing, plot.alt, plot.table);
+  if (names.length === 1 && choices[0] !== "Default") below.append(` · ${choices[0]}`);
+  return el("figure", {}, caption, names.length > 1 ? readings(choices, number, title, choose) : el("div"), box);
+}
+
+function readings(choices, number, title, choose) {
+  if (choices.length > 4) return el("div", { class: "switch" }, picker(`reading-${number}`, el("span", { class: "sr" }, `Reading of: ${plain(title)}`), choices, choose));
+  const radio = (choice, index) =>
+    el("label", {}, el("input", { type: "radio", name: `reading-${number}`, value: index, checked: index === 0, onchange: () => choose(index) }), el("span", {}, choice));
+  return el("fieldset", { class: "switch" }, el("legend", { class: "sr" }, `Reading of: ${plain(title)}`), ...choices.map(radio));
+}
+
+function makeSection(section) {
+  const first = slots.length;
+  const figures = section.slots.map((names, index) => makeSlot(names, `${first}-${index}`));
+  const intro = section.intro ? [el("p", { class: "intro" }, section.intro)] : [];
+  const heading = el("h2", { id: `${section.id}-title` }, section.title);
+  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, el("div", { class: "figures" }, ...figures));
+}

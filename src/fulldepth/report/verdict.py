@@ -1,0 +1,148 @@
+"""The head of the page: title, the few big numbers, the sentences, what was measured on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fulldepth.report.words import HEADLINES, data_line, figure_of, model_line, seconds, short, size
+
+Headline = Mapping[str, Mapping[str, Any]]
+
+
+def title(meta: Mapping[str, Any]) -> str:
+    """Name of what the page is about."""
+    if meta.get("models"):
+        return " against ".join(short(entry.get("label", "?"), 60) for entry in meta["models"][:4]) + (
+            " and others" if len(meta["models"]) > 4 else ""
+        )
+    return short((meta.get("model") or {}).get("name") or "Unnamed model", 160)
+
+
+def cards(headline: Headline, layers: object = None) -> list[dict[str, str]]:
+    """The numbers, in the fixed order; names that we do not know come last under their own name."""
+    order = [name for name in HEADLINES if name in headline] + [name for name in headline if name not in HEADLINES]
+    made = []
+    for name in order:
+        digits, unit = figure_of(headline[name], layers)
+        caption, symbol = HEADLINES.get(name, (short(name, 60), ""))
+        made.append({"name": caption, "symbol": symbol, "digits": digits, "unit": unit})
+    return made
+
+
+def sentences(headline: Headline) -> list[str]:
+    """The sentences, in the order of the cards."""
+    order = [name for name in HEADLINES if name in headline] + [name for name in headline if name not in HEADLINES]
+    return [short(headline[name]["sentence"], 600) for name in order if headline[name].get("sentence")]
+
+
+def side_by_side(meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The numbers of several models as a table: one column a model, the baseline marked."""
+    models = meta.get("models") or []
+    known = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
+    if not known:
+        return None
+    rows = []
+    for name in known:
+        cells = [" ".join(_number(entry, name)).strip() for entry in models]
+        rows.append([HEADLINES[name][0], *cells])
+    columns = [short(entry.get("label", "?"), 60) + _baseline(entry) for entry in models]
+    return {"columns": columns, "rows": rows}
+
+
+def _baseline(entry: Mapping[str, Any]) -> str:
+    return " (baseline)" if entry.get("baseline") and entry.get("label") != "baseline" else ""
+
+
+def _number(entry: Mapping[str, Any], name: str) -> tuple[str, str]:
+    layers = (entry.get("model") or {}).get("num_layers")
+    return figure_of((entry.get("headline") or {}).get(name, {}), layers)
+
+
+def byline(meta: Mapping[str, Any]) -> str:
+    """What stands under the title: the model, or the models' data, in one line."""
+    if meta.get("models"):
+        depth = "relative depth" if meta.get("depth") == "relative" else "layer by layer"
+        return f"{len(meta['models'])} models, compared by {depth}".replace("by layer by", "layer by")
+    data = (meta.get("data") or {}).get("name")
+    return model_line(meta.get("model") or {}) + (f" · measured on {short(data, 100)}" if data else "")
+
+
+def about(meta: Mapping[str, Any]) -> list[list[str]]:
+    """[what, text] pairs on the models, the data and the run; only what the document says."""
+    pairs: list[tuple[str, str]] = []
+    if meta.get("models"):
+        subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in meta["models"]]
+        for what in ("Model", "Data", "Tokens", "Fingerprints"):
+            texts = {subject[what] for _, subject in subjects}
+            shared = len(texts) == 1
+            pairs += (
+                [(what, texts.pop())]
+                if shared
+                else [(f"{what} of {name}", subject[what]) for name, subject in subjects]
+            )
+    else:
+        pairs += _subject(meta)
+    pairs += _run(meta)
+    return [[what, text] for what, text in pairs if text]
+
+
+def _subject(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    model, data, policy = (meta.get(key) or {} for key in ("model", "data", "token_policy"))
+    named = [short(model["name"], 160)] if model.get("name") else []
+    source = [short(data["name"], 160)] if data.get("name") else []
+    revision = f"revision {short(model['revision'], 60)}" if model.get("revision") else ""
+    return [
+        ("Model", " · ".join(filter(None, [*named, model_line(model), revision]))),
+        ("Data", " · ".join(filter(None, [*source, data_line(data)]))),
+        ("Tokens", short(policy.get("sentence") or policy.get("name") or "", 400)),
+        ("Fingerprints", " · ".join(_hashes(model, data))),
+    ]
+
+
+def _hashes(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
+    stated = (("config", model.get("config_hash")), ("data", data.get("hash")))
+    return [f"{what} {short(value, 23)}" for what, value in stated if value]
+
+
+def _run(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sampling, versions = meta.get("sampling") or {}, meta.get("versions") or {}
+    timings, memory = meta.get("timings") or {}, meta.get("memory") or {}
+    spent = [
+        ("loading", timings.get("load")),
+        ("forward passes", timings.get("forward")),
+        ("in all", timings.get("total")),
+    ]
+    return [
+        (
+            "Sampling",
+            " · ".join(f"{short(k, 40).replace('_', ' ')} {_plain(v)}" for k, v in sampling.items() if v is not None),
+        ),
+        ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
+        ("Time", " · ".join(f"{seconds(value)} {what}" for what, value in spent if value is not None)),
+        ("Memory", " · ".join(f"{size(v)} {short(k, 30)}" for k, v in memory.items() if v is not None)),
+        ("Versions", " · ".join(f"{short(k, 30)} {short(v, 30)}" for k, v in versions.items())),
+        ("Measured", short(meta.get("created") or "", 40)),
+    ]
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value, 60)
+
+
+def remarks(meta: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Measures that were left out, with the reason; warnings."""
+    warnings = [short(text, 600) for text in meta.get("warnings") or []]
+    if meta.get("complete") is False:
+        warnings.insert(0, "The run that wrote these results did not finish; what is here is complete in itself.")
+    if meta.get("models"):
+        for entry in meta["models"]:
+            warnings += [
+                f"{short(entry.get('label', '?'), 60)}: {short(text, 600)}" for text in entry.get("warnings") or []
+            ]
+    return {"left_out": left_out(meta), "warnings": warnings}
+
+
+def left_out(meta: Mapping[str, Any]) -> list[list[str]]:
+    """[measure, reason] of every measure that was left out."""
+    return [[short(e.get("measure", "?"), 60), short(e.get("reason", ""), 600)] for e in meta.get("left_out") or []]

@@ -1,0 +1,119 @@
+"""Numbers and strings as a reader sees them."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+HEADLINES = {
+    "zeta_L": ("Jump of the last layer", "ζ of layer L"),
+    "zeta_L-1": ("Jump over the last two layers", "ζ of layer L − 1"),
+    "zeta_L-2": ("Jump over the last three layers", "ζ of layer L − 2"),
+    "last_layer_displacement": ("Displacement of the last layer", "Ψ of layer L"),
+    "mean_coherence": ("Mean coherence", "over layers"),
+    "median_saturation": ("Median saturation layer", "half of all predictions have settled"),
+    "effective_depth": ("Effective depth", "layers needed for the accuracy"),
+}
+"""Name in `results.json` -> what it is called, and its symbol or place."""
+TASKS = {
+    "causal-lm": "causal language model",
+    "masked-lm": "masked language model",
+    "text-classification": "text classifier",
+    "image-classification": "image classifier",
+    "representation": "representation model without a head",
+}
+_VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+
+
+def short(text: object, limit: int = 200) -> str:
+    """`text` in at most `limit` characters; control and direction characters become visible."""
+    raw = str(text)
+    return visible(raw if len(raw) <= limit else raw[: limit - 1] + "…", keep=" ")
+
+
+def visible(text: str, keep: str = "") -> str:
+    """`text` with whitespace and every character that draws nothing written as a mark, except those in `keep`."""
+    return "".join(c if c in keep else _mark(c) for c in text)
+
+
+def _mark(char: str) -> str:
+    if char in _VISIBLE:
+        return _VISIBLE[char]
+    if ord(char) < 32:
+        return chr(0x2400 + ord(char))
+    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return f"⟨U+{ord(char):04X}⟩"
+    return char
+
+
+def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str]:
+    """A headline's number as (digits, unit): `("12.3", "%")`, `("0.082", "")`, `("9", "of 12")`."""
+    value, unit = entry.get("value"), str(entry.get("unit", ""))
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "–", ""
+    if unit == "%":
+        return f"{value:.1f}", "%"
+    if unit in ("layers", "tokens"):
+        digits = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+        return digits, f"of {layers}" if unit == "layers" and isinstance(layers, int) else unit
+    return f"{value:.3f}", "" if unit == "1" else short(unit, 16)
+
+
+def scaled(value: Any) -> str:
+    """A large count in words of engineers: `9.4 M`, `1.2 B`; "?" where unknown."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "?"
+    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {letter}"
+    return f"{value:,.0f}"
+
+
+def size(value: Any) -> str:
+    """Bytes as MiB or GiB; "?" where unknown."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "?"
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
+
+
+def seconds(value: Any) -> str:
+    """A duration: `3.4 s`, `12 min`; "?" where unknown."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "?"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min"
+
+
+def model_line(model: Mapping[str, Any]) -> str:
+    """Class, size and kind of a model in one line."""
+    parts = []
+    if model.get("class"):
+        parts.append(short(model["class"], 80))
+    if model.get("task"):
+        parts.append(TASKS.get(model["task"], short(model["task"], 60)))
+    if model.get("num_layers"):
+        width = f" × {short(model['width'], 12)} channels" if model.get("width") else ""
+        parts.append(f"{short(model['num_layers'], 12)} layers{width}")
+    if model.get("parameters"):
+        parts.append(f"{scaled(model['parameters'])} parameters")
+    if model.get("dtype"):
+        parts.append(short(model["dtype"], 20))
+    return " · ".join(parts)
+
+
+def data_line(data: Mapping[str, Any]) -> str:
+    """How much of which data in one line."""
+    parts = []
+    if data.get("kind"):
+        parts.append(short(str(data["kind"]).replace("-", " "), 40))
+    if data.get("sequences"):
+        kind = "images" if data.get("kind") == "images" else "sequences"
+        parts.append(f"{scaled(data['sequences'])} {kind}")
+    if data.get("sequence_length"):
+        parts.append(f"up to {short(data['sequence_length'], 12)} tokens each")
+    if data.get("tokens"):
+        parts.append(f"{data['tokens']:,} tokens" if isinstance(data["tokens"], int) else short(data["tokens"], 20))
+    if data.get("num_classes"):
+        parts.append(f"{short(data['num_classes'], 12)} classes")
+    return " · ".join(parts)

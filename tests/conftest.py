@@ -1,0 +1,33 @@
+"""What every test shares: no network, one thread, seeded randomness."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+hypothesis.settings.register_profile("fulldepth", deadline=None)
+hypothesis.settings.load_profile("fulldepth")
+
+
+@pytest.fixture
+def generator():
+    """A seeded source of random tensors."""
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """Folder of real data sets: `$FULLDEPTH_DATA`, or `shared/data` beside the checkout.
+
+    Absent, the test is skipped; with `$FULLDEPTH_REQUIRE_DATA` (as in CI) it fails.
+    """
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("FULLDEPTH_DATA") or beside)
+    if not folder.is_dir():
+        absent = pytest.fail if os.environ.get("FULLDEPTH_REQUIRE_DATA") else pytest.skip
+        absent(f"needs the data folder {folder}")
+    return folder

@@ -1,0 +1,60 @@
+"""Toy tokenizers whose every id is known by hand, and where the shared data lie, if they do."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+NUMBERS = {"[UNK]": 0, "[EOS]": 1, **{f"w{i}": i + 2 for i in range(500)}}
+"""w0 is 2, w1 is 3, ...: the test can write down any stream of ids."""
+
+
+@pytest.fixture(scope="session")
+def number_tokenizer():
+    """Splits at white space; `w7` -> 9; an EOS (1), nothing added, no pad token."""
+    core = Tokenizer(models.WordLevel(NUMBERS, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", eos_token="[EOS]")
+
+
+@pytest.fixture(scope="session")
+def bare_tokenizer():
+    """The same words, no EOS, BOS or pad token at all."""
+    core = Tokenizer(models.WordLevel(NUMBERS, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+
+
+@pytest.fixture(scope="session")
+def bert_tokenizer():
+    """[PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4, w0 = 5, w1 = 6, ...; [CLS] a [SEP] b [SEP] with token types."""
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, **{f"w{i}": i + 5 for i in range(500)}}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of real data beside the repository; `FULLDEPTH_DATA` overrides it."""
+    beside = Path(__file__).parents[2] / ".." / "shared" / "data"
+    folder = Path(os.environ.get("FULLDEPTH_DATA", beside)).resolve()
+    if not folder.is_dir():
+        pytest.skip("the shared data are not here")
+    return folder

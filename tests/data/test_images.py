@@ -1,0 +1,177 @@
+import io
+import zipfile
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fulldepth.data import open_source, prepare
+from fulldepth.errors import FulldepthError
+
+
+def picture(value, size=4):
+    return Image.fromarray(np.full((size, size, 3), value, dtype=np.uint8))
+
+
+def save(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture(value).save(path)
+
+
+def pixel(record):
+    return int(np.asarray(record.image())[0, 0, 0])
+
+
+class Processor:
+    """Scales to [0, 1]; the simplest image processor there is."""
+
+    def __call__(self, images, return_tensors):
+        assert return_tensors == "pt"
+        arrays = [torch.tensor(np.asarray(image)).permute(2, 0, 1).float() / 255 for image in images]
+        return {"pixel_values": torch.stack(arrays), "sizes": [image.size for image in images]}
+
+    def to_dict(self):
+        return {"scale": 255}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "pets"
+    for i, (split, label) in enumerate([(s, c) for s in ("train", "test") for c in ("dog", "cat", "bird")]):
+        for j in range(4):
+            save(root / split / label / f"{j}.png", 40 * i + j)
+    (root / "README.md").write_text("pets")
+    return root
+
+
+def test_splits_and_classes(folder):
+    source = open_source(folder)
+    assert (source.name, source.kind, source.class_names) == ("pets/test", "images", ("bird", "cat", "dog"))
+    assert [(pixel(r), r.label) for r in source.records[::4]] == [(200, 0), (160, 1), (120, 2)]
+    assert pixel(open_source(folder, split="train").records[0]) == 80
+    assert [r.label for r in open_source(folder, limit=3).records] == [0, 1, 2]
+
+
+def test_zip_reads_like_the_folder(folder, tmp_path):
+    for top in ("", "around/"):
+        path = tmp_path / "pets.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            for file in folder.rglob("*.*"):
+                archive.write(file, top + str(file.relative_to(folder)))
+            archive.writestr("__MACOSX/train/dog/._0.png", b"not an image")
+        zipped, plain = open_source(path), open_source(folder)
+        assert zipped.class_names == plain.class_names
+        assert [(pixel(r), r.label) for r in zipped.records] == [(pixel(r), r.label) for r in plain.records]
+
+
+def test_class_folders_without_splits_and_no_classes_at_all(tmp_path):
+    save(tmp_path / "a" / "x" / "1.png", 1)
+    save(tmp_path / "a" / "y" / "1.png", 2)
+    assert [(pixel(r), r.label) for r in open_source(tmp_path / "a").records] == [(1, 0), (2, 1)]
+    save(tmp_path / "b" / "1.png", 3)
+    save(tmp_path / "b" / "2.png", 4)
+    assert [(pixel(r), r.label) for r in open_source(tmp_path / "b").records] == [(3, None), (4, None)]
+    save(tmp_path / "c" / "only" / "1.png", 5)
+    assert open_source(tmp_path / "c").class_names == ("only",)
+
+
+def test_images_from_mappings_and_datasets(tmp_path):
+    buffer = io.BytesIO()
+    picture(9).save(buffer, "PNG")
+    save(tmp_path / "x.png", 8)
+    values = [picture(7), buffer.getvalue(), str(tmp_path / "x.png"), {"bytes": buffer.getvalue(), "path": None}]
+    source = open_source([{"image": v, "label": i} for i, v in enumerate(values)])
+    assert [(pixel(r), r.label) for r in source.records] == [(7, 0), (9, 1), (8, 2), (9, 3)]
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["n", "m"])})
+    table = datasets.Dataset.from_dict({"img": [picture(5), picture(6)], "label": [1, 0]}, features=features)
+    source = open_source(table)
+    assert source.class_names == ("n", "m")
+    assert [(pixel(r), r.label) for r in source.records] == [(5, 1), (6, 0)]
+
+
+def test_prepared_images_hold_the_pixels_and_labels(folder):
+    source = open_source(folder)
+    label2id = {"DOG": 0, "CAT": 1, "BIRD": 2}
+    data = prepare(source, task="image-classification", processor=Processor(), label2id=label2id)
+    assert data.num_classes == 3
+    assert data.num_targets == len(data) == 12
+    seen = []
+    for batch in data.batches(5):
+        assert list(batch.inputs) == ["pixel_values"]
+        assert batch.attention_mask is None
+        for image, label in zip(batch.inputs["pixel_values"], batch.labels, strict=True):
+            assert image.unique().numel() == 1
+            seen.append((round(float(image[0, 0, 0]) * 255), int(label)))
+    assert seen == [(40 * i + j, i - 3) for i in (5, 4, 3) for j in range(4)]  # bird, cat, dog
+
+
+def test_hash_and_sample_of_images(folder):
+    def data(**settings):
+        return prepare(open_source(folder), task="representation", processor=Processor(), **settings)
+
+    assert data().hash == data().hash
+    assert data(max_sequences=6).hash != data(max_sequences=6, seed=1).hash
+    labels = next(data(max_sequences=6).batches(6)).labels
+    assert labels.bincount().tolist() == [2, 2, 2]
+    before = data().hash
+    save(folder / "test" / "cat" / "0.png", 161)
+    assert data().hash != before
+
+
+def test_bad_images(folder, tmp_path):
+    whole = (folder / "test" / "cat" / "1.png").read_bytes()
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    noise.save(buffer, "JPEG")
+    for name, content in [
+        ("a.png", b"no image"),
+        ("b.jpg", buffer.getvalue()[:-900]),
+        ("c.png", whole[:-30]),
+        ("d.jpg", b""),
+    ]:
+        broken = tmp_path / name.replace(".", "-")
+        broken.mkdir()
+        (broken / name).write_bytes(content)
+        with pytest.raises(FulldepthError, match=f"Cannot read the image .*{name}.*Expected a whole file, one of JPEG"):
+            prepare(open_source(broken), task="representation", processor=Processor())
+    (tmp_path / "eps").mkdir()
+    (tmp_path / "eps" / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(FulldepthError, match="cannot identify"):  # never handed to Ghostscript
+        open_source(tmp_path / "eps").records[0].image()
+    with pytest.raises(FulldepthError, match=r"no split 'validation'\. It has: test, train"):
+        open_source(folder, split="validation")
+    with pytest.raises(FulldepthError, match="Item 0, 'image' is of type int, expected an image"):
+        open_source([{"image": 3}])
+    with pytest.raises(FulldepthError, match="cannot use pets/test: its kind is images"):
+        prepare(open_source(folder), task="causal-lm")
+    with pytest.raises(FulldepthError, match="no image processor"):
+        prepare(open_source(folder), task="representation")
+
+
+def test_bad_zip_members(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "no images")
+    with pytest.raises(FulldepthError, match=r"No images in a\.zip\. Found: \.txt\. Expected \.bmp"):
+        open_source(path)
+    buffer = io.BytesIO()
+    picture(3, size=64).save(buffer, "BMP")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.bmp", buffer.getvalue())
+    damaged = bytearray(path.read_bytes())
+    damaged[3000] ^= 0xFF
+    path.write_bytes(damaged)
+    with pytest.raises(FulldepthError, match=r"Cannot read the image .*a\.zip/x\.bmp: Bad CRC"):
+        open_source(path).records[0].image()
+
+
+def test_real_cifar10(shared_data):
+    source = open_source(shared_data / "cifar10" / "cifar10_images.zip")
+    assert len(source) == 10_000
+    assert source.class_names[:3] == ("airplane", "automobile", "bird")
+    data = prepare(source, task="image-classification", processor=Processor(), max_sequences=20)
+    (batch,) = data.batches(20)
+    assert batch.inputs["pixel_values"].shape == (20, 3, 32, 32)
+    assert batch.labels.bincount().tolist() == [2] * 10

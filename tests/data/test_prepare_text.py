@@ -1,0 +1,344 @@
+import re
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+
+from fulldepth.data import open_source, prepare
+from fulldepth.data.labels import sample
+from fulldepth.errors import FulldepthError
+
+
+def words(*numbers):
+    return " ".join(f"w{n}" for n in numbers)
+
+
+def all_of(sequences, batch_size=3):
+    return list(sequences.batches(batch_size))
+
+
+def test_causal_windows_and_targets_token_by_token(number_tokenizer):
+    source = open_source([words(0, 1, 2), words(3, 4, 5, 6, 7), words(8)])
+    data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, sequence_length=4)
+    stream = [2, 3, 4, 1, 5, 6, 7, 8, 9, 1, 10]  # documents with an EOS (1) between them
+    rows = torch.tensor([stream[:4], stream[4:8]])
+    (batch,) = all_of(data)
+    assert torch.equal(batch.inputs["input_ids"], rows)
+    assert torch.equal(batch.token_ids, rows)
+    for row in range(2):
+        for t in range(3):
+            assert batch.targets[row, t] == rows[row, t + 1]
+        assert batch.targets[row, 3] == -100
+    assert data.num_targets == 6
+    assert data.equal_lengths
+    assert data.sequence_length == 4
+    assert batch.attention_mask.all()
+    assert data.warnings == ["The last 3 tokens of the text do not fill a sequence and are left out."]
+    assert batch.labels is None
+
+
+def test_a_short_text_is_one_short_window(number_tokenizer):
+    data = prepare(open_source([words(1, 2)]), task="causal-lm", tokenizer=number_tokenizer, sequence_length=64)
+    assert data.lengths == [2]
+    assert all_of(data)[0].inputs["input_ids"].tolist() == [[3, 4]]
+    assert data.warnings == []
+
+
+def test_tokenizer_without_eos_bos_or_pad(bare_tokenizer):
+    source = open_source([words(0, 1, 2), words(3)])
+    data = prepare(source, task="causal-lm", tokenizer=bare_tokenizer, sequence_length=4)
+    assert all_of(data)[0].token_ids.tolist() == [[2, 3, 4, 5]]
+    padded = prepare(source, task="text-classification", tokenizer=bare_tokenizer)
+    (batch,) = all_of(padded)
+    assert batch.inputs["input_ids"].tolist() == [[2, 3, 4], [5, 0, 0]]
+    assert batch.attention_mask.tolist() == [[True] * 3, [True, False, False]]
+
+
+def test_bos_goes_before_every_document(bert_tokenizer):
+    source = open_source([words(0), words(1)])
+    data = prepare(source, task="causal-lm", tokenizer=bert_tokenizer, sequence_length=6)
+    assert all_of(data)[0].token_ids.tolist() == [[2, 5, 3, 2, 6, 3]]
+
+
+def test_pairs_have_targets_on_the_response_only(number_tokenizer):
+    rows = [
+        {"prompt": words(1, 2, 3), "response": words(7, 8)},
+        {"prompt": words(4), "response": words(9, 10, 11)},
+        {"prompt": words(4), "response": "  "},
+    ]
+    data = prepare(open_source(rows), task="causal-lm", tokenizer=number_tokenizer)
+    (batch,) = all_of(data)
+    assert batch.inputs["input_ids"].tolist() == [[3, 4, 5, 9, 10], [6, 11, 12, 13, 0]]
+    assert batch.targets.tolist() == [[-100, -100, 9, 10, -100], [11, 12, 13, -100, -100]]
+    assert batch.inputs["attention_mask"].tolist() == [[1] * 5, [1] * 4 + [0]]
+    assert data.num_targets == 5
+    assert not data.equal_lengths
+    assert data.warnings == ["1 blank records are left out."]
+
+
+def test_pairs_of_a_framed_tokenizer(bert_tokenizer):
+    rows = [{"prompt": words(1), "response": words(2)}]
+    (batch,) = all_of(prepare(open_source(rows), task="causal-lm", tokenizer=bert_tokenizer))
+    assert batch.token_ids.tolist() == [[2, 6, 7, 3]]
+    assert batch.targets.tolist() == [[-100, 7, -100, -100]]
+
+
+def test_pairs_too_long_are_refused_or_cut(number_tokenizer):
+    rows = [{"prompt": words(1, 2, 3), "response": words(*range(n))} for n in (1, 2, 9)]
+    arguments = dict(task="causal-lm", tokenizer=number_tokenizer, sequence_length=9, max_positions=5)
+    with pytest.raises(FulldepthError, match=r"1 of 3 .* longer than 5 tokens; the longest has 12\..*9.*5"):
+        prepare(open_source(rows), **arguments)
+    data = prepare(open_source(rows), truncate=True, **arguments)
+    assert data.lengths == [4, 5, 5]
+    assert all_of(data)[0].targets[2].tolist() == [-100, -100, 2, 3, -100]
+    assert data.warnings == ["1 of 3 prompts with their responses are longer than 5 tokens and cut there."]
+
+
+def test_masking_rate_targets_and_specials(bert_tokenizer):
+    text = words(*(i % 500 for i in range(62 * 200)))
+    data = prepare(
+        open_source([text]), task="masked-lm", tokenizer=bert_tokenizer, sequence_length=64, max_sequences=200
+    )
+    assert len(data) == 200
+    masked = ordinary = 0
+    for index, batch in enumerate(data.batches(7)):
+        ids, inputs, targets = batch.token_ids, batch.inputs["input_ids"], batch.targets
+        start = index * 7 * 62
+        expected = torch.tensor([i % 500 + 5 for i in range(start, start + len(batch) * 62)]).view(len(batch), 62)
+        assert torch.equal(ids[:, 1:-1], expected)
+        assert (ids[:, 0] == 2).all()
+        assert (ids[:, -1] == 3).all()
+        hidden = inputs == 4
+        assert torch.equal(targets != -100, hidden)
+        assert torch.equal(targets[hidden], ids[hidden])
+        assert torch.equal(inputs[~hidden], ids[~hidden])
+        assert not hidden[:, [0, -1]].any()
+        assert (hidden.sum(1) >= 1).all()
+        assert torch.equal(batch.inputs["token_type_ids"], torch.zeros_like(ids))
+        masked, ordinary = masked + int(hidden.sum()), ordinary + hidden[:, 1:-1].numel()
+    low, high = binom.interval(1 - 1e-6, ordinary, 0.15)
+    assert low <= masked <= high
+    assert data.num_targets == masked
+
+
+def test_every_position_is_masked_somewhere(bert_tokenizer):
+    text = words(*(i % 500 for i in range(8 * 300)))
+    data = prepare(
+        open_source([text]), task="masked-lm", tokenizer=bert_tokenizer, sequence_length=10, max_sequences=300
+    )
+    hidden = torch.cat([batch.inputs["input_ids"] == 4 for batch in data.batches(50)])
+    assert (hidden.sum(1) == 1).all()  # 15 % of 8, rounded
+    counts = hidden[:, 1:-1].sum(0)
+    low, high = binom.interval(1 - 1e-6, 300, 1 / 8)
+    assert ((counts >= low) & (counts <= high)).all()
+
+
+def test_masks_do_not_depend_on_the_other_sequences(bert_tokenizer):
+    text = words(*(i % 500 for i in range(62 * 20)))
+
+    def inputs(n, seed=0):
+        data = prepare(
+            open_source([text]),
+            task="masked-lm",
+            tokenizer=bert_tokenizer,
+            sequence_length=64,
+            max_sequences=n,
+            seed=seed,
+        )
+        return torch.cat([batch.inputs["input_ids"] for batch in data.batches(3)])
+
+    assert torch.equal(inputs(5), inputs(20)[:5])
+    assert not torch.equal(inputs(5), inputs(5, seed=1))
+
+
+def test_masked_labelled_text_is_masked_one_by_one(bert_tokenizer):
+    rows = [{"text": words(1, 2, 3), "label": 1}, {"text": words(4), "label": 0}]
+    (batch,) = all_of(prepare(open_source(rows), task="masked-lm", tokenizer=bert_tokenizer))
+    assert batch.labels.tolist() == [1, 0]
+    assert (batch.inputs["input_ids"] == 4).sum(1).tolist() == [1, 1]
+    assert batch.inputs["input_ids"][1].tolist() == [2, 4, 3, 0, 0]
+
+
+def test_classification_cuts_and_counts(bert_tokenizer):
+    rows = [{"text": words(*range(n)), "label": n % 2} for n in (2, 3, 9)]
+    data = prepare(open_source(rows), task="text-classification", tokenizer=bert_tokenizer, sequence_length=6)
+    (batch,) = all_of(data)
+    assert batch.inputs["input_ids"].tolist() == [[2, 5, 6, 3, 0, 0], [2, 5, 6, 7, 3, 0], [2, 5, 6, 7, 8, 3]]
+    assert batch.labels.tolist() == [0, 1, 1]
+    assert data.num_targets == 3
+    assert data.num_classes == 2
+    assert data.warnings == ["1 text is longer than 6 tokens and cut there."]
+    assert batch.targets is None
+
+
+def test_causal_labelled_text_keeps_labels(number_tokenizer):
+    rows = [{"text": words(1, 2), "label": 3}, {"text": words(4), "label": -1}]
+    (batch,) = all_of(prepare(open_source(rows), task="causal-lm", tokenizer=number_tokenizer))
+    assert batch.labels.tolist() == [3, -100]
+    assert batch.targets.tolist() == [[4, -100], [-100, -100]]
+
+
+def test_two_sentences_as_the_tokenizer_joins_them(bert_tokenizer):
+    rows = [
+        {"sentence1": words(1), "sentence2": words(2, 3), "label": 0},
+        {"sentence1": words(1, 2, 3, 4), "sentence2": words(5), "label": 1},
+    ]
+    data = prepare(open_source(rows), task="text-classification", tokenizer=bert_tokenizer, sequence_length=7)
+    (batch,) = all_of(data)
+    assert batch.inputs["input_ids"].tolist() == [[2, 6, 3, 7, 8, 3, 0], [2, 6, 7, 8, 3, 10, 3]]
+    assert batch.inputs["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1]]
+    assert data.warnings == ["1 text is longer than 7 tokens and cut there."]
+
+
+def test_representation_cuts_a_long_plain_text_into_pieces(bert_tokenizer):
+    source = open_source([words(0, 1, 2, 3, 4), words(7)])
+    data = prepare(source, task="representation", tokenizer=bert_tokenizer, sequence_length=4)
+    ids = [row[mask].tolist() for b in data.batches(2) for row, mask in zip(b.token_ids, b.attention_mask, strict=True)]
+    assert ids == [[2, 5, 6, 3], [2, 7, 8, 3], [2, 9, 3], [2, 12, 3]]
+    assert (
+        len(prepare(source, task="representation", tokenizer=bert_tokenizer, sequence_length=4, max_sequences=2)) == 2
+    )
+
+
+def test_sequences_are_cut_to_the_models_positions(bert_tokenizer):
+    source = open_source([{"text": words(*range(50)), "label": 0}])
+    data = prepare(source, task="representation", tokenizer=bert_tokenizer, max_positions=8)
+    assert data.lengths == [8]
+
+
+@pytest.mark.parametrize("task", ["text-classification", "representation"])
+def test_plain_texts_stop_at_max_sequences(bert_tokenizer, task):
+    source = open_source([words(i) for i in range(9)])
+    data = prepare(source, task=task, tokenizer=bert_tokenizer, max_sequences=4)
+    assert all_of(data, 9)[0].token_ids[:, 1].tolist() == [5, 6, 7, 8]
+
+
+def test_both_texts_of_a_pair_are_language(number_tokenizer):
+    source = open_source([{"sentence1": words(1), "sentence2": words(2)}])
+    (batch,) = all_of(prepare(source, task="causal-lm", tokenizer=number_tokenizer))
+    assert batch.token_ids.tolist() == [[3, 1, 4]]
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "masked-lm"])
+def test_batches_do_not_depend_on_batch_size_or_world(bert_tokenizer, task):
+    text = words(*(i % 499 for i in range(700)))
+
+    def rows(batch_size, world):
+        data = prepare(open_source([text]), task=task, tokenizer=bert_tokenizer, sequence_length=16, words=("w3",))
+        found = {}
+        for rank in range(world):
+            for number, batch in enumerate(data.batches(batch_size, rank, world)):
+                assert batch.sequence[0] == (number * world + rank) * batch_size
+                for i, index in enumerate(batch.sequence.tolist()):
+                    assert index not in found
+                    found[index] = [
+                        x[i].tolist() for x in (batch.inputs["input_ids"], batch.targets, batch.token_ids, batch.words)
+                    ]
+        return data.hash, found
+
+    reference = rows(1, 1)
+    assert len(reference[1]) == (700 + 2 if task == "causal-lm" else 700) // (16 if task == "causal-lm" else 14)
+    for batch_size, world in [(3, 1), (2, 3), (64, 2)]:
+        assert rows(batch_size, world) == reference
+
+
+def test_hash_changes_with_the_data_and_nothing_else(bert_tokenizer):
+    def digest(rows, **settings):
+        return prepare(open_source(rows), task="text-classification", tokenizer=bert_tokenizer, **settings).hash
+
+    rows = [{"text": words(1, 2), "label": 0}, {"text": words(3), "label": 1}]
+    assert re.fullmatch("sha256:[0-9a-f]{64}", digest(rows))
+    assert digest(rows) == digest([dict(r) for r in rows], words=("w1",))
+    assert digest(rows) != digest(rows[::-1])
+    assert digest(rows) != digest([rows[0], {**rows[1], "label": 0}])
+    assert digest([{"text": words(1, 2)}, {"text": words(3)}]) != digest([{"text": words(1)}, {"text": words(2, 3)}])
+
+
+def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
+    source = open_source([words(5, 1, 5, 2)])
+    data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, words=("w5", "w9"))
+    assert all_of(data)[0].words.tolist() == [[0, -1, 0, -1]]
+    assert data.warnings == ["The word 'w9' occurs nowhere in the sequences."]
+
+
+def test_sampling_is_seeded_and_balanced():
+    labels = [0] * 900 + [1] * 90 + [2] * 10
+    chosen = sample(labels, 45, seed=3)
+    assert chosen == sample(labels, 45, seed=3)
+    assert chosen != sample(labels, 45, seed=4)
+    assert len(set(chosen)) == 45
+    counts = np.bincount([labels[i] for i in chosen])
+    assert counts[2] == 10
+    assert abs(counts[0] - counts[1]) <= 1
+    assert sample(labels, 1000, seed=3) == list(range(1000))
+
+
+def test_labels_follow_the_models_names(bert_tokenizer):
+    rows = [{"text": words(i), "label": name} for i, name in enumerate(["Neg", "pos", "Neg"])]
+    arguments = dict(task="text-classification", tokenizer=bert_tokenizer)
+    data = prepare(open_source(rows), label2id={"POS": 0, "neutral": 1, "NEG": 2}, **arguments)
+    assert all_of(data)[0].labels.tolist() == [2, 0, 2]
+    assert data.class_names == ("POS", "neutral", "NEG")
+    assert data.num_classes == 3
+    plain = prepare(open_source(rows), label2id={"LABEL_0": 0, "LABEL_1": 1}, **arguments)
+    assert all_of(plain)[0].labels.tolist() == [0, 1, 0]
+    assert plain.warnings == []
+    other = prepare(open_source(rows), label2id={"cat": 0, "dog": 1}, **arguments)
+    assert other.warnings == ["The data's classes (Neg, pos) are not the model's (cat, dog); taken in order."]
+
+
+def expect(message, source, **arguments):
+    with pytest.raises(FulldepthError, match=message):
+        prepare(open_source(source), **arguments)
+
+
+def test_what_does_not_fit_is_refused(number_tokenizer, bert_tokenizer):
+    labelled = [{"text": words(1), "label": 4}]
+    pairs = [{"prompt": "w1", "response": "w2"}]
+    expect("Unknown task 'causal'.*Did you mean 'causal-lm'", ["w1"], task="causal")
+    expect("image-classification model cannot use texts.*text.*expected images", ["w1"], task="image-classification")
+    expect("its kind is pairs", pairs, task="masked-lm", tokenizer=bert_tokenizer)
+    expect("no tokenizer", ["w1"], task="causal-lm")
+    expect("no mask token", ["w1"], task="masked-lm", tokenizer=number_tokenizer)
+    expect("every record is blank", ["  ", "\n"], task="causal-lm", tokenizer=number_tokenizer)
+    expect("at least 1, got 0", ["w1"], task="causal-lm", tokenizer=number_tokenizer, max_sequences=0)
+    expect(
+        "256 tokens are longer than the model's 128",
+        ["w1"],
+        task="causal-lm",
+        tokenizer=number_tokenizer,
+        max_positions=128,
+    )
+    expect("no room beside.*2 special", ["w1"], task="masked-lm", tokenizer=bert_tokenizer, sequence_length=2)
+    expect("no room beside.*2 special", labelled, task="representation", tokenizer=bert_tokenizer, sequence_length=1)
+    expect(
+        "labels up to 4, the model has 2 classes: LABEL_0, LABEL_1",
+        labelled,
+        task="text-classification",
+        tokenizer=bert_tokenizer,
+        label2id={"LABEL_0": 0, "LABEL_1": 1},
+    )
+
+
+def test_wrong_tokenizer_is_named_with_both_sizes(number_tokenizer):
+    arguments = dict(task="causal-lm", tokenizer=number_tokenizer, vocab_size=100)
+    with pytest.raises(FulldepthError, match=r"it has 502 tokens and gave the id 302.*vocabulary has 100"):
+        prepare(open_source(["w1 w300"]), **arguments)
+    assert "502 tokens, the model's vocabulary 100" in prepare(open_source(["w1"]), **arguments).warnings[0]
+
+
+def test_batch_arguments_are_checked(number_tokenizer):
+    data = prepare(open_source(["w1"]), task="causal-lm", tokenizer=number_tokenizer)
+    with pytest.raises(FulldepthError, match="batch size 0"):
+        data.batches(0)
+    with pytest.raises(ValueError, match=r"0\.\.1, got 2"):
+        data.batches(1, rank=2, world=2)
+
+
+def test_a_line_of_a_megabyte_and_hostile_text(number_tokenizer):
+    source = open_source(["x" * 1_000_000, "\u202e</script>\0", "\ud800 w1"])
+    data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, sequence_length=64)
+    assert data.lengths == [6]
+    (batch,) = all_of(data)
+    assert batch.token_ids.tolist() == [[0, 1, 0, 1, 0, 3]]  # unknown, end, unknown, end, unknown, w1

@@ -1,0 +1,192 @@
+import json
+
+import datasets
+import pandas as pd
+import pytest
+
+from fulldepth.data import open_source
+from fulldepth.errors import FulldepthError
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def lines(*rows):
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+def test_txt_is_one_document(tmp_path):
+    path = write(tmp_path / "a.txt", "\ufeffone\r\n\r\ntwo\n")
+    source = open_source(path)
+    assert (source.name, source.kind) == ("a.txt", "text")
+    assert [r.text for r in source.records] == ["one\n\ntwo\n"]
+    assert open_source(str(path)).records[0].text == source.records[0].text
+
+
+def test_one_line_of_a_megabyte(tmp_path):
+    assert len(open_source(write(tmp_path / "a.txt", "x" * 2**20)).records[0].text) == 2**20
+    assert len(open_source(write(tmp_path / "a.jsonl", lines({"text": "x" * 2**20}))).records[0].text) == 2**20
+
+
+def test_folder_of_txt_in_the_order_of_names(tmp_path):
+    write(tmp_path / "b.txt", "second")
+    write(tmp_path / "a.txt", "first")
+    write(tmp_path / "notes.md", "not read")
+    assert [r.text for r in open_source(tmp_path).records] == ["first", "second"]
+    assert len(open_source(tmp_path, limit=1)) == 1
+
+
+def test_jsonl_of_each_kind(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, lines({"text": "one\u2028line"}, {"text": "b"}) + "\n\n")
+    assert [r.text for r in open_source(path).records] == ["one\u2028line", "b"]
+    assert len(open_source(path, limit=1)) == 1
+    write(path, lines({"question": "q", "answer": "a"}))
+    source = open_source(path)
+    assert (source.kind, source.records[0].prompt, source.records[0].response) == ("pairs", "q", "a")
+    write(path, lines({"sentence": "a", "label": "pos"}, {"sentence": "b", "label": "neg"}))
+    source = open_source(path)
+    assert (source.kind, source.class_names) == ("labelled-text", ("neg", "pos"))
+    assert [r.label for r in source.records] == [1, 0]
+    write(path, lines({"text": "a", "label": True}, {"text": "b", "label": None}, {"text": "c", "label": -1}))
+    assert [r.label for r in open_source(path).records] == [1, None, None]
+
+
+def test_tsv_quotes_nothing(tmp_path):
+    path = write(tmp_path / "a.tsv", 'Quality\t#1 String\t#2 String\n1\t"he said\tshe did\n0\tx "y" z\t"\n')
+    source = open_source(path)
+    assert [(r.text, r.second, r.label) for r in source.records] == [('"he said', "she did", 1), ('x "y" z', '"', 0)]
+    assert source.kind == "labelled-text"
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    pd.DataFrame({"sentence": list("abc"), "label": [2, 0, 1], "more": [None] * 3}).to_parquet(path)
+    source = open_source(path, limit=2)
+    assert [(r.text, r.label) for r in source.records] == [("a", 2), ("b", 0)]
+
+
+def test_python_objects():
+    assert [r.text for r in open_source(["a", "b"]).records] == ["a", "b"]
+    assert open_source([{"prompt": "p", "response": "r"}]).kind == "pairs"
+    source = open_source(["a"])
+    assert open_source(source) is source
+    table = datasets.Dataset.from_dict(
+        {"text": ["a", "b"], "label": [1, 0], "other": [1, 2]},
+        features=datasets.Features(
+            {
+                "text": datasets.Value("string"),
+                "label": datasets.ClassLabel(names=["x", "y"]),
+                "other": datasets.Value("int64"),
+            }
+        ),
+    )
+    source = open_source(table)
+    assert source.class_names == ("x", "y")
+    assert [(r.text, r.label) for r in source.records] == [("a", 1), ("b", 0)]
+    assert [r.text for r in open_source(table, limit=1).records] == ["a"]
+    splits = datasets.DatasetDict(train=table, validation=table.select([1]))
+    assert [r.text for r in open_source(splits).records] == ["b"]
+    assert [r.text for r in open_source(splits, split="train").records] == ["a", "b"]
+    assert [r.text for r in open_source(table.to_iterable_dataset(), limit=1).records] == ["a"]
+    with pytest.raises(FulldepthError, match="give a limit"):
+        open_source(table.to_iterable_dataset())
+    with pytest.raises(FulldepthError, match=r"no split 'test'\. It has: train, validation"):
+        open_source(splits, split="test")
+
+
+def test_hub_names_go_to_load_dataset(monkeypatch):
+    asked = []
+
+    def load_dataset(name, configuration, split, streaming):
+        asked.append((name, configuration, split, streaming))
+        table = datasets.Dataset.from_dict({"text": ["a", "b"]})
+        return datasets.DatasetDict(train=table, test=table.select([1])) if split is None else table
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert open_source("owner/name:config").name == "owner/name:config/test"
+    assert [r.text for r in open_source("name", split="train").records] == ["a", "b"]
+    assert asked == [("owner/name", "config", None, False), ("name", None, "train", False)]
+
+
+def test_hub_out_of_reach_says_what_was_tried(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub.")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FulldepthError) as caught:
+        open_source("owner/name")
+    for part in ("owner/name is no file or folder", "as a Hub data set", "reach the Hub.", "HF_HUB_OFFLINE", ".jsonl"):
+        assert part in str(caught.value)
+
+
+def test_builtin_corpus_by_name():
+    heldout, train = open_source("corpus:builtin"), open_source("corpus:builtin/train")
+    assert heldout.name == "corpus:builtin/heldout"
+    assert (len(heldout), len(train)) == (2, 19)
+    assert open_source("corpus:builtin", split="train").records == train.records
+
+
+BAD_FILES = [
+    ("empty.txt", b"", "empty.txt is empty: it has 0 bytes"),
+    ("blank.txt", b" \n\n", "blank.txt is empty: it has 3 bytes"),
+    ("nul.txt", b"abc\0def", "nul.txt is not a text file: byte 3 is NUL"),
+    ("latin.txt", "caf\xe9 au lait".encode("latin-1"), r"byte 3 \(0xe9\) is not valid UTF-8"),
+    ("bom.txt", b"\xef\xbb\xbfab\xff", r"byte 5 \(0xff\)"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": }\n', r"a.jsonl line 2 is not valid JSON: .* at column 10"),
+    ("b.jsonl", b'{"text": "a"}\n["text"]\n', "b.jsonl line 2 holds a JSON list, expected an object"),
+    ("c.jsonl", b'{"txt": "a", "id": 1}', "c.jsonl line 1 has none of the columns.*Got: 'txt', 'id'.*prompt"),
+    ("d.jsonl", b'{"text": "a"}\n{"label": 1}', "d.jsonl line 2 has no 'text'. It has: 'label'"),
+    ("e.jsonl", b'{"text": 5}', "e.jsonl line 1, 'text' is of type int, expected text"),
+    ("f.jsonl", b'{"text": null}', "'text' is empty .null., expected text"),
+    ("g.jsonl", b'{"text": "a", "label": 0.5}', "g.jsonl line 1: the label 0.5 is not a class"),
+    ("h.jsonl", b'{"text": "a", "label": "x"}\n{"text": "a", "label": 1}', "the label 'x' is not a class"),
+    ("i.jsonl", b"[" * 200_000, "i.jsonl line 1 cannot be read as JSON"),
+    ("j.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "j.jsonl line 1 cannot be read as JSON"),
+    ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: text, label"),
+    ("b.tsv", b"a\tb\n1\t2\n", "The header of b.tsv has none of the columns.*Got: 'a', 'b'"),
+    ("c.tsv", b"text\tlabel\n", "c.tsv is empty"),
+    ("a.parquet", b"PAR1 not really", "a.parquet cannot be read as a parquet file"),
+    ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl', which fulldepth does not read.*jsonl"),
+    ("a.zip", b"PK not really", "a.zip cannot be read as a zip file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES, ids=[name for name, _, _ in BAD_FILES])
+def test_bad_files(tmp_path, name, content, message):
+    with pytest.raises(FulldepthError, match=message):
+        open_source(write(tmp_path / name, content))
+
+
+def test_bad_names_and_objects(tmp_path):
+    def expect(message, data, **settings):
+        with pytest.raises(FulldepthError, match=message):
+            open_source(data, **settings)
+
+    expect("no file or folder .*gone.txt", tmp_path / "gone.txt")
+    expect("no file or folder ./gone", "./gone")
+    expect("holds no images and no .txt files. Found: nothing", tmp_path)
+    expect("Unknown corpus 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
+    expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
+    expect("type int", 3)
+    expect("list of data is empty", [])
+    expect("texts only or mappings only, got int, str", ["a", 1])
+    expect("limit 0", ["a"], limit=0)
+    expect("one file and has no splits", write(tmp_path / "a.txt", "a"), split="test")
+    expect("holds text files and has no splits", tmp_path, split="test")
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more" / "bad.csv", "a")
+    expect("Found: .csv", tmp_path / "more")
+
+
+def test_real_glue_and_gsm8k(shared_data, tmp_path):
+    sst2 = open_source(shared_data / "glue" / "sst2" / "dev.tsv")
+    assert (len(sst2), sum(r.label for r in sst2.records)) == (872, 444)  # the published sizes
+    mrpc = write(tmp_path / "mrpc.tsv", (shared_data / "glue" / "mrpc" / "msr_paraphrase_test.txt").read_bytes())
+    source = open_source(mrpc)
+    assert (len(source), sum(r.label for r in source.records)) == (1725, 1147)
+    assert all(r.second for r in source.records)
+    assert len(open_source(shared_data / "gsm8k" / "test.jsonl")) == 1319

@@ -1,0 +1,281 @@
+"""Results as real runs give them, made from closed forms: one language model, a series, a classifier, a comparison."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fulldepth.results import Results, tabulate
+
+TOKENS = 16384
+TEXT = (
+    "It was the best of times , it was the worst of times , it was the age of wisdom ,\n it was the age of foolishness"
+)
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+POLICY = {"name": "all", "sentence": "Every token counts; padding never does."}
+
+
+def psi(layer: int, layers: int, jump: float) -> float:
+    """Large at first, small in the middle, and a jump at the end."""
+    return 0.16 * math.exp(-layer / 2) + 0.02 + 0.01 * math.sin(layer) + jump * math.exp(-(layers - layer) * 2.2)
+
+
+def displacement_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    means = [psi(layer, layers, jump) for layer in range(1, layers + 1)]
+    for suffix, shift, count in (("", 1.0, TOKENS), (":no-first", 0.8, TOKENS - 64)):
+        for layer, mean in enumerate(means, start=1):
+            for statistic, factor in (("mean", 1), ("std", 0.3), ("p05", 0.55), ("p50", 0.95), ("p95", 1.6)):
+                value = mean * factor * shift
+                rows.append(("displacement", "residual", layer, None, statistic + suffix, value, count, "1"))
+        rows.append(
+            ("displacement", "final_normed", layers, None, "mean" + suffix, means[-1] * 0.7 * shift, count, "1")
+        )
+    total = 0.0
+    for layer in range(layers, 1, -1):
+        total += 100 * max(0.0, means[layer - 1] - means[layer - 2])
+        rows.append(("jump_rate", "residual", layer, None, "value", total, TOKENS, "%"))
+    return rows
+
+
+def similarity(a: int, b: int, layers: int, jump: float) -> float:
+    """Decays with distance; the embeddings and, with a jump, the last layer stand apart."""
+    away = abs(a - b) / layers
+    alike = math.exp(-2.2 * away) - (0.5 if (a == 0) != (b == 0) else 0)
+    return alike - (1.6 * jump if (a == layers) != (b == layers) else 0)
+
+
+def pair_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    readings = (("cosine", "mean", 1.0), ("cosine", "mean_raw", 0.6), ("cka", "debiased", 0.9), ("cka", "biased", 0.5))
+    for a in range(layers + 1):
+        for b in range(layers + 1):
+            alike = similarity(a, b, layers, jump)
+            for measure, statistic, contrast in readings:
+                for suffix, squeeze in (("", 1.0), (":no-first", 1.1)):
+                    value = max(-1.0 if measure == "cosine" else 0.0, 1 - contrast * squeeze * (1 - alike))
+                    rows.append((measure, "residual", a, b, statistic + suffix, value, 2048, "1"))
+            if b == layers:
+                for statistic, shift in (("p25", -0.08), ("p50", 0.01), ("p75", 0.07)):
+                    rows.append(("cosine", "residual", a, b, statistic, min(1.0, alike + shift), 2048, "1"))
+    return rows
+
+
+def lens_rows(layers: int, quality: float, classes: bool = False) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    final = (0.92 if classes else 0.41) * quality
+    for layer in range(layers + 1):
+        grown = 1 / (1 + math.exp(-(layer - 0.62 * layers) * 9 / layers))
+        rows.append(("lens_accuracy", "residual", layer, None, "mean", final * grown, 16320, "1"))
+        rows.append(
+            ("lens_loss", "residual", layer, None, "mean", 9.2 - (9.2 - 6 * (1 - final)) * grown, 16320, "nats")
+        )
+    shares = np.array([math.exp(-(((layer - 0.75 * layers) / (0.2 * layers)) ** 2)) for layer in range(1, layers + 1)])
+    shares /= shares.sum()
+    for layer, (share, so_far) in enumerate(zip(shares, shares.cumsum(), strict=True), start=1):
+        rows.append(("saturation", "residual", layer, None, "count", float(round(share * 16320)), 16320, "tokens"))
+        rows.append(("saturation", "residual", layer, None, "share", float(share), 16320, "1"))
+        rows.append(("saturation", "residual", layer, None, "cumulative", float(min(so_far, 1.0)), 16320, "1"))
+    for eps in (0.01, 0.05, 0.1, 0.2):
+        rows.append(("effective_depth", "residual", None, None, f"eps={eps}", float(layers), 16320, "layers"))
+    deep = float(math.ceil(0.9 * layers))
+    rows.append(("effective_depth", "residual", None, None, "relative_eps=0.05", deep, 16320, "layers"))
+    return rows
+
+
+def coherence_rows(layers: int) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for site, shift in (("residual", 0.0), ("attention", 0.08)):
+        for layer in range(1, layers + 1):
+            mean = 0.62 + shift + 0.25 * math.sin(math.pi * layer / layers)
+            weights = np.exp(-(((np.arange(10) + 0.5) / 10 - mean) ** 2) / 0.03)
+            weights /= weights.sum()
+            corrected = (64 * mean - 1) / 63
+            values = {"mean": mean, "mean_corrected": corrected, "share_0.3_0.7": float(weights[3:7].sum())}
+            values |= {f"bin_{index}": float(weight) for index, weight in enumerate(weights)}
+            rows += [("coherence", site, layer, None, name, value, 64, "1") for name, value in values.items()]
+    return rows
+
+
+def geometry_rows(layers: int, labels: bool = False) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for layer in range(layers + 1):
+        share = layer / layers
+        if layer:
+            for suffix, shift in (("", 1.0), (":no-first", 0.7)):
+                ratio = shift * (0.4 + 9 * math.sin(math.pi * 0.8 * share))
+                rows.append(("norm_ratio", "residual", layer, None, "mean" + suffix, ratio, TOKENS, "1"))
+            rows.append(("renyi_entropy", "value", layer, None, "mean:plain:1", 2.2 + 0.8 * share, 64, "nats"))
+            for index, name in enumerate(PROJECTIONS):
+                norm = 2 + index * 0.6 + 1.5 * share * math.cos(index)
+                rows.append(("spectral_norm", name, layer, None, "value", norm, 1, "1"))
+        rows.append(("renyi_entropy", "residual", layer, None, "mean:plain:1", 3.6 - 1.6 * share, 64, "nats"))
+        if labels:
+            rows.append(("nc1", "residual", layer, None, "value", 40 * math.exp(-6 * share), 872, "1"))
+        else:
+            word = 0.55 + 0.4 * share
+            rows.append(("separability", "residual", layer, None, "mean", word, 400, "1"))
+            rows.append(("separability", "residual", layer, None, "std", 0.04, 400, "1"))
+    return rows
+
+
+def lens_grid(layers: int, sharpness: float = 1.0, samples: int = 2) -> dict[str, Any]:
+    """Predictions that drift towards the text; every third position never gets there."""
+    made = []
+    words = [word if index == 0 else f" {word}" for index, word in enumerate(TEXT.split(" "))]
+    for sample in range(samples):
+        tokens = words[sample : sample + 24]
+        targets = words[sample + 1 : sample + 25]
+        settled = [1 + (position * 5 + sample) % layers for position in range(len(tokens))]
+        grid = []
+        for layer in range(layers + 1):
+            row: list[list[Any]] = []
+            for position, target in enumerate(targets):
+                final = target if position % 3 else " the"
+                early = words[(position * 7 + layer) % len(words)]
+                done = layer >= settled[position]
+                probability = sharpness * (0.35 + 0.6 * layer / layers) if done else 0.05 + 0.3 * layer / layers
+                row.append([final if done else early, min(0.999, probability)])
+            grid.append(row)
+        made.append(
+            {"title": f"Sample {sample + 1}", "tokens": tokens, "targets": targets, "saturation": settled, "grid": grid}
+        )
+    return {"samples": made}
+
+
+def headline(layers: int, jump: float) -> dict[str, Any]:
+    means = [psi(layer, layers, jump) for layer in range(1, layers + 1)]
+    zeta = 100 * max(0.0, means[-1] - means[-2])
+    return {
+        "zeta_L": {"value": zeta, "unit": "%", "sentence": f"The last layer jumps by {zeta:.1f} %, which is large."},
+        "zeta_L-1": {"value": zeta * 1.2, "unit": "%", "sentence": "The last two layers jump little more."},
+        "last_layer_displacement": {
+            "value": means[-1],
+            "unit": "1",
+            "sentence": f"The last layer turns the stream by {means[-1]:.3f}, the middle layers by about 0.02.",
+        },
+        "mean_coherence": {"value": 0.78, "unit": "1", "sentence": "Most layers do effective work: coherence 0.78."},
+        "median_saturation": {
+            "value": float(round(0.75 * layers)),
+            "unit": "layers",
+            "sentence": f"Half of all predictions have settled by layer {round(0.75 * layers)} of {layers}.",
+        },
+        "effective_depth": {
+            "value": float(layers),
+            "unit": "layers",
+            "sentence": f"The model needs all {layers} layers for its accuracy.",
+        },
+    }
+
+
+def model(name: str, layers: int, task: str = "causal-lm") -> dict[str, Any]:
+    return {
+        "name": name, "class": "LlamaForCausalLM", "family": "llama", "task": task, "num_layers": layers, "width": 256,
+        "parameters": 9_412_352, "dtype": "float32", "config_hash": "sha256:" + "3f" * 32, "revision": None,
+    }  # fmt: skip
+
+
+def meta(name: str, layers: int, jump: float) -> dict[str, Any]:
+    return {
+        "schema_version": 1, "kind": "measure", "created": "2026-11-21T08:00:00Z", "complete": True, "seed": 0,
+        "settings": {"batch_size": 8, "sequence_length": 256},
+        "model": model(name, layers),
+        "data": {
+            "name": "corpus:builtin", "kind": "text", "hash": "sha256:" + "ab" * 32, "sequences": 64, "tokens": TOKENS,
+            "sequence_length": 256, "num_classes": None,
+        },
+        "token_policy": POLICY,
+        "versions": {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"},
+        "timings": {"load": 1.2, "forward": 3.4, "measures": {"displacement": 0.1, "cka": 0.9}, "total": 6.0},
+        "memory": {"accumulators": 7_000_000, "reservoirs": 27_000_000, "activations": 60_000_000, "peak": None},
+        "sampling": {"reservoir_tokens": 2048, "counted_tokens": TOKENS},
+        "left_out": [{"measure": "nc1", "reason": "it needs labelled data, and the data is plain text"}],
+        "warnings": ["2,048 tokens are fewer than ten times the 256 channels: biased CKA is too high."],
+        "headline": headline(layers, jump),
+    }  # fmt: skip
+
+
+def language_model(layers: int = 12, jump: float = 0.25, name: str = "runs/llama-12x256/checkpoint-3000") -> Results:
+    """Every measure of one language model, and its lens grid."""
+    rows = displacement_rows(layers, jump) + pair_rows(layers, jump) + lens_rows(layers, 1 - jump / 2)
+    rows += coherence_rows(layers) + geometry_rows(layers)
+    return Results(tabulate(rows), {**meta(name, layers, jump), "lens_grid": lens_grid(layers)})
+
+
+def series(layers: int = 12, steps: tuple[int, ...] = (100, 500, 1000, 2000, 3000)) -> Results:
+    """Five checkpoints in which the jump grows."""
+    tables, entries = [], []
+    for index, step in enumerate(steps):
+        jump, quality = 0.05 + 0.06 * index, 0.3 + 0.15 * index
+        rows = displacement_rows(layers, jump) + pair_rows(layers, jump) + lens_rows(layers, quality)
+        tables.append(tabulate(rows + coherence_rows(layers) + geometry_rows(layers), step=step))
+        entries.append(
+            {
+                "step": step,
+                "model": model(f"checkpoint-{step}", layers),
+                "headline": headline(layers, jump),
+                "lens_grid": lens_grid(layers, quality),
+                "left_out": [],
+            }
+        )
+    document = meta("runs/llama-12x256", layers, 0.05 + 0.06 * (len(steps) - 1))
+    return Results(pd.concat(tables), {**document, "lens_grid": entries[-1]["lens_grid"], "steps": entries})
+
+
+def classifier(layers: int = 6) -> Results:
+    """A classifier: labels, no lens grid."""
+    rows = displacement_rows(layers, 0.1) + pair_rows(layers, 0.1) + lens_rows(layers, 1.0, classes=True)
+    document = meta("bert-tiny-sst2", layers, 0.1)
+    document["model"] = {
+        **model("bert-tiny-sst2", layers, "text-classification"),
+        "class": "BertForSequenceClassification",
+    }
+    document["data"] |= {"name": "sst2/validation.tsv", "kind": "labelled-text", "num_classes": 2}
+    document["token_policy"] = {"name": "cls", "sentence": "Only the first token ([CLS]) counts."}
+    document["left_out"], document["warnings"] = [], []
+    return Results(tabulate(rows + geometry_rows(layers, labels=True)), document)
+
+
+def comparison(depth: str = "layer") -> Results:
+    """Three models of 12, 12 and 6 layers; the difference is taken at the same layer."""
+    tables, entries = [], []
+    baseline: dict[Any, float] = {}
+    keys = ["measure", "site", "layer", "other", "statistic"]
+    for label, layers, jump in (("baseline", 12, 0.25), ("jump-penalty", 12, 0.05), ("half-depth", 6, 0.15)):
+        one = language_model(layers, jump, f"runs/{label}")
+        index = [tuple(None if pd.isna(v) else v for v in row) for row in one.table[keys].itertuples(index=False)]
+        values = dict(zip(index, one.table["value"], strict=True))
+        baseline = baseline or values
+        table = one.table.assign(model=label)
+        table["difference"] = [
+            math.nan if label == "baseline" else values[key] - baseline.get(key, math.nan) for key in index
+        ]
+        tables.append(table)
+        kept = ("model", "data", "token_policy", "headline", "lens_grid")
+        entries.append({"label": label, "baseline": label == "baseline", **{key: one.meta[key] for key in kept}})
+    document = meta("", 12, 0.25)
+    for key in ("model", "data", "token_policy"):
+        del document[key]
+    document |= {"kind": "comparison", "models": entries, "depth": depth, "baseline": "baseline", "warnings": []}
+    document["left_out"] = []
+    document["headline"] = {
+        "zeta_L": {"value": -20.0, "unit": "%", "sentence": "jump-penalty jumps 20 points less than baseline."}
+    }
+    return Results(pd.concat(tables), document)
+
+
+def minimal() -> Results:
+    """Displacement and nothing else, with the shortest document that can be read."""
+    rows = [("displacement", "residual", layer, None, "mean", 0.1 * layer, 10, "1") for layer in (1, 2, 3)]
+    return Results(tabulate(rows), {"schema_version": 1, "kind": "measure"})

@@ -1,0 +1,105 @@
+"""Colours and labels, checked from outside: CIELAB, colour blindness, hostile text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulldepth.figures.style import (
+    CATEGORICAL,
+    DARK,
+    OPPOSITE,
+    PAPER,
+    SEQUENTIAL,
+    categorical,
+    extremes,
+    label,
+    layer_axis,
+)
+
+TO_XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
+)
+VISION = {  # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB
+    "normal": np.eye(3),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+    ),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def cielab(rgb: np.ndarray) -> np.ndarray:
+    ratio = TO_XYZ @ np.clip(rgb, 0, 1) / np.array([0.95047, 1.0, 1.08883])
+    f = np.where(ratio > 216 / 24389, np.cbrt(ratio), (24389 / 27 * ratio + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("page", ["light", "dark"])
+def test_line_colours_differ_for_every_eye(page, vision):
+    colours = CATEGORICAL if page == "light" else [DARK[colour] for colour in CATEGORICAL]
+    seen = [cielab(VISION[vision] @ linear(colour)) for colour in colours]
+    distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
+    assert min(distances) > 18
+
+
+@pytest.mark.parametrize("ramp", [SEQUENTIAL, OPPOSITE], ids=["sequential", "opposite"])
+@pytest.mark.parametrize("page", ["light", "dark"])
+def test_scales_step_evenly_in_lightness(page, ramp):
+    colours = ramp if page == "light" else [DARK[colour] for colour in ramp]
+    lightness = np.array([cielab(linear(colour))[0] for colour in colours])
+    steps = np.diff(lightness)
+    assert (np.sign(steps) == (-1 if page == "light" else 1)).all()
+    assert np.abs(steps).max() < 1.25 * np.abs(steps).min()
+    assert abs(lightness[0] - cielab(linear(PAPER if page == "light" else DARK[PAPER]))[0]) < 12
+
+
+def test_every_colour_has_one_dark_counterpart():
+    assert len(set(DARK.values())) == len(DARK)
+    assert {*CATEGORICAL, *SEQUENTIAL, *OPPOSITE} <= set(DARK)
+
+
+def test_lines_stay_apart_when_the_colours_are_used_up():
+    styles = [tuple(categorical(index).values()) for index in range(4 * len(CATEGORICAL))]
+    assert len(set(styles)) == len(styles)
+
+
+@given(st.text())
+def test_labels_are_text_and_short(text):
+    shown = label(text)
+    assert not set(shown) & set("<>{")
+    assert len(shown) <= 48 * len("&#123;")
+    assert all(character.isprintable() for character in shown)
+
+
+def test_labels_show_markup_as_it_is_written():
+    assert label("<b>a & b</b> %{x}") == "&lt;b&gt;a &amp; b&lt;/b&gt; %&#123;x}"
+    assert label("a\u202eb\x00c") == "a\ufffdb\ufffdc"
+    assert label("y" * 1_000_000) == "y" * 47 + "…"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6, 12, 13, 24, 28, 32, 48, 80, 126])
+def test_layer_ticks_are_few_whole_and_end_at_the_last_layer(layers):
+    axis = layer_axis(layers)
+    assert len(axis["tickvals"]) <= 14
+    assert axis["tickvals"][0] >= 1
+    assert layers - axis["tickvals"][-1] <= layers / 12
+    assert layer_axis(layers, first=0)["ticktext"][0] == "emb"
+
+
+def test_extremes():
+    assert extremes("Cosine", [0, 1, 2], [-0.5, None, 0.25]) == (
+        "Cosine: lowest −0.500 at embeddings, highest 0.250 at layer 2."
+    )
+    assert extremes("Cosine", [3], [-1e-9]) == "Cosine: 0.000 at layer 3."
+    assert extremes("Cosine", [1], [None]) == "Cosine: no finite value."

@@ -1,0 +1,179 @@
+"""Coherence of sequence distributions (CR, Sec. 3.1 and Appendix A.3), against explicit sums of exp(-i w t)."""
+
+import cmath
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ortho_group
+
+from fulldepth.metrics import Coherence, coherence
+
+BINS = [f"bin_{i}" for i in range(10)]
+
+
+def spectrum(h):
+    """[K] characteristic function of one sequence of one channel."""
+    h = [float(x) for x in h]
+    mean = math.fsum(h) / len(h)
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in h) / (len(h) - 1))
+    weights = [math.exp((x - mean) / (deviation + 1e-8)) for x in h]
+    phi = []
+    for k in range(len(h) // 2 + 1):
+        w = 2 * math.pi * k / len(h)
+        phi.append(sum(p * cmath.exp(-1j * w * t) for t, p in enumerate(weights)) / math.fsum(weights))
+    return np.array(phi)
+
+
+def oracle(h_in, h_out):
+    """[D, K] from [B, T, D], one channel at a time."""
+    rows = []
+    for d in range(h_in.shape[-1]):
+        x = np.array([spectrum(sequence[:, d]) for sequence in h_in])
+        y = np.array([spectrum(sequence[:, d]) for sequence in h_out])
+        cross = (x * y.conj()).mean(0)
+        rows.append(np.abs(cross) ** 2 / ((np.abs(x) ** 2).mean(0) * (np.abs(y) ** 2).mean(0)))
+    return np.array(rows)
+
+
+def corrected(values, n):
+    return np.maximum((n * values - 1) / (n - 1), 0)
+
+
+def statistics(values, n):
+    """Every statistic of the table from one layer's cells."""
+    values = values[~np.isnan(values)]
+    bins = np.minimum((values * 10 + 1e-9).astype(int), 9)
+    return {
+        "mean": values.mean(),
+        "mean_corrected": corrected(values, n).mean(),
+        "share_0.3_0.7": ((values >= 0.3) & (values <= 0.7)).mean(),
+        **{name: (bins == i).mean() for i, name in enumerate(BINS)},
+    }
+
+
+def sites(world):
+    """Each site and layer with its two sides."""
+    residual, middle = world.states["residual"], world.states["attention_output"]
+    for layer in range(1, len(residual)):
+        yield "residual", layer, residual[layer - 1], residual[layer]
+        yield "attention", layer, residual[layer - 1], middle[layer - 1]
+
+
+@pytest.mark.parametrize("length", [2, 7, 8])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 1e-4)])
+def test_against_explicit_sums(length, dtype, tolerance, generator):
+    h_in, noise = torch.randn(2, 5, length, 3, generator=generator)
+    h_in, h_out = h_in.to(dtype), (h_in + noise).to(dtype)
+    expected = oracle(h_in.double(), h_out.double())
+    np.testing.assert_allclose(coherence(h_in, h_out), expected, atol=tolerance)
+    np.testing.assert_allclose(coherence(h_in, h_out, corrected=True), corrected(expected, 5), atol=2 * tolerance)
+    without = coherence(h_in, h_out, include_dc=False)
+    np.testing.assert_allclose(without[:, -(length // 2) :], expected[:, 1:], atol=tolerance)
+    assert without.nanmean().item() == pytest.approx(expected[:, 1:].mean(), abs=tolerance)
+
+
+def test_one_sequence_has_no_coherence(generator):
+    h = torch.randn(1, 8, 3, generator=generator)
+    with pytest.raises(ValueError, match="sequence"):
+        coherence(h, h)
+
+
+def test_independent_noise_is_biased_by_one_over_n(generator):
+    n = 10
+    h_in, h_out = torch.randn(2, n, 33, 256, generator=generator, dtype=torch.float64)
+    biased = coherence(h_in, h_out, include_dc=False)[:, -16:]
+    assert biased.mean().item() == pytest.approx(1 / n, rel=0.05)
+    honest = coherence(h_in, h_out, include_dc=False, corrected=True)[:, -16:]
+    left_by_clipping = (1 - 1 / n) ** n / (n - 1)  # the integral of max(0, .) over Beta(1, n - 1)
+    assert honest.mean().item() == pytest.approx(left_by_clipping, rel=0.15)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(4, 11), st.floats(1, 100), st.floats(-50, 50))
+def test_properties(seed, length, scale, shift):
+    rng = np.random.default_rng(seed)
+    h_in = torch.tensor(rng.normal(size=(4, length, 3)))
+    h_out = h_in + torch.tensor(rng.normal(size=h_in.shape))
+    value = coherence(h_in, h_out)
+    assert ((value >= 0) & (value <= 1 + 1e-12)).all()
+    np.testing.assert_allclose(value[:, 0], 1, atol=1e-12, err_msg="phi(0) = 1")
+    np.testing.assert_allclose(coherence(h_in, h_in), 1, atol=1e-9)
+    np.testing.assert_allclose(coherence(h_out, h_in), value, atol=1e-9)
+    gains = torch.tensor(rng.uniform(0.5, 10, size=3))
+    np.testing.assert_allclose(coherence(h_in, scale * gains * h_out + shift), value, atol=1e-5)
+    moved = torch.roll(scale * h_in + shift, int(rng.integers(1, length)), dims=1)
+    np.testing.assert_allclose(coherence(h_in, moved), 1, atol=1e-5, err_msg="a fixed delay is only a phase")
+
+
+def test_it_sees_signs_and_channels(generator):
+    h_in, noise = torch.randn(2, 4, 9, 6, generator=generator, dtype=torch.float64)
+    h_out = h_in + noise
+    value = coherence(h_in, h_out)
+    rotation = torch.tensor(ortho_group.rvs(6, random_state=0))
+    assert (coherence(h_in, -h_out) - value).abs().max() > 1e-2
+    assert (coherence(h_in @ rotation, h_out @ rotation).mean() - value.mean()).abs() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@given(seed=st.integers(0, 2**32 - 1), length=st.integers(2, 300))
+def test_a_constant_channel_has_no_coherence(seed, length, dtype):
+    rng = np.random.default_rng(seed)
+    h_in, h_out = torch.tensor(rng.normal(size=(2, 5, length, 3)))
+    h_out[..., 1] = torch.tensor(rng.normal(size=(5, 1)) * 10.0 ** rng.integers(-3, 4))
+    value = coherence(h_in.to(dtype), h_out.to(dtype))
+    assert value[1, 1:].isnan().all()
+    assert not value[[0, 2]].isnan().any()
+
+
+def test_a_channel_that_hardly_varies_has_a_coherence(generator):
+    h_in, noise = torch.randn(2, 5, 64, 3, generator=generator)
+    h_out = h_in + noise
+    expected = coherence(h_in, h_out)
+    np.testing.assert_allclose(coherence(1000 + h_in, 3 + 1e-3 * h_out), expected, atol=1e-3)
+
+
+def test_rows_against_explicit_sums(even_world, same_rows, expect):
+    expected = {}
+    for site, layer, h_in, h_out in sites(even_world):
+        for name, value in statistics(oracle(h_in, h_out), 12).items():
+            expected[site, layer, None, name] = (value, None)
+    rows = even_world.rows(Coherence)
+    expect(rows, expected, rtol=1e-4, atol=1e-5)
+    for split in ((1,) * 12, (5, 1, 4, 2)):
+        same_rows(even_world.rows(Coherence, split), rows)
+
+
+def test_rows_leave_constant_channels_out(even_world):
+    residual = even_world.states["residual"].clone()
+    residual[1, :, :, 2] = 0.1
+    world = even_world.with_states(residual=residual)
+    rows, whole = world.rows(Coherence, (5, 7)), even_world.rows(Coherence)
+    cells = oracle(residual[0], residual[1])
+    cells[2, 1:] = np.nan
+    for name, value in statistics(cells, 12).items():
+        assert rows["residual", 1, None, name].value == pytest.approx(value, abs=1e-4), name
+    assert rows["residual", 1, None, "mean"].count < whole["residual", 1, None, "mean"].count
+    assert rows["residual", 3, None, "mean"].value == pytest.approx(whole["residual", 3, None, "mean"].value)
+
+
+def test_the_token_policy_does_not_cut_sequences(even_world, same_rows):
+    counted = even_world.counted.clone()
+    counted[:, 0] = False
+    cut = even_world.replace(counted=counted, first_tokens=False)
+    same_rows(cut.rows(Coherence), even_world.rows(Coherence))
+
+
+def test_one_sequence_in_all_is_refused(invented):
+    world = invented(lengths=(9,))
+    with pytest.raises(ValueError, match="sequence"):
+        world.rows(Coherence, (1,))
+
+
+def test_neither_padding_nor_another_length_enters_silently(world, even_world):
+    with pytest.raises(ValueError, match="length"):
+        world.rows(Coherence)
+    with pytest.raises(ValueError, match="length"):
+        even_world.rows(Coherence, right=2)

@@ -1,0 +1,67 @@
+"""zeta_l = 100 sum_{k=l..L} max(0, Psi_k - Psi_{k-1}) (JREG, Eq. 3), against plain loops."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from sklearn.metrics.pairwise import paired_cosine_distances
+
+from fulldepth.metrics import JumpRate, jump_rate
+
+profiles = hnp.arrays(np.float64, st.integers(2, 12), elements=st.floats(0, 1))
+
+
+def zeta(psi, start):
+    """`psi[0]` is layer 1; `start` is a 1-based layer."""
+    total = 0.0
+    for layer in range(start, len(psi) + 1):
+        total += max(0.0, psi[layer - 1] - psi[layer - 2])
+    return 100 * total
+
+
+@given(profiles)
+def test_every_start_against_loops(psi):
+    layers = len(psi)
+    for start in range(2, layers + 1):
+        expected = pytest.approx(zeta(psi, start), abs=1e-9)
+        assert jump_rate(torch.tensor(psi), start) == expected
+        assert jump_rate(torch.tensor(psi), start - layers - 1) == expected, "counted from the end"
+    assert jump_rate(torch.tensor(psi)) == pytest.approx(100 * max(0, psi[-1] - psi[-2]), abs=1e-9)
+
+
+@given(profiles)
+def test_properties(psi):
+    rates = [jump_rate(torch.tensor(psi), start) for start in range(2, len(psi) + 1)]
+    assert all(earlier + 1e-9 >= later >= 0 for earlier, later in zip(rates, [*rates[1:], 0], strict=True))
+    assert jump_rate(torch.tensor(np.sort(psi)[::-1].copy()), 2) == 0, "a falling profile never jumps"
+    rising = np.sort(psi)
+    assert jump_rate(torch.tensor(rising), 2) == pytest.approx(100 * (rising[-1] - rising[0]), abs=1e-9)
+    assert jump_rate(torch.tensor(psi + 0.5), 2) == pytest.approx(rates[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, -4, -9])
+def test_a_start_without_a_layer_before_it_is_refused(start):
+    with pytest.raises(ValueError, match=str(start)):
+        jump_rate(torch.tensor([0.1, 0.2, 0.1, 0.3]), start)
+
+
+@pytest.mark.parametrize("world_name", ["world", "no_first"])
+def test_rows_follow_the_mean_displacements(world_name, request, any_split, expect):
+    world = request.getfixturevalue(world_name)
+    states = world.tokens()
+    psi = [paired_cosine_distances(a, b).mean() / 2 for a, b in pairwise(states)]
+    expected = {("residual", n, None, "value"): (zeta(psi, n), None) for n in range(2, len(states))}
+    rows = any_split(JumpRate, world, atol=1e-5)
+    expect(rows, expected, atol=1e-4)
+    assert all(row.unit == "%" for row in rows.values())
+
+
+def test_zero_vectors_are_left_out(world):
+    residual = world.states["residual"].clone()
+    residual[2, 3, 5] = 0
+    rows = world.with_states(residual=residual).rows(JumpRate)
+    assert all(np.isfinite(row.value) for row in rows.values())

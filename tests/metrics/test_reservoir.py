@@ -1,0 +1,116 @@
+"""A capped sample that no batching, order or number of processes can change, and that is uniform."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, chisquare, kstest
+
+from fulldepth.metrics.reservoir import Reservoir, priority
+
+
+def offer(keys, capacity, *, seed=0, split=None, reservoir=None):
+    """A reservoir that has seen `keys`, each with features and a label that betray it."""
+    reservoir = reservoir or Reservoir(capacity, (2, 3), seed=seed)
+    for part in keys.split(split or max(len(keys), 1)):
+        reservoir.update(part.float()[:, None, None].expand(-1, 2, 3), part, part % 7)
+    return reservoir
+
+
+def intact(sample):
+    """Every kept token still has its own features and label, and the sample is in the order of the data."""
+    assert (sample.features == sample.keys.float()[:, None, None]).all()
+    assert (sample.labels == sample.keys % 7).all()
+    assert (sample.keys.diff() > 0).all()
+    return sample.keys.tolist()
+
+
+@given(st.lists(st.integers(0, 2**20), unique=True, max_size=40), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_it_is_everything_while_the_data_fit(keys, split, random):
+    random.shuffle(keys)
+    sample = offer(torch.tensor(keys, dtype=torch.int64), 40, split=split).compute()
+    assert intact(sample) == sorted(keys)
+    assert sample.seen == len(keys)
+
+
+@given(st.integers(1, 30), st.integers(1, 61), st.integers(0, 2**32 - 1), st.randoms(use_true_random=False))
+def test_batches_and_order_do_not_change_the_sample(capacity, split, seed, random):
+    keys = list(range(60))
+    expected = intact(offer(torch.tensor(keys), capacity, seed=seed).compute())
+    random.shuffle(keys)
+    sample = offer(torch.tensor(keys), capacity, seed=seed, split=split).compute()
+    assert intact(sample) == expected
+    assert (len(expected), sample.seen) == (capacity, 60)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 45, 60])
+def test_two_processes_keep_what_one_keeps(cut):
+    keys = torch.arange(60)
+    one, two = offer(keys[:cut], 10, split=3), offer(keys[cut:], 10, split=11)
+    one.merge_state(two)
+    sample = one.compute()
+    assert intact(sample) == intact(offer(keys, 10).compute())
+    assert sample.seen == 60
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**32 - 1])
+def test_priorities_are_uniform_for_every_seed(seed):
+    sequences, positions = torch.arange(300)[:, None], torch.arange(100)
+    ranks = priority(((sequences << 24) | positions).flatten(), seed)
+    assert ranks.unique().numel() == 30_000
+    assert kstest(ranks.double().numpy() / 2.0**62, "uniform").pvalue > 1e-3
+    along_a_sequence = ranks.double().reshape(300, 100)
+    neighbours = np.corrcoef(along_a_sequence[:, :-1].flatten(), along_a_sequence[:, 1:].flatten())[0, 1]
+    assert abs(neighbours) < 4 / np.sqrt(29_700)
+
+
+def test_every_token_is_equally_likely_to_be_kept():
+    times = torch.zeros(40)
+    for seed in range(600):
+        times[offer(torch.arange(40), 10, seed=seed).compute().keys] += 1
+    assert chisquare(times).pvalue > 1e-3
+
+
+def test_seeds_are_independent():
+    one, two = (set(offer(torch.arange(2000), 500, seed=seed).compute().keys.tolist()) for seed in (1, 2))
+    common = len(one & two)
+    assert binom(500, 0.25).interval(0.9999)[0] < common < binom(500, 0.25).interval(0.9999)[1]
+
+
+def test_measures_that_share_a_reservoir_fill_it_once(world):
+    reservoir = world.setup().reservoir("residual")
+    for observation in world.observations((5, 7)):
+        reservoir.observe(observation, "residual")
+        reservoir.observe(observation, "residual")
+    sample = reservoir.compute()
+    total = int(world.mask.sum())
+    assert sample.seen == total
+    assert [(k >> 24, k & (2**24 - 1)) for k in sample.keys.tolist()] == list(world.positions())
+    np.testing.assert_array_equal(sample.features.transpose(0, 1), world.tokens().astype(np.float32))
+    np.testing.assert_array_equal(sample.labels, [world.labels[n] for n, _ in world.positions()])
+
+
+def test_a_reset_forgets_everything(world):
+    reservoir = world.setup().reservoir("residual")
+    (observation,) = world.observations()
+    reservoir.observe(observation, "residual")
+    expected = copy.deepcopy(reservoir.compute())
+    reservoir.reset()
+    assert reservoir.seen == 0
+    reservoir.observe(observation, "residual")
+    again = reservoir.compute()
+    assert again.seen == expected.seen
+    assert torch.equal(again.features, expected.features)
+
+
+def test_it_holds_no_more_than_it_says():
+    small, large = (offer(torch.arange(n), 16, split=9) for n in (5, 5000))
+    assert small.nbytes == large.nbytes == 16 * (2 * 3 * 4 + 3 * 8)
+
+
+def test_no_room_is_refused():
+    with pytest.raises(ValueError, match="0"):
+        Reservoir(0, (1,))

@@ -1,0 +1,199 @@
+"""The shape of the source: who may import whom, and the limits that keep it readable."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "fulldepth"
+
+NOUNS = {"architectures", "losses", "capture", "data", "results", "hf", "metrics"}
+VERBS = {"measure", "compare", "train", "skip", "exit", "evaluate"}
+COMPOSITIONS = {"demo", "reproduce"}
+"""Verbs made of verbs: they see only what other verbs show in their `__init__`."""
+
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "recipes": set(),
+    "figures": set(),
+    "metrics": set(),
+    "architectures": set(),
+    "data": set(),
+    "hf": {"metrics"},
+    "capture": {"hf", "metrics"},
+    "losses": {"capture", "metrics"},
+    "results": {"figures"},
+    "report": {"results", "figures"},
+    **dict.fromkeys(VERBS, NOUNS | {"recipes"}),
+    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "report", "results", "recipes"}),
+    "cli": VERBS | COMPOSITIONS | {"report", "results", "recipes"},
+    "__main__": {"cli"},
+    "__init__": NOUNS | VERBS | COMPOSITIONS | {"report", "results", "recipes", "figures"},
+}
+"""Room -> the rooms that it may import, besides itself and `errors`."""
+
+LAZY = {"__init__.py", "cli.py"}
+"""May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
+OPTIONAL = {"bitsandbytes", "gptqmodel", "lm_eval", "torchao", "trl"}
+"""Extras that a user may not have: imported where they are used."""
+
+WITHOUT_TORCH = ["", ".cli", ".compare", ".errors", ".figures", ".recipes", ".report", ".results"]
+UNITS = {"1", "%", "nats", "tokens", "layers"}
+
+LIMITS = {"src": (400, 60), "tests": (500, 100)}
+"""Folder -> lines of a file, lines of a function."""
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in files("src")}
+
+
+def imports(path: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    """Every import statement with the full name of each module that it loads."""
+    package = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                yield node, inner if inner in MODULES else origin
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
+def test_rooms_import_only_along_the_arrows(path: Path) -> None:
+    here = room(module(path))
+    assert here in ARROWS, f"{here} is a new room: draw its arrows here and in docs/architecture.md"
+    for node, name in imports(path):
+        if name.split(".")[0] != "fulldepth":
+            continue
+        if name == "fulldepth":
+            assert [alias.name for alias in node.names] == ["__version__"], f"{path}:{node.lineno}: import from a room"
+            continue
+        there = room(name)
+        assert there in ARROWS[here] | {here, "errors"}, f"{path}:{node.lineno}: {here} must not import {there}"
+        if here in COMPOSITIONS and there in VERBS:
+            assert name == f"fulldepth.{there}", f"{path}:{node.lineno}: only what {there} shows in its __init__"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {
+        name: {other for _, other in imports(path) if other in MODULES and other != name}
+        for name, path in MODULES.items()
+        if name != "fulldepth"  # the package's own __init__ names every room, lazily
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
+def test_imports_stand_at_the_top(path: Path) -> None:
+    nested = {
+        inner
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(node)
+    }
+    for node, name in imports(path):
+        top = name.split(".")[0]
+        lazy = top == "fulldepth" and path.parent == SOURCE and path.name in LAZY
+        assert node not in nested or lazy or top in OPTIONAL, f"{path}:{node.lineno} hides an import of {name}"
+    calls = {node.func for node in nested if isinstance(node, ast.Call)}
+    hidden = [f for f in calls if getattr(f, "attr", getattr(f, "id", None)) in {"import_module", "__import__"}]
+    assert not hidden or (path.parent == SOURCE and path.name in LAZY), f"{path} imports by name inside a function"
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_what_reads_results_loads_no_torch(name: str) -> None:
+    if not any(known == f"fulldepth{name}" for known in MODULES):
+        pytest.skip(f"there is no fulldepth{name} yet")
+    program = f"import sys, fulldepth{name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("folder", LIMITS)
+def test_files_and_functions_stay_short(folder: str) -> None:
+    most_in_file, most_in_function = LIMITS[folder]
+    long = []
+    for path in files(folder):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > most_in_file:
+            long.append(f"{path.relative_to(ROOT)} has {lines} lines")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                # A command's signature is its documentation: one option after another.
+                start = node.body[0].lineno if path.name == "cli.py" else node.lineno
+                size = (node.end_lineno or start) - start + 1
+                if size > most_in_function:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {size} lines")
+    assert not long, "\n".join(long)
+
+
+def test_every_measure_has_a_test_and_units() -> None:
+    from fulldepth.metrics import METRICS
+
+    for name, measure in METRICS.items():
+        assert measure.name == name
+        assert (ROOT / "tests" / "metrics" / f"test_{name}.py").is_file(), f"{name} has no test of its own"
+        assert measure.units, f"{name} has no units"
+        assert set(measure.units.values()) <= UNITS, f"{name} has an unknown unit"
+
+
+def test_every_room_has_tests_of_the_same_name() -> None:
+    rooms = [path.parent.name for path in SOURCE.glob("*/__init__.py")]
+    bare = [name for name in rooms if not list((ROOT / "tests" / name).glob("test_*.py"))]
+    assert not bare, f"no tests/{{room}}/test_*.py for {', '.join(bare)}"
+
+
+def test_every_recipe_folder_is_a_verb() -> None:
+    folders = {path.name for path in (ROOT / "recipes").iterdir() if path.is_dir()}
+    assert folders <= VERBS | COMPOSITIONS
+
+
+def test_nothing_is_left_for_later() -> None:
+    promise = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    texts = [path for folder in ("src", "tests", "benchmarks") for path in files(folder)]
+    texts += [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "recipes").rglob("*.yaml"),
+        ROOT / "Makefile",
+    ]
+    left = [str(path.relative_to(ROOT)) for path in texts if promise.search(path.read_text(encoding="utf-8"))]
+    assert not left
+
+
+def test_every_file_has_a_subject() -> None:
+    vague = {"utils", "util", "helpers", "common", "misc"}
+    found = [str(p.relative_to(ROOT)) for p in [*SOURCE.rglob("*"), *(ROOT / "tests").rglob("*")] if p.stem in vague]
+    assert not found

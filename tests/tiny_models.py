@@ -1,0 +1,248 @@
+"""Tiny random models of every supported family, built from config; no download, a few milliseconds each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as tf
+
+VOCAB, WIDTH, HEADS, LAYERS = 96, 32, 4, 3
+
+DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+}
+VISION = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 3,
+}
+CLIP_TEXT = {**ENCODER, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "projection_dim": 16}
+GEMMA = {**DECODER, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+
+
+def _detr(**options: Any) -> tf.PreTrainedModel:
+    backbone = tf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    config = tf.DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=WIDTH,
+        encoder_layers=2,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_queries=7,
+        num_labels=3,
+        **options,
+    )
+    return tf.DetrForObjectDetection(config)
+
+
+def _clip(name: str) -> tf.PreTrainedModel:
+    config = tf.CLIPConfig(text_config=CLIP_TEXT, vision_config={**VISION, "projection_dim": 16}, projection_dim=16)
+    config.num_labels = 3
+    return getattr(tf, name)(config)
+
+
+GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "pad_token_id": 0}
+NEOX = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
+
+BUILDERS: dict[str, Any] = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER)),
+    "llama-classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**DECODER, num_labels=3)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**DECODER)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**DECODER)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**DECODER)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**GEMMA, final_logit_softcapping=3.0)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**GEMMA)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+    "gpt2-classifier": lambda: tf.GPT2ForSequenceClassification(tf.GPT2Config(**GPT2, num_labels=3)),
+    "gpt_neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**NEOX)),
+    "gpt_neox-serial": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**NEOX, use_parallel_residual=False)),
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**ENCODER)),
+    "bert-classifier": lambda: tf.BertForSequenceClassification(tf.BertConfig(**ENCODER)),
+    "bert-pretraining": lambda: tf.BertForPreTraining(tf.BertConfig(**ENCODER)),
+    "bert-bare": lambda: tf.BertModel(tf.BertConfig(**ENCODER)),
+    "roberta": lambda: tf.RobertaForMaskedLM(tf.RobertaConfig(**ENCODER)),
+    "roberta-classifier": lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**ENCODER)),
+    "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**VISION)),
+    "deit": lambda: tf.DeiTForImageClassification(tf.DeiTConfig(**VISION)),
+    "clip": lambda: _clip("CLIPModel"),
+    "clip-classifier": lambda: _clip("CLIPForImageClassification"),
+    "clip-text": lambda: tf.CLIPTextModelWithProjection(tf.CLIPTextConfig(**CLIP_TEXT)),
+    "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION)),
+    "detr": _detr,
+    "detr-auxiliary": lambda: _detr(auxiliary_loss=True),
+}
+"""Families of the table, with the heads that each row knows."""
+
+UNLISTED: dict[str, Any] = {
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**{k: v for k, v in DECODER.items() if k != "head_dim"})),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=WIDTH,
+            word_embed_proj_dim=WIDTH,
+            ffn_dim=48,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            max_position_embeddings=64,
+        )
+    ),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in DECODER.items() if k != "head_dim"})),
+    "granite": lambda: tf.GraniteForCausalLM(
+        tf.GraniteConfig(
+            **{k: v for k, v in DECODER.items() if k != "head_dim"}, residual_multiplier=0.3, logits_scaling=4.0
+        )
+    ),
+    "cohere": lambda: tf.CohereForCausalLM(
+        tf.CohereConfig(**{k: v for k, v in DECODER.items() if k != "head_dim"}, logit_scale=0.25)
+    ),
+    "falcon": lambda: tf.FalconForCausalLM(
+        tf.FalconConfig(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
+    ),
+    "electra": lambda: tf.ElectraForMaskedLM(tf.ElectraConfig(**ENCODER, embedding_size=WIDTH)),
+    "distilbert": lambda: tf.DistilBertForMaskedLM(
+        tf.DistilBertConfig(vocab_size=VOCAB, dim=WIDTH, hidden_dim=48, n_layers=LAYERS, n_heads=HEADS)
+    ),
+}
+"""Families that only the structural finder can know."""
+
+
+def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
+    """A tiny model in evaluation mode, with weights large enough that every part matters."""
+    torch.manual_seed(seed)
+    model = (BUILDERS | UNLISTED)[name]()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # gains and biases that are not 1 and 0 catch a forgotten norm or bias
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif "embed" not in parameter_name:
+                parameter.mul_(4.0)
+    return model.to(dtype).eval()
+
+
+CASES: list[tuple[str, str | None]] = [
+    *((name, None) for name in BUILDERS | UNLISTED if name != "clip"),
+    ("clip", "text"),
+    ("clip", "vision"),
+]
+"""Every model, with the tower to be chosen where it has two."""
+
+
+def inputs(
+    model: tf.PreTrainedModel, batch: int = 2, length: int = 10, seed: int = 1, tower: str | None = None
+) -> dict[str, torch.Tensor]:
+    """A batch that the model (or one of its towers) accepts: text with a padded tail, or pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    if tower == "vision" or "pixel_values" in getattr(model, "main_input_name", "input_ids"):
+        size = getattr(getattr(model.config, "vision_config", model.config), "image_size", 64)
+        pixels = torch.randn(batch, 3, size, size, generator=generator)
+        return {"pixel_values": pixels.to(model.dtype)}
+    ids = torch.randint(3, VOCAB, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[-1, length - 3 :] = 0
+    ids[mask == 0] = model.config.get_text_config().pad_token_id or 0
+    if model.config.model_type.startswith("clip"):
+        ids[torch.arange(batch), mask.sum(1) - 1] = 2
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class ToyConfig(tf.PretrainedConfig):
+    """Configuration of `Toy`."""
+
+    model_type = "toy"
+
+    def __init__(self, gives: str = "tensor", num_hidden_layers: int = LAYERS, **options: Any) -> None:
+        self.gives, self.num_hidden_layers, self.hidden_size, self.pad_token_id = gives, num_hidden_layers, WIDTH, 0
+        super().__init__(**options)
+
+
+class ToyBlock(torch.nn.Module):
+    """x' = x + A(norm(x)), y = x' + M(norm(x')), with linear maps for attention and MLP."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.gives = gives
+        self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """A tensor, a tuple, or the input itself, overwritten."""
+        if self.gives == "in-place":
+            hidden_states += self.attention(self.norm1(hidden_states))
+            hidden_states += self.mlp(self.norm2(hidden_states))
+            return hidden_states
+        middle = hidden_states + self.attention(self.norm1(hidden_states))
+        out = middle + self.mlp(self.norm2(middle))
+        return (out, None) if self.gives == "tuple" else out
+
+
+class Toy(tf.PreTrainedModel):
+    """The plainest stack of blocks; what a block gives is `config.gives`: a tensor, a tuple, or its input overwritten."""
+
+    config_class = ToyConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
+        self.layers = torch.nn.ModuleList(ToyBlock(config.gives) for _ in range(config.num_hidden_layers))
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """torch's own."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, T, D] states after the last block."""
+        states = self.embed(input_ids)
+        for block in self.layers:
+            states = block(states)
+            states = states[0] if isinstance(states, tuple) else states
+        return states
+
+
+TOY_ANATOMY = {
+    "blocks": "layers",
+    "attention": "attention",
+    "mlp": "mlp",
+    "attention_norm": "norm1",
+    "mlp_norm": "norm2",
+    "value": "attention",
+}
+"""How settings describe `Toy`."""
+
+
+def toy(gives: str = "tensor", seed: int = 0) -> Toy:
+    """A `Toy` in evaluation mode."""
+    torch.manual_seed(seed)
+    return Toy(ToyConfig(gives=gives)).eval()
