@@ -208,7 +208,7 @@ class ToyBlock(torch.nn.Module):
 
 
 class Toy(tf.PreTrainedModel):
-    """The plainest stack of blocks; what a block gives is `config.gives`: a tensor, a tuple, or its input overwritten."""
+    """The plainest stack of blocks; `config.gives`: what they give, a tensor, a tuple, or their input overwritten."""
 
     config_class = ToyConfig
     main_input_name = "input_ids"

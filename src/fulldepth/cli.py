@@ -200,18 +200,17 @@ def measure_command(
         "tower": tower,
         "trust_remote_code": trust_remote_code,
     }
-    from fulldepth import measure, recipes, report
+    from fulldepth import recipes, report
+    from fulldepth.measure import MeasureSettings, Watcher, measure_into
 
     resolved = recipes.layer(
-        measure.MeasureSettings,
+        MeasureSettings,
         recipes.read(recipe, "measure") if recipe else {},
         {name: value for name, value in given.items() if value is not None},
         recipes.assignments(settings or []),
     )
     with _watching() as watch:
-        results = measure.measure_into(
-            model, data, output, resolved, overwrite=overwrite, watcher=measure.Watcher(*watch)
-        )
+        results = measure_into(model, data, output, resolved, overwrite=overwrite, watcher=Watcher(*watch))
     if _is_main():
         _finish(results, report.write(output))
 
@@ -222,6 +221,9 @@ def compare_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
     names: Annotated[
         str | None, typer.Option(help="Comma-separated names of the models. [default: the folders' names]")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Name of the model that the others are compared with. [default: the first]")
     ] = None,
     depth: Annotated[
         str | None,
@@ -238,7 +240,7 @@ def compare_command(
     from fulldepth.compare import compare
 
     _refuse_existing(output, overwrite)
-    results = compare(folders, names=_names(names), depth=depth)
+    results = compare(folders, names=_names(names), baseline=baseline or 0, depth=depth)
     results.save(output)
     _finish(results, report.write(output))
 
@@ -265,11 +267,13 @@ def demo_command(
 ) -> None:
     """Train a small Llama on the built-in corpus, measure its checkpoints, and show what its layers learnt to do."""
     DEBUG["on"] |= debug
-    from fulldepth import demo, measure, report
+    from fulldepth import report
+    from fulldepth.demo import RESULTS, demo
+    from fulldepth.measure import Watcher
 
     with _watching() as watch:
-        results = demo.demo(output, steps=steps, watcher=measure.Watcher(*watch))
-    _finish(results, report.write(output / demo.RESULTS))
+        results = demo(output, steps=steps, watcher=Watcher(*watch))
+    _finish(results, report.write(output / RESULTS))
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -198,7 +198,7 @@ def test_a_broken_final_norm_is_refused(llama):
 def test_blocks_that_overwrite_their_input_are_refused(branches):
     model = tiny_models.toy("in-place")
     override = tiny_models.TOY_ANATOMY | ({} if branches else {"attention": None, "mlp": None})
-    with pytest.raises(FulldepthError, match="Toy is refused.*overwrote its own state.*in place"):
+    with pytest.raises(FulldepthError, match=r"Toy is refused.*overwrote its own state.*in place"):
         verify(anatomy_candidates(model, override=override), tiny_models.inputs(model))
 
 

@@ -1,8 +1,6 @@
-"""Checkpoints come back as they were saved, and every broken one is refused in one readable sentence."""
+"""Checkpoints, tokenizers and image processors come back as they were saved."""
 
 import json
-import shutil
-import sys
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device, pick_dtype
+from fulldepth.hf import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device
 
 WEIGHTS = "model.safetensors"
 FAMILIES = [
@@ -27,36 +25,6 @@ FAMILIES = [
     "detr",
     "granite",
 ]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "llama"
-    tiny_models.build("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def broken(saved, tmp_path):
-    """A copy of a good checkpoint, to be broken."""
-    return shutil.copytree(saved, tmp_path / "checkpoint")
-
-
-def reconfigure(folder, **changes):
-    """Change entries of config.json; None removes one."""
-    path = folder / "config.json"
-    config = {k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}
-    path.write_text(json.dumps(config))
-
-
-def reweigh(folder, change):
-    """Change the tensors of the weights' file."""
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-# What works
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,7 +60,8 @@ def test_the_config_hash_belongs_to_the_configuration(name, tmp_path):
 
 
 def test_another_configuration_has_another_hash(saved, broken):
-    reconfigure(broken, rms_norm_eps=1e-3)
+    path = broken / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
     assert load_checkpoint(broken).config_hash != load_checkpoint(saved).config_hash
     assert Checkpoint(tiny_models.build("gpt2"), "").config_hash != load_checkpoint(saved).config_hash
 
@@ -151,7 +120,8 @@ def test_shards_are_read_together(tmp_path):
 
 
 def test_weights_that_nothing_uses_are_told_of(broken):
-    reweigh(broken, lambda tensors: tensors.update({"zebra.weight": torch.ones(2)}))
+    tensors = load_file(broken / WEIGHTS) | {"zebra.weight": torch.ones(2)}
+    save_file(tensors, broken / WEIGHTS, metadata={"format": "pt"})
     (warning,) = load_checkpoint(broken).warnings
     assert "1 weight" in warning
     assert "zebra.weight" in warning
@@ -173,241 +143,11 @@ def test_verbosity_is_restored_after_a_failure(broken):
     assert (tf.logging.get_verbosity(), tf.logging.is_progress_bar_enabled()) == (level, bars)
 
 
-CODE = """
-import torch, transformers
-class MineConfig(transformers.PretrainedConfig):
-    model_type = "mine"
-class MineModel(transformers.PreTrainedModel):
-    config_class = MineConfig
-    def __init__(self, config):
-        super().__init__(config)
-        self.scale = torch.nn.Parameter(torch.ones(3))
-        self.post_init()
-    def forward(self, input_ids=None):
-        return self.scale
-open({marker!r}, "a").close()
-"""
-
-
-@pytest.fixture
-def foreign(tmp_path, monkeypatch):
-    """A checkpoint that carries its own code, which leaves a mark when it runs."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    folder, mark = tmp_path / "foreign", tmp_path / "it-ran"
-    folder.mkdir()
-    (folder / "mine.py").write_text(CODE.format(marker=str(mark)))
-    auto = {"AutoConfig": "mine.MineConfig", "AutoModel": "mine.MineModel"}
-    config = {"model_type": "mine", "architectures": ["MineModel"], "auto_map": auto}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({"scale": torch.tensor([1.0, 2.0, 3.0])}, folder / WEIGHTS, metadata={"format": "pt"})
-    return folder, mark
-
-
-def test_code_in_a_checkpoint_does_not_run_unasked(foreign):
-    folder, mark = foreign
-    with pytest.raises(FulldepthError, match="trust.remote.code"):
-        load_checkpoint(folder)
-    assert not mark.exists()
-
-
 def test_code_in_a_checkpoint_runs_when_asked(foreign):
     folder, mark = foreign
     loaded = load_checkpoint(folder, trust_remote_code=True)
     assert mark.exists()
     assert loaded.model.scale.tolist() == [1.0, 2.0, 3.0]
-
-
-# What does not
-
-
-def refused(folder, *words, **options):
-    with pytest.raises(FulldepthError) as error:
-        load_checkpoint(folder, **options)
-    message = str(error.value)
-    assert "\n" not in message
-    assert "Traceback" not in message
-    assert len(message) < 700
-    for word in words:
-        assert word in message, message
-    return message
-
-
-@pytest.mark.parametrize("name", ["{tmp}/nowhere", "./nowhere", "~/nowhere", "a/b/c"])
-def test_a_missing_folder(name, tmp_path):
-    where = name.format(tmp=tmp_path)
-    refused(where, "No such folder", where)
-
-
-def test_a_hub_name_without_a_network():
-    refused("nobody/nothing-at-all", "nobody/nothing-at-all", "connect")
-
-
-@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b"])
-def test_a_name_that_can_be_no_name(name):
-    refused(name)
-
-
-def test_a_file_for_a_folder(saved):
-    refused(saved / "config.json", "is a file", "config.json")
-
-
-def test_no_configuration(broken):
-    (broken / "config.json").unlink()
-    refused(broken, "no config.json", WEIGHTS)
-
-
-def test_an_empty_folder(tmp_path):
-    refused(tmp_path, "no config.json", "nothing")
-
-
-def test_no_weights(broken):
-    (broken / WEIGHTS).unlink()
-    refused(broken, "no weights", "safetensors")
-
-
-@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_pickled_weights_only(broken, pickle):
-    (broken / WEIGHTS).unlink()
-    torch.save(tiny_models.build("llama").state_dict(), broken / pickle)
-    refused(broken, pickle, "can run code", "safetensors")
-
-
-def test_a_pickle_beside_the_weights_is_not_opened(broken):
-    (broken / "pytorch_model.bin").write_bytes(b"no pickle at all")
-    assert load_checkpoint(broken).warnings == ()
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda data: data[: len(data) // 2],
-        lambda data: data[:-1],
-        lambda data: data[:5],
-        lambda data: b"",
-        lambda data: b"\xff" * 8 + data[8:],
-        lambda data: data[:8] + b"\xff" * 32 + data[40:],
-    ],
-    ids=["half", "one byte short", "in the length", "empty", "length", "header"],
-)
-def test_weights_cut_short_or_corrupt(broken, spoil):
-    path = broken / WEIGHTS
-    path.write_bytes(spoil(path.read_bytes()))
-    refused(broken, str(broken), "broken or cut short")
-
-
-@pytest.mark.parametrize("key", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"])
-def test_a_weight_that_is_missing(broken, key):
-    reweigh(broken, lambda tensors: tensors.pop(key))
-    refused(broken, "lacks 1 weight", key, "random")
-
-
-def test_a_configuration_of_more_layers_than_the_weights(broken):
-    reconfigure(broken, num_hidden_layers=5)
-    refused(broken, "lacks 18 weights", "model.layers.3.")
-
-
-def test_a_weight_of_another_shape_is_named(broken):
-    reweigh(broken, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-    refused(broken, "model.norm.weight", "7", "32")
-
-
-def test_a_configuration_of_another_width(broken):
-    reconfigure(broken, hidden_size=64)
-    refused(broken, str(broken), ".weight", "64", "32")
-
-
-def test_a_shard_that_is_missing(tmp_path):
-    tiny_models.build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    refused(tmp_path, shard.name)
-
-
-def test_an_index_of_shards_that_is_no_json(tmp_path):
-    tiny_models.build("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    refused(tmp_path, "JSON")
-
-
-@pytest.mark.parametrize("text", [b"{nope", b"", b"\xff\xfe\x00"], ids=["cut", "empty", "binary"])
-def test_a_configuration_that_is_no_json(broken, text):
-    (broken / "config.json").write_bytes(text)
-    refused(broken, str(broken), "JSON")
-
-
-def test_a_configuration_that_is_no_mapping(broken):
-    (broken / "config.json").write_text("[1]")
-    refused(broken, str(broken))
-
-
-@pytest.mark.parametrize("names", [None, []])
-def test_a_configuration_that_names_no_class(broken, names):
-    reconfigure(broken, architectures=names)
-    if names is None:
-        assert "architectures" not in json.loads((broken / "config.json").read_text())
-    refused(broken, "architectures")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["LlamaForTeleportation", "LlamaConfig", "logging", "AutoTokenizer", "PreTrainedModel"],
-)
-def test_a_configuration_that_names_no_model_class(broken, name):
-    reconfigure(broken, architectures=[name])
-    refused(broken, "class", name)
-
-
-@pytest.mark.parametrize("names", ["LlamaForCausalLM", [3]])
-def test_a_configuration_whose_class_is_no_list_of_names(broken, names):
-    reconfigure(broken, architectures=names)
-    refused(broken, "architectures")
-
-
-def test_an_unknown_model_type(broken):
-    reconfigure(broken, model_type="teleporter")
-    refused(broken, "teleporter")
-
-
-def test_a_configuration_without_a_model_type(broken):
-    reconfigure(broken, model_type=None)
-    refused(broken, "model_type")
-
-
-def test_a_configuration_value_of_the_wrong_kind(broken):
-    reconfigure(broken, hidden_size="wide")
-    refused(broken, "hidden_size", "wide")
-
-
-def test_foreign_code_of_a_known_type_needs_the_flag(broken):
-    reconfigure(broken, architectures=["MyLlama"], auto_map={"AutoModelForCausalLM": "mine.MyLlama"})
-    refused(broken, "MyLlama", "--trust-remote-code")
-
-
-def test_foreign_code_that_is_not_there(broken):
-    reconfigure(broken, architectures=["MyLlama"], auto_map={"AutoModelForCausalLM": "mine.MyLlama"})
-    refused(broken, "mine.py", trust_remote_code=True)
-
-
-def test_an_unknown_dtype(saved):
-    refused(saved, "Unknown dtype 'float23'", "Did you mean 'float32'", "bfloat16", dtype="float23")
-    with pytest.raises(FulldepthError, match="int8"):
-        pick_dtype("int8")
-    refused(saved, "int8", dtype=torch.int8)
-
-
-@pytest.mark.parametrize("device", ["tpu9", "", "cuda:99", "mps"])
-def test_a_device_that_is_not_there(saved, device):
-    refused(saved, f"Device {device!r}", device=device)
-
-
-def test_a_device_without_memory_is_refused(saved):
-    refused(saved, "meta", device="meta")
-
-
-def test_a_device_map_that_means_nothing(saved):
-    pytest.importorskip("accelerate")
-    refused(saved, "sideways", device_map="sideways")
 
 
 # Tokenizers and image processors
@@ -421,7 +161,7 @@ def test_a_missing_tokenizer_is_said_so(saved):
 def test_a_broken_tokenizer_is_said_so(broken):
     (broken / "tokenizer.json").write_text("{nope")
     (broken / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(FulldepthError, match="tokenizer|JSON"):
+    with pytest.raises(FulldepthError, match=r"tokenizer|JSON"):
         load_tokenizer(broken)
 
 
@@ -458,7 +198,7 @@ def test_without_a_saved_one_pictures_get_the_models_size_and_the_range_of_one(t
 
 def test_a_broken_image_processor_is_said_so(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{nope")
-    with pytest.raises(FulldepthError, match="image processor|JSON"):
+    with pytest.raises(FulldepthError, match=r"image processor|JSON"):
         load_processor(tmp_path, tiny_models.build("vit").config)
 
 

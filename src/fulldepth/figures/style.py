@@ -13,7 +13,7 @@ Figures = dict[str, go.Figure]
 """Name -> figure. `name:variant` is another reading of the figure `name`."""
 
 CATEGORICAL = ("#215db0", "#dd7250", "#24ab92", "#804d88", "#978400", "#b3495e")
-"""Line colours. Any two differ by at least 20 in CIELAB with normal, deuteranopic and protanopic vision."""
+"""Line colours. Any two differ by at least 17 in CIELAB with normal, deuteranopic and protanopic vision."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 SEQUENTIAL = (
     "#f0f2f4", "#cae0ef", "#a5ceec", "#83bae7", "#65a6de", "#4d92d2",

@@ -70,35 +70,34 @@ def _proposals(model: PreTrainedModel, body: nn.Module, path: str, block: nn.Mod
     if attention:
         names = [name for name, _ in block.get_submodule(attention).named_modules() if VALUE.search(name)]
         value = f"{attention}.{names[0]}" if len(names) == 1 else None
-    common = {
-        "name": f"found ({model.config.model_type})",
-        "blocks": path,
-        "attention": attention,
-        "mlp": mlp,
-        "value": value,
-        "final_norm": _final_norm(body, path),
-        "branch_scale": "residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
-        "modality": "images" if model.main_input_name == "pixel_values" else "text",
-        "heads": _heads(model),
-    }
+    found = Family(
+        f"found ({model.config.model_type})",
+        blocks=path,
+        attention=attention,
+        mlp=mlp,
+        mlp_branch=mlp_branch,
+        value=value,
+        final_norm=_final_norm(body, path),
+        branch_scale="residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
+        modality="images" if model.main_input_name == "pixel_values" else "text",
+        heads=_heads(model),
+    )
     if {"attention", "intermediate", "output"} <= set(children):
-        yield replace(BERT, name=str(common["name"]), blocks=path, heads=_heads(model))
-    before_mlp = _between(block, norms, attention, mlp)
+        yield replace(BERT, name=found.name, blocks=path, heads=found.heads)
+    before_mlp = _between(norms, attention, mlp)
     posts = [name for name in norms if "post" in name]
     after_attention = next((n for n in posts if ATTENTION.search(n)), None)
     after_mlp = next((n for n in posts if MLP.search(n)), None)
-    if after_attention and after_mlp:
+    if after_attention and after_mlp:  # sandwich, or norms on the branches alone
         inner = next((n for n in norms if "pre" in n and MLP.search(n)), None)
-        yield Family(
-            **common, attention_branch=after_attention, mlp_branch=after_mlp, mlp_norm=inner
-        )  # sandwich, or norms on the branches alone
-    yield Family(**common, mlp_branch=mlp_branch, mlp_norm=before_mlp)
-    yield Family(**common, mlp_branch=mlp_branch, mlp_norm=before_mlp, design="parallel")
+        yield replace(found, attention_branch=after_attention, mlp_branch=after_mlp, mlp_norm=inner)
+    yield replace(found, mlp_norm=before_mlp)
+    yield replace(found, mlp_norm=before_mlp, design="parallel")
     if len(norms) == 2:
-        yield Family(**common, mlp_branch=mlp_branch, design="post", attention_norm=norms[0], mlp_norm=norms[1])
+        yield replace(found, design="post", attention_norm=norms[0], mlp_norm=norms[1])
 
 
-def _between(block: nn.Module, norms: list[str], attention: str | None, mlp: str | None) -> str | None:
+def _between(norms: list[str], attention: str | None, mlp: str | None) -> str | None:
     """The norm that most likely stands before the MLP: the last one whose name does not tie it to attention."""
     candidates = [name for name in norms if not (ATTENTION.search(name) and "post" not in name)]
     if attention is None or mlp is None or not candidates:

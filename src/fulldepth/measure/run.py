@@ -126,7 +126,7 @@ def measure_with(
         watcher.say(check_memory(plan, subject, settings.batch_size))
         for entry in plan.left_out:
             watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-        watcher.begin(f"Measuring {subject.checkpoint.name}", -(-len(subject.sequences) // me.world))
+        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", -(-len(subject.sequences) // me.world))
         done = run_pass(subject, plan, settings, me, reference=reference, advance=watcher.advance)
         weigh(subject, plan, me, done.clock)
     finally:
@@ -247,7 +247,7 @@ def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict
 
 def _warnings(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
     """What a reader should know before trusting a number."""
-    lines = [*subject.checkpoint.warnings, *subject.sequences.warnings]
+    lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
     measured = set(table.measure)
     if "cka" in measured and few_samples(setup.reservoir_tokens, setup.width):
         lines.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Subject:
     """The token policy, `auto` resolved."""
     device: torch.device
     """Where inputs go and accumulators live."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def anatomy(self) -> Anatomy:
@@ -88,7 +89,16 @@ def prepare_subject(
     first = next(iter(sequences.batches(min(2, len(sequences)))))
     verified = verify(candidates, model_inputs(first, where, checkpoint.model.dtype))
     policy = tokens.resolve(settings.tokens, verified.anatomy)
-    return Subject(checkpoint, verified, sequences, tokenizer, policy, where)
+    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where)
+    if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
+        note = "The tokenizer adds no end-of-sequence token, so the last token of each sequence counts."
+        return replace(subject, policy="last", warnings=(note,))
+    return subject
+
+
+def _ends(batch: Batch, eos: int | None) -> bool:
+    """Whether every sequence of a batch holds the end-of-sequence token."""
+    return batch.token_ids is not None and eos is not None and bool((batch.token_ids == eos).any(1).all())
 
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:

@@ -1,0 +1,182 @@
+"""Checkpoints as a user has them (a folder with weights and a tokenizer), small data, and the command line in-process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+
+import tiny_models
+from fulldepth import cli
+from fulldepth.data import builtin_texts, train_tokenizer
+
+SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    """A few pages of a novel."""
+    return builtin_texts("heldout")[0][4000:30000]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(corpus):
+    """Byte-level, nothing added around a text; ends and pads with <|endoftext|> (0)."""
+    return train_tokenizer([corpus], vocab_size=320)
+
+
+@pytest.fixture(scope="session")
+def bert_tokenizer(corpus):
+    """[CLS] text [SEP], with a mask token."""
+    made = train_tokenizer([corpus], vocab_size=320)
+    made.add_special_tokens(SPECIAL)
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(t, made.convert_tokens_to_ids(t)) for t in ("[CLS]", "[SEP]")]
+    )
+    return made
+
+
+def _clip(tokenizer):
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    text, vision = tiny_models.CLIP_TEXT | ids, tiny_models.VISION | {"projection_dim": 16}
+    torch.manual_seed(0)
+    return tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, tokenizer, bert_tokenizer):
+    """(family, seed) -> folder with a tiny model of that family and a tokenizer that fits it."""
+    made = {}
+
+    def get(family, seed=0):
+        if (family, seed) not in made:
+            folder = tmp_path_factory.mktemp(family) / family
+            chosen = bert_tokenizer if family.startswith(("bert", "roberta")) else tokenizer
+            model = _clip(chosen) if family == "clip" else tiny_models.build(family, seed)
+            if family == "clip":
+                chosen.save_pretrained(folder)
+            elif "input_ids" in model.main_input_name:
+                model.resize_token_embeddings(len(chosen), mean_resizing=False)
+                chosen.save_pretrained(folder)
+            model.save_pretrained(folder)
+            made[family, seed] = folder
+        return made[family, seed]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, tokenizer, corpus):
+    """A Llama that has learnt something, so that accuracies, losses and saturation are not those of noise."""
+    folder = tmp_path_factory.mktemp("trained") / "llama"
+    model = tiny_models.build("llama").train()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = torch.tensor(tokenizer(corpus[:1500])["input_ids"])
+    windows = ids[: len(ids) // 16 * 16].view(-1, 16)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimiser.zero_grad()
+        model(input_ids=windows, labels=windows).loss.backward()
+        optimiser.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory, corpus):
+    """Plain text, which fills windows."""
+    path = tmp_path_factory.mktemp("data") / "novel.txt"
+    path.write_text(corpus[:1500], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def ragged_texts(corpus):
+    """(text, class) of very different lengths, of three classes."""
+    words = corpus.split()
+    lengths = [3, 9, 1, 14, 5, 7, 2, 11, 4, 6, 13, 8]
+    starts = np.cumsum([0, *lengths])
+    return [(" ".join(words[s : s + n]), i % 3) for i, (s, n) in enumerate(zip(starts, lengths, strict=False))]
+
+
+@pytest.fixture(scope="session")
+def ragged_tsv(tmp_path_factory, ragged_texts):
+    """The ragged texts as GLUE writes them."""
+    path = tmp_path_factory.mktemp("data") / "train.tsv"
+    path.write_text("sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in ragged_texts), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def picture_folder(tmp_path_factory):
+    """Four pictures in each of three class folders, of several sizes; each class has its own tint."""
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for index, name in enumerate(("LABEL_0", "LABEL_1", "LABEL_2")):
+        (root / name).mkdir()
+        for number in range(4):
+            pixels = rng.integers(0, 120, (16, 16 + 2 * number, 3), dtype=np.uint8)
+            pixels[..., index] += 120
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """`main("measure", ...)`: the program as the shell starts it, without a new process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
+        monkeypatch.setitem(cli.DEBUG, "on", False)
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(main):
+    """`refused("measure", ..., says=[...])`: ends with 2 and one readable message that holds every one of `says`."""
+
+    def run(*arguments, says=()):
+        outcome = main(*arguments)
+        assert outcome.code == 2, outcome
+        assert "Traceback" not in outcome.err
+        assert outcome.err.count("Error") == 1, outcome.err
+        for words in says:
+            assert words in outcome.err, outcome.err
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def rewrite():
+    """`rewrite(folder, key=value)`: change entries of a checkpoint's config.json."""
+
+    def change(folder, **entries):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+    return change

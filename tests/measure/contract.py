@@ -1,0 +1,84 @@
+"""The rows that the documentation promises, written out by hand from its table: (measure, site, layer, other, statistic, unit)."""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+
+LM = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
+BOTH_VIEWS = {"displacement", "cosine", "cka", "norm_ratio"}
+"""Measures that give every number once more without the first tokens, where first tokens count."""
+BINS = [f"bin_{i}" for i in range(10)]
+
+
+def rows(layers, measures, *, projections=(), attention=True, value=True, normed=True, first=True):
+    """Every promised row, apart from those whose statistics may be chosen freely: see `free`."""
+    inner, all_layers = range(1, layers + 1), range(layers + 1)
+    pairs = [(a, b) for a in all_layers for b in all_layers]
+    promised = {
+        "displacement": [
+            (site, layer, None, statistic, "1")
+            for site, layer in [*(("residual", n) for n in inner), *([("final_normed", layers)] if normed else [])]
+            for statistic in ("mean", "std", "p05", "p50", "p95")
+        ],
+        "jump_rate": [("residual", n, None, "value", "%") for n in range(2, layers + 1)],
+        "coherence": [
+            (site, n, None, statistic, "1")
+            for site in (("residual", "attention") if attention else ("residual",))
+            for n in inner
+            for statistic in ("mean", "mean_corrected", "share_0.3_0.7", *BINS)
+        ],
+        "cosine": [("residual", a, b, s, "1") for a, b in pairs for s in ("mean", "mean_raw")]
+        + [("residual", n, layers, s, "1") for n in all_layers for s in ("p25", "p50", "p75")],
+        "cka": [("residual", a, b, s, "1") for a, b in pairs for s in ("debiased", "biased")],
+        "norm_ratio": [("residual", n, None, "mean", "1") for n in inner],
+        "lens_accuracy": [("residual", n, None, "mean", "1") for n in all_layers],
+        "lens_loss": [("residual", n, None, "mean", "nats") for n in all_layers],
+        "saturation": [
+            ("residual", n, None, s, unit)
+            for n in inner
+            for s, unit in (("count", "tokens"), ("share", "1"), ("cumulative", "1"))
+        ],
+        "effective_depth": [("residual", None, None, s, "layers") for s in ("eps=0.05", "relative_eps=0.05")],
+        "nc1": [("residual", n, None, "value", "1") for n in all_layers],
+        "renyi_entropy": [
+            (site, n, None, "mean:plain:1", "nats")
+            for site, where in (("residual", all_layers), ("value", inner if value else ()))
+            for n in where
+        ],
+        "separability": [
+            (site, n, None, s, "1")
+            for site, where in (("residual", all_layers), ("value", inner if value else ()))
+            for n in where
+            for s in ("mean", "std")
+        ],
+        "spectral_norm": [(site, n, None, "value", "1") for site in projections for n in inner],
+        "mmd": [("residual", n, None, "value", "1") for n in all_layers],
+    }
+    found = {(measure, *row) for measure in measures for row in promised[measure]}
+    if first:
+        found |= {(m, *where, s + ":no-first", unit) for m, *where, s, unit in found if m in BOTH_VIEWS}
+    return found
+
+
+def free(row):
+    """Whether the documentation leaves it open which thresholds, presets and orders there are besides the named one."""
+    measure, _, _, _, statistic, _ = row
+    if measure == "effective_depth":
+        return re.fullmatch(r"(relative_)?eps=0\.\d+", statistic) is not None
+    return measure == "renyi_entropy" and re.fullmatch(r"mean:\w+:[\d.]+", statistic) is not None
+
+
+def check(table, promised):
+    """The table holds what was promised, nothing twice and nothing else."""
+    columns = ["measure", "site", "layer", "other", "statistic", "unit"]
+    plain = table[columns].astype(object).where(table[columns].notna(), None)
+    got = [tuple(row) for row in plain.itertuples(index=False)]
+    assert len(set(got)) == len(got), "a row stands there twice"
+    assert promised - set(got) == set(), "promised, but missing"
+    assert {row for row in set(got) - promised if not free(row)} == set(), "nobody promised these"
+    assert list(table.columns[:8]) == ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
+    assert pd.api.types.is_integer_dtype(table["layer"])
+    assert pd.api.types.is_float_dtype(table["value"])
+    assert (table["count"] >= 0).all()

@@ -1,0 +1,104 @@
+"""Synthetic results, pages made of them, and a browser that is allowed to read files and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fulldepth.report import write
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="session")
+def synthetic() -> ModuleType:
+    """Builders of results, shared with the tests of the figures."""
+    path = Path(__file__).parents[1] / "figures" / "synthetic.py"
+    spec = importlib.util.spec_from_file_location("fulldepth_synthetic", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def pages(synthetic, tmp_path_factory):
+    """Name of a builder -> path of its page, written once through the result folder."""
+    made: dict[str, Path] = {}
+
+    def page(name: str) -> Path:
+        if name not in made:
+            made[name] = write(getattr(synthetic, name)().save(tmp_path_factory.mktemp(name)))
+        return made[name]
+
+    return page
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium; skipped where there is none, unless this is CI."""
+    executable = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if executable is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no Chromium on this machine")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Open a page and wait until every figure is drawn; afterwards nothing may have gone wrong in it."""
+    opened, wrong = [], []
+
+    def open_page(path: Path, **settings):
+        context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 900}, "color_scheme": "light", **settings}
+        )
+        page = context.new_page()
+        opened.append(context)
+        page.on("console", lambda message: wrong.append(f"console: {message.type}: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+
+        def gate(route):
+            if route.request.url.startswith("file://"):
+                route.continue_()
+            else:
+                wrong.append(f"request: {route.request.url[:200]}")
+                route.abort()
+
+        page.route("**/*", gate)
+        page.goto(path.as_uri())
+        ready(page)
+        return page
+
+    yield open_page
+    for context in opened:
+        context.close()
+    assert wrong == []
+
+
+def ready(page):
+    """Wait until the queue of figures is empty."""
+    page.wait_for_selector("html[data-ready=yes]", state="attached", timeout=60_000)
+
+
+@pytest.fixture(name="ready")
+def ready_fixture():
+    """`ready(page)` waits until every figure is drawn."""
+    return ready

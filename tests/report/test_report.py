@@ -1,0 +1,202 @@
+"""What the page is made of, without a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulldepth.errors import FulldepthError
+from fulldepth.report import render, write
+from fulldepth.report.lens import Vocabulary, pack
+from fulldepth.report.page import contrast, embed
+from fulldepth.report.payload import compact, difference, fix_range, payload, thin
+from fulldepth.report.sections import arrange
+from fulldepth.report.tables import pack as pack_table
+from fulldepth.report.words import figure_of, scaled, short, visible
+from fulldepth.results import Results
+
+
+def document(html):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S).group(1))
+
+
+def test_one_file_without_an_address_to_fetch_from(synthetic):
+    html = render(synthetic.minimal())
+    own = html[: html.index("plotly.js v")] + html[html.rindex('"use strict";') :]
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", own)
+    assert "@import" not in own
+    assert "url(" not in own
+    assert "default-src 'none'" in own
+    assert html.count("</script>") == 3
+    assert html.isascii() or "\u2028" not in html
+
+
+def test_the_page_is_written_whole_or_not_at_all(synthetic, tmp_path, monkeypatch):
+    folder = synthetic.minimal().save(tmp_path / "out")
+    path = write(folder)
+    before = path.read_text(encoding="utf-8")
+    monkeypatch.setattr("fulldepth.results.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(FulldepthError, match="No space left"):
+        write(folder)
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(FulldepthError, match="not a result folder"):
+        write(tmp_path)
+
+
+def test_torch_is_not_imported():
+    code = "import sys, fulldepth.report, fulldepth.figures; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(
+    st.recursive(
+        st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+def test_embedded_data_comes_back_and_cannot_leave_its_element(value):
+    text = embed(value)
+    assert text.isascii()
+    assert not set(text) & set("<>&")
+    assert json.loads(text) == value
+
+
+def test_nan_never_reaches_the_page(synthetic):
+    results = synthetic.language_model()
+    results.table.loc[results.table.layer == 3, "value"] = math.nan
+    results.meta["headline"]["zeta_L"]["value"] = None
+    made = document(render(results))
+    assert made["views"][0]["cards"][0]["digits"] == "–"
+    assert None in made["table"]["columns"]["value"]
+
+
+def test_a_step_carries_only_what_differs(synthetic):
+    made = payload(synthetic.series())
+    patches = made["views"][0]["patches"]
+    assert not any(name.startswith("steps_") for name in patches)
+    mean = patches["displacement"]["patch"][2]
+    assert set(mean) == {"y"}
+    assert patches["spectral_norm"]["patch"] == [{}] * 7  # the weights of the synthetic series do not change
+    last = made["views"][-1]["patches"]["displacement"]["patch"]
+    assert last == [{}] * len(last)
+    assert [view["step"] for view in made["views"]] == [100, 500, 1000, 2000, 3000]
+
+
+def test_a_difference_and_its_base_give_the_figure_back():
+    base = {"data": [{"name": "a", "y": [1], "text": "t"}], "about": {"alt": "old"}}
+    same = {"data": [{"name": "a", "y": [2]}], "about": {"alt": "new"}}
+    assert difference(same, base) == {"patch": [{"y": [2], "text": None}], "alt": "new"}
+    other = {"data": [{"name": "b", "y": [2]}], "about": {"alt": "new"}}
+    assert difference(other, base) == {"data": other["data"], "alt": "new"}
+
+
+def test_a_step_without_a_figure_says_so(synthetic):
+    results = synthetic.series()
+    table = results.table
+    results.table = table[~((table.step == 3000) & (table.measure == "cka"))]
+    made = payload(results)
+    assert made["views"][-1]["patches"]["cka"] is None
+    assert made["views"][0]["patches"]["cka"] is not None
+    assert any(slot == ["cka", "cka:biased", "cka:debiased:no-first", "cka:biased:no-first"]
+               for section in made["sections"] for slot in section["slots"])  # fmt: skip
+
+
+def test_one_value_range_over_all_steps():
+    def figure(values, **axis):
+        return {"data": [{"y": values}], "layout": {"yaxis": axis}}
+
+    base = figure([1.0], rangemode="tozero")
+    fix_range(base, [figure([1.0]), figure([None, 4.0])])
+    assert base["layout"]["yaxis"]["range"] == pytest.approx([0, 4.2])
+    base = figure([1.0], type="log")
+    fix_range(base, [figure([1.0]), figure([100.0])])
+    assert base["layout"]["yaxis"]["range"] == pytest.approx([-0.1, 2.1])
+    base = figure([1.0], range=[0, 1])
+    fix_range(base, [figure([7.0])])
+    assert base["layout"]["yaxis"]["range"] == [0, 1]
+
+
+@given(st.integers(1, 300), st.integers(2, 60))
+def test_thinned_steps_keep_the_ends(count, most):
+    steps = [100 * index for index in range(count)]
+    kept = thin(steps, most)
+    assert kept[0] == steps[0]
+    assert kept[-1] == steps[-1]
+    assert kept == sorted(set(kept))
+    assert len(kept) == min(count, most)
+
+
+def test_a_large_table_leaves_pairs_of_layers_out_and_says_so(synthetic):
+    table = synthetic.language_model().table
+    packed = pack_table(table, limit=1000)
+    assert packed["total"] == len(table)
+    assert packed["rows"] == int(table.other.isna().sum())
+    assert "Pairs of layers" in packed["left_out"]
+    assert "last 10 rows" in pack_table(table, limit=10)["left_out"]
+    assert pack_table(table)["left_out"] == ""
+
+
+def test_columns_come_back(synthetic):
+    table = synthetic.comparison().table
+    packed = pack_table(table)["columns"]
+    for name in table.columns:
+        column = packed[name]
+        got = column if isinstance(column, list) else [column["values"][code] for code in column["codes"]]
+        assert got == [None if pd.isna(value) else value for value in table[name]]
+
+
+def test_every_figure_has_one_place(synthetic):
+    for kind in ("language_model", "series", "comparison"):
+        names = list(getattr(synthetic, kind)().figures())
+        placed = [name for section in arrange(names) for slot in section["slots"] for name in slot]
+        assert sorted(placed) == sorted(names)
+    assert arrange(["something_new"])[0]["id"] == "further"
+
+
+def test_the_lens_grid_in_numbers():
+    words = Vocabulary()
+    sample = {"title": "S", "tokens": ["a", "\n"], "targets": ["\n", ""], "saturation": [1, 2]}
+    grid = {"samples": [{**sample, "grid": [[["a", 0.25], ["b", None]], [["\n", 1.2], ["a", 0.0004]]]}]}
+    (packed,) = pack(grid, words)
+    assert list(words.index) == ["a", "⏎", "", "b"]
+    assert packed["top"] == [[0, 3], [1, 0]]
+    assert packed["probability"] == [[250, None], [1000, 0]]
+    assert pack(None, words) == []
+
+
+@given(st.text())
+def test_visible_text_has_no_character_that_draws_nothing(text):
+    shown = visible(text)
+    assert not [c for c in shown if c.isspace() and c != "\u3000" and ord(c) < 0x80]
+    assert not set(shown) & {"\u202e", "\u202a", "\u2066", "\u200b", "\x00", "\x7f", "\u2028"}
+
+
+def test_words():
+    assert short("a\nb  c") == "a⏎b  c"
+    assert len(short("x" * 10**6)) == 200
+    assert figure_of({"value": 12.345, "unit": "%"}) == ("12.3", "%")
+    assert figure_of({"value": 9.0, "unit": "layers"}, 12) == ("9", "of 12")
+    assert figure_of({"value": 0.0823, "unit": "1"}) == ("0.082", "")
+    assert figure_of({"value": None, "unit": "%"}) == ("–", "")
+    assert (scaled(9_412_352), scaled(1.2e9), scaled(512), scaled(None)) == ("9.41 M", "1.2 B", "512", "?")
+    assert compact({"a": [1 / 3, math.nan, (2, "x")]}) == {"a": [0.333333, None, [2, "x"]]}
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)
+
+
+def test_a_result_of_nothing_still_gives_a_page(synthetic):
+    results = synthetic.minimal()
+    empty = Results(results.table.iloc[:0], {"kind": "measure"})
+    made = document(render(empty))
+    assert made["sections"] == []
+    assert made["title"] == "Unnamed model"
