@@ -171,9 +171,9 @@ def measure_command(
 ) -> None:
     """Measure what every layer of a checkpoint does, in one pass over the data.
 
-    MODEL is a checkpoint folder, a Hub name, or the folder of a training run (checkpoint-100, checkpoint-200, ...), which
-    gives a series. The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table) and
-    `results.json` (settings, headline). A run that was interrupted goes on where it stopped.
+    MODEL is a checkpoint folder, a Hub name, or the folder of a training run (checkpoint-100, checkpoint-200, ...),
+    which gives a series. The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table)
+    and `results.json` (settings, headline). A run that was interrupted goes on where it stopped.
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth measure MODEL --data text.txt --output out/`
     """

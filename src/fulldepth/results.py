@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,24 +111,19 @@ class Results:
         return cls(table, meta)
 
 
-class atomic:
+@contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
     """Write to a temporary name beside `path`, then rename: readers see the old file or the new one, never half.
 
-    A context manager that gives the temporary path; on an exception the old file stays and the temporary one goes.
+    Gives the temporary path; on an exception the old file stays and the temporary one goes.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-
-    def __enter__(self) -> Path:
-        return self.part
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            os.replace(self.part, self.path)
-        else:
-            self.part.unlink(missing_ok=True)
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:

@@ -84,7 +84,7 @@ def test_an_image_classifier(checkpoint, picture_folder):
     contract.check(results.table, contract.rows(L, promised, projections=vit, first=False))
     assert results.meta["token_policy"]["name"] == "cls"
     assert results.meta["data"] | {"hash": None} == {
-        "name": str(picture_folder),
+        "name": picture_folder.name,
         "kind": "images",
         "hash": None,
         "sequences": 12,

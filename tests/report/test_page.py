@@ -173,7 +173,7 @@ def test_the_download_is_the_table(pages, visit):
         with page.expect_download() as download:
             page.get_by_role("button", name="Download CSV").click()
         text = download.value.path().read_text(encoding="utf-8")
-        got = pd.read_csv(io.StringIO(text), float_precision="round_trip")
+        got = pd.read_csv(io.StringIO(text))
         want = Results.load(pages(kind).parent).table
         assert list(got.columns) == list(want.columns)
         for name in want.columns:
@@ -203,7 +203,7 @@ def test_every_figure_has_its_numbers_as_a_table(pages, visit):
     page = visit(pages("language_model"))
     figure = page.locator("figure", has=page.locator("[data-figure=jump_rate]"))
     figure.get_by_text("Numbers", exact=True).click()
-    rates = Results.load(pages("language_model").parent).values("jump_rate", "value")
+    rates = Results.load(pages("language_model").parent).values("jump_rate", "value").sort_index()
     assert figure.locator("tbody th").all_inner_texts() == [str(layer) for layer in rates.index]
     shown = [float(cell) for cell in figure.locator("tbody td").all_inner_texts()]
     np.testing.assert_allclose(shown, rates.to_numpy(), rtol=1e-3)
@@ -252,10 +252,12 @@ def test_text_has_contrast(pages, visit, scheme):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [320, 390])
-def test_a_phone_does_not_scroll_sideways(pages, visit, kind, width):
-    page = visit(pages(kind), viewport={"width": width, "height": 844})
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_a_phone_does_not_scroll_sideways(pages, visit, kind):
+    page = visit(pages(kind), viewport={"width": 390, "height": 844})
+    for width in (390, 320):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
     if page.locator("#lens-box").is_visible():
         inner, outer = page.locator("#lens-box").evaluate("(box) => [box.scrollWidth, box.clientWidth]")
         assert inner > outer
@@ -274,7 +276,7 @@ def test_paper(pages, visit):
     assert max(widths) <= 340
     assert not page.get_by_label("Training step").is_visible()
     assert page.locator("#step-name").inner_text() == "3,000"
-    assert page.locator(".method[open]").count() == page.locator(".method:not([hidden])").count()
+    assert page.locator(".method:not([open]):not([hidden])").count() == 0
     page.emulate_media(media="screen")
     page.wait_for_timeout(200)
     assert page.locator(".method[open]").count() == 0
@@ -294,7 +296,7 @@ def test_the_keyboard_reaches_every_control(pages, visit):
         )
     assert {"step", "lens-sample", "lens-box", "download", "numbers-text", "radio", "SUMMARY", "TD"} <= reached
     unnamed = page.evaluate(
-        "[...document.querySelectorAll('input, select')].filter((one) => !one.labels.length).map((one) => one.outerHTML)"
+        "[...document.querySelectorAll('input, select')].filter((one) => !one.labels.length).map((one) => one.id)"
     )
     assert unnamed == []
 

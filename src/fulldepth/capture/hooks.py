@@ -43,8 +43,7 @@ class Tape:
     def record(self, site: str, layer: int, state: Tensor) -> None:
         """Keep one state of a 1-based layer."""
         self._seen[site, layer] = state
-        if not state.is_inference():
-            self._versions[site, layer] = state._version
+        self._versions[site, layer] = 0 if state.is_inference() else state._version
 
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
@@ -72,7 +71,7 @@ class Tape:
         if (name, layer) not in self._seen:
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
-        if self._versions.get((name, layer), 0) != (0 if state.is_inference() else state._version):
+        if self._versions[name, layer] != (0 if state.is_inference() else state._version):
             raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
         if state.ndim == 2:
             state = state.view(*self._seen["x", 1].shape[:2], -1)
@@ -112,13 +111,26 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
             raise unknown("site", site, SITES)
     tape = Tape(anatomy, wanted)
     handles: list[RemovableHandle] = []
+    blocks = set(anatomy.blocks)
     try:
         for module, before, name, layer, change in _places(anatomy, set(wanted)):
+            if grad and module not in blocks and _reentrant(anatomy.blocks[layer - 1]):
+                raise FulldepthError(
+                    f"{name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; enable "
+                    "checkpointing with use_reentrant=False."
+                )
             handles.append(_hook(tape, module, before, name, layer, change, grad))
         yield tape
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _reentrant(block: nn.Module) -> bool:
+    """Whether the first run of a block's inside will have no graph."""
+    function = getattr(block, "_gradient_checkpointing_func", None)
+    active = block.training and getattr(block, "gradient_checkpointing", False)
+    return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
 
 
 Place = tuple[nn.Module, bool, str, int, Callable[[Tensor], Tensor] | None]
@@ -143,8 +155,7 @@ def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
             if site in wanted or (site == "attention_branch" and _needs_sum(anatomy, wanted)):
                 yield _required(anatomy, layer, site), False, site, layer, scaled
         if "mlp_input" in wanted:
-            reader = anatomy.part(layer, "mlp_norm") if anatomy.family.design != "post" else None
-            yield reader or _required(anatomy, layer, "mlp"), True, "mlp_input", layer, None
+            yield _mlp_input(anatomy, layer, block), True, "mlp_input", layer, None
         if "value" in wanted:
             yield _required(anatomy, layer, "value"), False, "value", layer, anatomy.value_states
 
@@ -160,6 +171,14 @@ def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
         return _required(anatomy, layer, "attention_norm"), False
     reader = anatomy.part(layer, "mlp_norm") or _required(anatomy, layer, "mlp")
     return reader, True
+
+
+def _mlp_input(anatomy: Anatomy, layer: int, block: nn.Module) -> nn.Module:
+    """The module that reads what the MLP sub-layer adds to: the block itself where both branches add to x."""
+    if anatomy.family.design == "parallel":
+        return block
+    reader = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "pre" else None
+    return reader or _required(anatomy, layer, "mlp")
 
 
 def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:

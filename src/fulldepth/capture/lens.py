@@ -58,8 +58,9 @@ def _reduce(classifier: Classifier, states: Tensor, targets: Tensor) -> Readout:
 def _statistics(logits: Tensor, targets: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Whether each row's top class is the last layer's and the target, and its cross-entropy. Overwrites `logits`.
 
-    In full precision a class is the top one if its logit equals the maximum, which spares an argmax; half precision
-    has so many ties that the argmax has to decide, as it does in the model.
+    In full precision a class is the top one if its logit equals the maximum, which spares an argmax; only where all
+    logits are equal (a head or a state of zeros) does the argmax decide, as it does in the model: one class, not all.
+    Half precision has so many ties that it decides everywhere.
     """
     at_target = logits.gather(1, targets[:, None])
     top = logits.amax(-1, keepdim=True)
@@ -70,6 +71,10 @@ def _statistics(logits: Tensor, targets: Tensor, last: Tensor) -> tuple[Tensor, 
         agrees, correct = predicted == last[:, None], predicted == targets[:, None]
         logits, at_target, top = logits.float(), at_target.float(), top.float()
     total = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    flat = (total == logits.shape[-1])[:, 0].nonzero()[:, 0]
+    if len(flat):
+        predicted = logits[flat].argmax(-1, keepdim=True)
+        agrees[flat], correct[flat] = predicted == last[flat, None], predicted == targets[flat, None]
     loss = total.log() + top - at_target
     return agrees[:, 0], correct[:, 0], loss[:, 0]
 

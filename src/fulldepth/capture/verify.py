@@ -93,6 +93,11 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
             for site in ("attention_input", "attention_output", "attention_branch", "mlp_branch", "mlp_input")
         )
         y = states["residual"][layer]
+        for what, branch in {"attention": a, "mlp": m}.items():
+            if branch.shape != x.shape:
+                raise FulldepthError(
+                    f"in layer {layer}, the {what} branch has shape {tuple(branch.shape)}, the stream {tuple(x.shape)}"
+                )
         if design == "parallel":
             pairs = {"x + attention + mlp": (x + a + m, y)}
         elif design == "pre":
@@ -104,7 +109,7 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
             pairs = {"norm(x + attention)": (first(x + a), after), "norm(m + mlp)": (second(before_mlp + m), y)}
         for what, (got, expected) in pairs.items():
             error = relative_error(got, expected)
-            if error > TOLERANCE[expected.dtype]:
+            if not error <= TOLERANCE[expected.dtype]:  # NaN is no agreement
                 raise FulldepthError(f"in layer {layer}, {what} misses the block's own state by {error:.1e} (relative)")
 
 
@@ -123,13 +128,15 @@ def _check_classifier(anatomy: Anatomy, inputs: Mapping[str, Any], last: Tensor)
     if got.shape != expected.shape:
         raise FulldepthError(f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(expected.shape)}")
     error = relative_error(got, expected)
-    if error > TOLERANCE[last.dtype]:
+    if not error <= TOLERANCE[last.dtype]:  # NaN is no agreement
         raise FulldepthError(f"the head applied to h_L misses the model's own logits by {error:.1e} (relative)")
     return classifier
 
 
 def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of the body: a decoder's cache would only cost memory here."""
+    if anatomy.family.tower == "vision" and "pixel_values" in inputs:
+        inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP takes text beside it
     decodes = anatomy.task == "causal-lm" or getattr(anatomy.config, "use_cache", None) is True
     return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
 

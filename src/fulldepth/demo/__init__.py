@@ -1,4 +1,4 @@
-"""`fulldepth demo`: train a small model, measure its checkpoints. A composition of the other verbs' public functions."""
+"""`fulldepth demo`: train a small model, measure its checkpoints. Composes the verbs' public functions."""
 
 from fulldepth.demo.run import RESULTS, demo
 

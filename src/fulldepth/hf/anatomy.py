@@ -44,7 +44,7 @@ class Anatomy:
     @property
     def body(self) -> nn.Module:
         """The model without its head: what a pass over the data runs."""
-        if self.family.body and hasattr(self.model, self.family.body):
+        if self.family.body and hasattr(self.model, self.family.body.partition(".")[0]):
             return self.model.get_submodule(self.family.body)
         prefix = getattr(self.model, "base_model_prefix", "")
         return getattr(self.model, prefix, self.model) if prefix else self.model
@@ -171,7 +171,7 @@ def anatomy_candidates(
         FulldepthError: if there is no table row and no list of blocks can be found, or a tower has to be chosen.
     """
     if override:
-        return [Anatomy(model, Family.from_mapping(override))]
+        return [_described(Anatomy(model, Family.from_mapping(override)))]
     rows = FAMILIES.get(model.config.model_type)
     if rows is None:
         return [Anatomy(model, family) for family in find_families(model)]
@@ -186,6 +186,24 @@ def anatomy_candidates(
     if getattr(model.config, "use_parallel_residual", True) is False:
         present = [replace(row, design="pre") if row.design == "parallel" else row for row in present]
     return [Anatomy(model, row) for row in present]
+
+
+def _described(anatomy: Anatomy) -> Anatomy:
+    """An anatomy out of the settings, whose paths from the model have to lead somewhere."""
+    family, kind = anatomy.family, type(anatomy.model).__name__
+    for name, start in (("body", anatomy.model), ("blocks", anatomy.body), ("final_norm", anatomy.body)):
+        path = getattr(family, name)
+        try:
+            module = None if path is None else start.get_submodule(path)
+        except AttributeError as error:
+            raise FulldepthError(f"anatomy.{name}={path} leads nowhere in {kind}: {error}.") from error
+        if name == "blocks" and not isinstance(module, nn.ModuleList):
+            raise FulldepthError(
+                f"anatomy.blocks={path} is a {type(module).__name__}; expected a ModuleList of blocks."
+            )
+    if family.branch_scale and not hasattr(anatomy.config, family.branch_scale):
+        raise FulldepthError(f"The configuration of {kind} has no {family.branch_scale} (anatomy.branch_scale).")
+    return anatomy
 
 
 def _fits(model: PreTrainedModel, family: Family) -> bool:

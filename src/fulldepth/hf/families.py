@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fulldepth.errors import FulldepthError, unknown
+
+Design = Literal["pre", "parallel", "post"]
+ValuePart = Literal["whole", "last-third", "last-third-of-each-head"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Family:
     """Attention module, from the block."""
     mlp: str | None
     """Module that reads the attention sub-layer's output x' (MLP or its first part), from the block."""
-    design: Literal["pre", "parallel", "post"] = "pre"
+    design: Design = "pre"
     """`pre`: x' = x + A, y = x' + M (A, M may carry norms of their own: sandwich). `parallel`: y = x + A + M.
     `post`: x' = norm(x + A), y = norm(m + M), where m is what the MLP reads."""
     attention_branch: str | None = None
@@ -51,7 +54,7 @@ class Family:
     """Norm before the MLP (pre, parallel) or after the sum (post)."""
     value: str | None = None
     """Projection that makes the value states, from the block."""
-    value_part: Literal["whole", "last-third", "last-third-of-each-head"] = "whole"
+    value_part: ValuePart = "whole"
     """Which channels of that projection are the value states."""
     final_norm: str | None = None
     """Norm after the last block, from the body."""
@@ -76,6 +79,12 @@ class Family:
         for name in values:
             if name not in known:
                 raise unknown("anatomy field", name, known)
+        for name, choices in {"design": get_args(Design), "value_part": get_args(ValuePart)}.items():
+            if name in values and values[name] not in choices:
+                raise unknown(f"value of anatomy.{name}:", str(values[name]), choices)
+        for name, value in values.items():
+            if not (isinstance(value, str) or (value is None and name != "blocks")):
+                raise FulldepthError(f"anatomy.{name} is {value!r}; expected a path or name as text.")
         if "blocks" not in values:
             raise FulldepthError("An anatomy needs at least `blocks`, the path of the ModuleList of blocks.")
         defaults = {"name": "from settings", "attention": None, "mlp": None, "heads": LANGUAGE_HEADS}

@@ -40,7 +40,7 @@ def find_families(model: PreTrainedModel) -> list[Family]:
     lists = [
         (name, module)
         for name, module in body.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1
+        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1
     ]
     if not lists:
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in body.named_children()) or "no modules"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
@@ -35,9 +36,15 @@ class Checkpoint:
 
     @property
     def config_hash(self) -> str:
-        """sha256 of the configuration's canonical JSON."""
-        document = json.dumps(self.model.config.to_diff_dict(), sort_keys=True, default=str)
+        """sha256 of the configuration's canonical JSON, without what loading and saving write into it."""
+        document = json.dumps(_own(self.model.config.to_diff_dict()), sort_keys=True, default=str)
         return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
+
+
+def _own(entries: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without precision, class and version, which stand beside it in every result."""
+    volatile = ("dtype", "architectures", "transformers_version")
+    return {k: _own(v) if isinstance(v, dict) else v for k, v in entries.items() if k not in volatile}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -50,9 +57,9 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
-        torch.zeros(1, device=picked)
+        torch.zeros(1, device=picked).item()  # a device that holds nothing fails here
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0][:200]
         raise FulldepthError(f"Device {str(device)!r} cannot be used here: {reason}") from error
     return picked
 
@@ -91,6 +98,7 @@ def load_checkpoint(
     """
     where = str(name)
     _check_folder(where)
+    target = pick_device(device) if device_map is None else None
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _plain_errors(where):
         config = AutoConfig.from_pretrained(where, **source)
@@ -102,10 +110,17 @@ def load_checkpoint(
                 dtype=pick_dtype(dtype),
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 **placed,
                 **source,
             )
-    missing = sorted(info["missing_keys"]) + [str(key[0]) for key in info["mismatched_keys"]]
+    if info["mismatched_keys"]:
+        key, stored, needed = min(info["mismatched_keys"])
+        raise FulldepthError(
+            f"{where} does not fit its config.json: {len(info['mismatched_keys'])} weights have another shape (first: "
+            f"{key} is {list(stored)} in the file, {list(needed)} in {type(model).__name__})."
+        )
+    missing = sorted(info["missing_keys"])
     if missing:
         raise FulldepthError(
             f"{where} lacks {len(missing)} weights that {type(model).__name__} needs (first: {missing[0]}); they would "
@@ -115,8 +130,8 @@ def load_checkpoint(
     if info["unexpected_keys"]:
         extra = sorted(info["unexpected_keys"])
         warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {extra[0]}).")
-    if device_map is None and not getattr(model, "is_quantized", False):
-        model.to(pick_device(device))
+    if target is not None and not getattr(model, "is_quantized", False):
+        model.to(target)
     return Checkpoint(model.eval(), where, revision, tuple(warnings))
 
 
@@ -147,8 +162,10 @@ def load_processor(name: str | Path, config: Any) -> Any:
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
     """The class that the checkpoint was saved from."""
     names = getattr(config, "architectures", None) or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise FulldepthError(f"`architectures` in config.json is {names!r}; expected a list of class names.")
     found = getattr(transformers, names[0], None) if names else None
-    if found is not None:
+    if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None:
         return found
     if trust_remote_code and getattr(config, "auto_map", None):
         auto = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
@@ -156,14 +173,20 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     if names and getattr(config, "auto_map", None):
         raise FulldepthError(f"{names[0]} is code that the checkpoint carries; it runs only with --trust-remote-code.")
     if names:
-        raise FulldepthError(f"transformers {transformers.__version__} has no class {names[0]}.")
+        raise FulldepthError(f"transformers {transformers.__version__} has no model class {names[0]}.")
     raise FulldepthError("config.json names no class (`architectures`), so it is not known what the weights are.")
 
 
 def _check_folder(where: str) -> None:
     """Say early and plainly what a local folder lacks."""
     folder = Path(where)
-    if not folder.exists():
+    try:
+        exists = bool(where) and folder.exists()
+    except OSError:  # too long for any file system
+        exists = False
+    if not where or (not exists and len(where) > 200):
+        raise FulldepthError(f"Expected a checkpoint folder or a Hub name (owner/name), got {where[:60]!r}.")
+    if not exists:
         if where.startswith((".", "/", "~")) or where.count("/") > 1:
             raise FulldepthError(f"No such folder: {where}. Expected a checkpoint folder or a Hub name (owner/name).")
         return
@@ -189,7 +212,9 @@ def _plain_errors(where: str, what: str = "model") -> Iterator[None]:
         raise FulldepthError(f"A configuration file in {where} is not valid JSON: {error}.") from error
     except FulldepthError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, StrictDataclassError) as error:
+        if "trust_remote_code" in str(error):
+            raise FulldepthError(f"{where} carries its own code; it runs only with --trust-remote-code.") from error
         message = " ".join(str(error).split())[:400]
         raise FulldepthError(f"Cannot load a {what} from {where}: {message}") from error
     except RuntimeError as error:

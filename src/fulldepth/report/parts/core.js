@@ -28,7 +28,7 @@ const isolated = (text, attributes = {}) => el("bdi", attributes, text);
 /** A labelled `<select>`; `choices` are strings, `choose` gets the index. */
 function picker(id, label, choices, choose) {
   const options = choices.map((choice, index) => el("option", { value: index }, choice));
-  return el("label", { for: id }, label, el("select", { id, onchange: (event) => choose(Number(event.target.value)) }, ...options));
+  return el("span", { class: "field" }, el("label", { for: id }, label), el("select", { id, onchange: (event) => choose(Number(event.target.value)) }, ...options));
 }
 
 const counted = (number) => number.toLocaleString("en");

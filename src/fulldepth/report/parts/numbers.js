@@ -80,7 +80,7 @@ function startNumbers() {
       numbersState.measure = index ? measures[index] : "";
       filterNumbers();
     }),
-    el("label", { for: "numbers-text" }, "Filter", el("input", {
+    el("span", { class: "field" }, el("label", { for: "numbers-text" }, "Filter"), el("input", {
       id: "numbers-text", type: "search", placeholder: "for example: p95 layer=12",
       oninput: (event) => {
         numbersState.text = event.target.value;
