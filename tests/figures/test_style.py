@@ -104,4 +104,5 @@ def test_extremes():
         "Cosine: lowest −0.500 at embeddings, highest 0.250 at layer 2."
     )
     assert extremes("Cosine", [3], [-1e-9]) == "Cosine: 0.000 at layer 3."
+    assert extremes("Cosine", [1, 2], [0.5, 0.5]) == "Cosine: 0.500 at every layer."
     assert extremes("Cosine", [1], [None]) == "Cosine: no finite value."

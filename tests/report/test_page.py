@@ -67,7 +67,7 @@ def test_the_verdict_says_what_was_measured_and_what_was_not(pages, visit):
 
 def test_readings_switch(pages, visit):
     page = visit(pages("language_model"))
-    figure = page.locator("figure", has=page.locator("[data-figure=cosine]"))
+    figure = page.locator("figure", has_text="Cosine similarity of layers")
     before = page.evaluate("document.querySelector('[data-figure=cosine]').data[0].z[0][1]")
     figure.get_by_label("Raw", exact=True).focus()
     page.keyboard.press("Space")
@@ -252,12 +252,16 @@ def test_text_has_contrast(pages, visit, scheme):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_phone_does_not_scroll_sideways(pages, visit, kind):
+def test_a_phone_does_not_scroll_sideways(pages, visit, ready, kind):
     page = visit(pages(kind), viewport={"width": 390, "height": 844})
     for width in (390, 320):
         page.set_viewport_size({"width": width, "height": 844})
         page.wait_for_timeout(300)
+        ready(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        plots = page.locator(".plot:visible .main-svg:first-child")
+        widths = plots.evaluate_all("(all) => all.map((svg) => svg.clientWidth)")
+        assert max(widths) <= width
     if page.locator("#lens-box").is_visible():
         inner, outer = page.locator("#lens-box").evaluate("(box) => [box.scrollWidth, box.clientWidth]")
         assert inner > outer

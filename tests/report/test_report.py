@@ -20,6 +20,7 @@ from fulldepth.report.page import contrast, embed
 from fulldepth.report.payload import compact, difference, fix_range, payload, thin
 from fulldepth.report.sections import arrange
 from fulldepth.report.tables import pack as pack_table
+from fulldepth.report.verdict import sentences_of_comparison, title
 from fulldepth.report.words import figure_of, scaled, short, visible
 from fulldepth.results import Results
 
@@ -192,6 +193,19 @@ def test_words():
     assert compact({"a": [1 / 3, math.nan, (2, "x")]}) == {"a": [0.333333, None, [2, "x"]]}
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)
+
+
+def test_a_comparison_says_first_what_its_table_does_not():
+    told = {"zeta_L:b": {"sentence": "told"}}
+    news = {"redundancy_change:b": {"sentence": "new"}}
+    assert sentences_of_comparison({**told, **news}) == (["new"], ["told"])
+    assert sentences_of_comparison(told) == (["told"], [])
+
+
+def test_the_title_is_the_end_of_a_path():
+    assert title({"model": {"name": "/data/runs/a/checkpoint-10"}}) == "a/checkpoint-10"
+    assert title({"model": {"name": "org/model"}}) == "org/model"
+    assert title({"model": {"name": "/"}}) == "/"
 
 
 def test_a_result_of_nothing_still_gives_a_page(synthetic):

@@ -14,6 +14,8 @@ CPU_CHUNK = 128
 """Tokens whose logits exist at once on a CPU: they stay in cache while they are reduced."""
 DEVICE_CHUNK_ELEMENTS = 1 << 27
 """Logits that exist at once on an accelerator."""
+SAFE_EXPONENT = 60.0
+"""Exponentials of logits up to this size, summed over any vocabulary, neither overflow nor vanish in float32."""
 
 
 def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Readout:
@@ -59,24 +61,25 @@ def _statistics(logits: Tensor, targets: Tensor, last: Tensor) -> tuple[Tensor, 
     """Whether each row's top class is the last layer's and the target, and its cross-entropy. Overwrites `logits`.
 
     In full precision a class is the top one if its logit equals the maximum, which spares an argmax; only where all
-    logits are equal (a head or a state of zeros) does the argmax decide, as it does in the model: one class, not all.
+    logits are zero (a head or a state of zeros) does the argmax decide, as it does in the model: one class, not all.
     Half precision has so many ties that it decides everywhere.
     """
-    at_target = logits.gather(1, targets[:, None])
     top = logits.amax(-1, keepdim=True)
+    at_target, at_last = logits.gather(1, torch.stack([targets, last], dim=1)).unbind(1)
     if logits.dtype in (torch.float32, torch.float64):
-        agrees, correct = logits.gather(1, last[:, None]) == top, at_target == top
+        correct, agrees = at_target == top[:, 0], at_last == top[:, 0]
     else:
-        predicted = logits.argmax(-1, keepdim=True)
-        agrees, correct = predicted == last[:, None], predicted == targets[:, None]
+        predicted = logits.argmax(-1)
+        correct, agrees = predicted == targets, predicted == last
         logits, at_target, top = logits.float(), at_target.float(), top.float()
-    total = logits.sub_(top).exp_().sum(-1, keepdim=True)
-    flat = (total == logits.shape[-1])[:, 0].nonzero()[:, 0]
-    if len(flat):
-        predicted = logits[flat].argmax(-1, keepdim=True)
-        agrees[flat], correct[flat] = predicted == last[flat, None], predicted == targets[flat, None]
-    loss = total.log() + top - at_target
-    return agrees[:, 0], correct[:, 0], loss[:, 0]
+    shift = top if float(top.abs().max()) > SAFE_EXPONENT else torch.zeros_like(top)
+    total = (logits.sub_(shift) if shift is top else logits).exp_().sum(-1)
+    zeros = ((total == logits.shape[-1]) & (top[:, 0] == 0)).nonzero()[:, 0]
+    if len(zeros):
+        predicted = logits[zeros].argmax(-1)
+        correct[zeros], agrees[zeros] = predicted == targets[zeros], predicted == last[zeros]
+    loss = total.log() + shift[:, 0] - at_target
+    return agrees, correct, loss
 
 
 def _chunk_size(classifier: Classifier, states: Tensor) -> int:

@@ -52,7 +52,12 @@ def demo(output: str | Path, *, steps: int = 300, seed: int = 0, watcher: Watche
     run = Path(output) / MODEL
     train(run, steps, seed, watcher)
     settings = MeasureSettings(
-        max_sequences=96, sequence_length=LENGTH, batch_size=BATCH, words=["is", "are", "was", "were"], seed=seed
+        max_sequences=96,
+        sequence_length=LENGTH,
+        batch_size=BATCH,
+        entropy_sequences=16,
+        words=["is", "are", "was", "were"],
+        seed=seed,
     )
     return measure_into(run, "corpus:builtin", Path(output) / RESULTS, settings, watcher=watcher)
 

@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth.figures.rows import Curve, Matrix
-from fulldepth.figures.style import MUTED, SIGNED_SCALE, UNIT_SCALE, figure, layer_name, translucent
+from fulldepth.figures.style import MUTED, SIGNED_SCALE, UNIT_SCALE, figure, layer_axis, translucent
 
 
 def line(
@@ -85,18 +85,11 @@ def heat(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: Any) 
         alt: see `figure`.
         about: passed on to `figure` (title, subtitle, variant, beside).
     """
-    names = [layer_name(layer, short=True) for layer in cells.layers]
-    step = max(1, -(-len(names) // 13))
-    ticks = {
-        "tickvals": cells.layers[::step],
-        "ticktext": names[::step],
-        "showgrid": False,
-        "ticks": "",
-        "showline": False,
-    }
+    named = layer_axis(cells.layers[-1], first=0)
+    ticks = {key: named[key] for key in ("tickvals", "ticktext")} | {"ticks": "", "showgrid": False, "showline": False}
     counts = {count for row in cells.counts for count in row}
     observed = counts.pop() if len(counts) == 1 else "%{customdata}"
-    gap = 1 if len(names) <= 40 else 0
+    gap = 1 if len(cells.layers) <= 40 else 0
     trace = go.Heatmap(
         x=cells.layers,
         y=cells.layers,

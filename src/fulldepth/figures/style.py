@@ -192,7 +192,7 @@ def extremes(what: str, layers: Sequence[int], values: Sequence[float | None], f
     (low, at_low), (high, at_high) = min(known), max(known)
     where = [layer_name(layer).lower() for layer in (at_low, at_high)]
     if low == high:
-        return f"{what}: {minus(low, form)} at {where[0]}."
+        return f"{what}: {minus(low, form)} at {where[0] if len(known) == 1 else 'every layer'}."
     return f"{what}: lowest {minus(low, form)} at {where[0]}, highest {minus(high, form)} at {where[1]}."
 
 

@@ -92,7 +92,7 @@ def run_pass(
                 states["reference"] = other.stack("residual", plan.setup.device)
                 other.clear()
             observation = observe(subject, batch, states, threshold, settings.seed)
-            _feed(plan, observation, result.clock)
+            feed(plan, observation, result.clock)
             if result.grid is None and me.is_main and settings.grid_samples:
                 result.grid = lens_grid(subject, batch, observation, settings.grid_samples)
             advance(len(batch))
@@ -132,7 +132,7 @@ def observe(subject: Subject, batch: Batch, states: dict[str, Tensor], threshold
     return observation
 
 
-def _feed(plan: Plan, observation: Observation, clock: Clock) -> None:
+def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
     """Update every accumulator; what several share is computed first, under a name of its own."""
     names = plan.measures.keys()
     if names & SIMILARITY:

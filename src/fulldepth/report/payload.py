@@ -55,6 +55,7 @@ def payload(results: Results) -> dict[str, Any]:
 def _view(entry: Mapping[str, Any], meta: Mapping[str, Any], vocabulary: lens.Vocabulary) -> dict[str, Any]:
     """Verdict and lens grids of one step, or of the whole run."""
     headline = entry.get("headline") or {}
+    said, more = verdict.sentences_of_comparison(headline) if meta.get("models") else (verdict.sentences(headline), [])
     grids = [{"label": "", "samples": lens.pack(entry.get("lens_grid"), vocabulary)}]
     if meta.get("models"):
         grids = [
@@ -69,7 +70,8 @@ def _view(entry: Mapping[str, Any], meta: Mapping[str, Any], vocabulary: lens.Vo
         "cards": []
         if meta.get("models")
         else verdict.cards(headline, (entry.get("model") or meta.get("model") or {}).get("num_layers")),
-        "sentences": verdict.sentences(headline),
+        "sentences": said,
+        "more_sentences": more,
         "left_out": verdict.left_out(entry) if entry is not meta else [],
         "lens": [grid for grid in grids if grid["samples"]],
         "patches": {},

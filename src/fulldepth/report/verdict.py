@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from fulldepth.report.words import HEADLINES, data_line, figure_of, model_line, seconds, short, size
@@ -16,7 +17,10 @@ def title(meta: Mapping[str, Any]) -> str:
         return " against ".join(short(entry.get("label", "?"), 60) for entry in meta["models"][:4]) + (
             " and others" if len(meta["models"]) > 4 else ""
         )
-    return short((meta.get("model") or {}).get("name") or "Unnamed model", 160)
+    name = str((meta.get("model") or {}).get("name") or "Unnamed model")
+    if name.startswith("/"):  # of a long path the end says most; the whole stands under "What was measured"
+        name = "/".join(PurePosixPath(name).parts[-2:]).lstrip("/") or name
+    return short(name, 160)
 
 
 def cards(headline: Headline, layers: object = None) -> list[dict[str, str]]:
@@ -34,6 +38,13 @@ def sentences(headline: Headline) -> list[str]:
     """The sentences, in the order of the cards."""
     order = [name for name in HEADLINES if name in headline] + [name for name in headline if name not in HEADLINES]
     return [short(headline[name]["sentence"], 600) for name in order if headline[name].get("sentence")]
+
+
+def sentences_of_comparison(headline: Headline) -> tuple[list[str], list[str]]:
+    """What the table of models does not say, first; then the table in words. All is first if the table says it all."""
+    told = {name: entry for name, entry in headline.items() if name.split(":")[0] in HEADLINES}
+    news = {name: entry for name, entry in headline.items() if name not in told}
+    return (sentences(news), sentences(told)) if news else (sentences(told), [])
 
 
 def side_by_side(meta: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ HEADLINES = {
     "zeta_L-2": ("Jump over the last three layers", "ζ of layer L − 2"),
     "last_layer_displacement": ("Displacement of the last layer", "Ψ of layer L"),
     "mean_coherence": ("Mean coherence", "over layers"),
-    "median_saturation": ("Median saturation layer", "half of all predictions have settled"),
-    "effective_depth": ("Effective depth", "layers needed for the accuracy"),
+    "median_saturation": ("Median saturation layer", "half of all have settled"),
+    "effective_depth": ("Effective depth", "layers needed"),
 }
 """Name in `results.json` -> what it is called, and its symbol or place."""
 TASKS = {

@@ -5,10 +5,16 @@ function drawVerdict() {
   byId("sentences").replaceChildren(...now.sentences.map((sentence) => el("p", {}, isolated(sentence))));
   const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
   const parts = now.cards.length ? [el("ul", { class: "cards" }, ...now.cards.map(card))] : [];
-  byId("cards").replaceChildren(...parts, ...(DATA.models ? [modelTable(DATA.models)] : []));
+  byId("cards").replaceChildren(...parts, ...(DATA.models ? [modelTable(DATA.models)] : []), ...inWords(now.more_sentences));
   const title = now.step == null ? "Verdict" : `Verdict at step ${counted(now.step)}`;
   byId("verdict-title").textContent = title;
   drawRemarks(now);
+}
+
+function inWords(sentences) {
+  if (!sentences.length) return [];
+  const items = sentences.map((sentence) => el("li", {}, isolated(sentence)));
+  return [el("details", { class: "about in-words" }, el("summary", {}, "The table in words"), el("ul", {}, ...items))];
 }
 
 function modelTable({ columns, rows }) {
@@ -89,6 +95,14 @@ function start() {
   startContents();
   drawAll();
   prefersDark.addEventListener("change", drawAll);
+  let width = innerWidth;
+  let waiting = 0;
+  addEventListener("resize", () => {
+    if (innerWidth === width || state.printing) return;
+    width = innerWidth;
+    clearTimeout(waiting);
+    waiting = setTimeout(drawAll, 120);
+  });
   onPaper.addEventListener("change", turnToPaper);
   addEventListener("beforeprint", () => turnToPaper({ matches: true }));
   addEventListener("afterprint", () => turnToPaper({ matches: false }));

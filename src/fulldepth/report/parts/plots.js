@@ -1,6 +1,6 @@
 // Figures: one slot each, with a switch between readings; redrawn when the step, the colours or the paper change.
 
-const CONFIG = { displaylogo: false, displayModeBar: false, responsive: true, doubleClick: false };
+const CONFIG = { displaylogo: false, displayModeBar: false, responsive: false, doubleClick: false };
 const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
 const slots = []; // { plots: [{ div, name, alt, box }] }
 let round = 0;
@@ -27,14 +27,15 @@ function layoutFor(name, div, data) {
   const base = recoloured(DATA.figures[name].layout);
   const isMap = data.some((trace) => trace.type === "heatmap");
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
-  if (width < 480) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
+  if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
   if (name.startsWith("steps_")) base.shapes = [...(base.shapes || []), stepLine()];
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
   return {
     ...base,
     template: recoloured(DATA.template),
     height,
-    ...(paper() ? { width, autosize: false } : { autosize: true, width: undefined }),
+    width,
+    autosize: false,
     margin: { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 },
   };
 }

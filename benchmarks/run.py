@@ -1,0 +1,194 @@
+"""Speed and memory of `measure`, as ratios measured interleaved in one run; `make bench` prints the README's tables.
+
+python benchmarks/run.py [--sequences 128] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fulldepth.capture import body_inputs, capture
+from fulldepth.measure.passes import Clock, feed, observe, run_pass, weigh
+from fulldepth.measure.plan import make_plan
+from fulldepth.measure.processes import Processes
+from fulldepth.measure.run import make_setup
+from fulldepth.measure.subject import model_inputs
+from fulldepth.metrics import cka_matrix, linear_cka, separability
+from subjects import BATCH, SIZES, subject
+
+SIMILARITY = ["displacement", "jump_rate", "norm_ratio", "cosine", "cka"]
+GROUPS: dict[str, tuple[list[str], dict[str, float]]] = {
+    "displacement + jump_rate + norm_ratio + cosine + cka": (SIMILARITY, {"12 x 256": 1.25, "6 x 768": 1.25}),
+    "coherence, both sites (added)": (["coherence"], {"12 x 256": 0.5, "6 x 768": 0.25}),
+    "renyi_entropy (added)": (["renyi_entropy"], {}),
+}
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def against_forward(size: str, names: list[str], count: int) -> tuple[float, float, float]:
+    """Seconds over the same batches, in turn: plain forward with logits; measuring pass; the forward inside of that.
+
+    The measuring pass has its own forward (which needs no logits), the hooks, the updates and the final rows.
+    """
+    it, settings = subject(size, count)
+    plan = make_plan(names, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    plain = measured = 0.0
+    clock = Clock()
+    for batch in it.sequences.batches(BATCH):
+        inputs = model_inputs(batch, it.device, torch.float32)
+        plain += timed(lambda inputs=inputs: it.checkpoint.model(**inputs, use_cache=False))
+        start = time.perf_counter()
+        with capture(it.anatomy, plan.sites) as tape:
+            with clock("body"):
+                it.anatomy.body(**body_inputs(it.anatomy, inputs))
+            states = {site: tape.stack(site) for site in plan.sites}
+        feed(plan, observe(it, batch, states, None, 0), clock)
+        measured += time.perf_counter() - start
+    measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
+    return plain, measured, clock.seconds["body"]
+
+
+@torch.inference_mode()
+def lens(size: str, count: int) -> tuple[float, float]:
+    """(seconds of the bare products of all layers with the head, seconds of the lens measures), batch by batch."""
+    it, settings = subject(size, count)
+    names = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
+    plan = make_plan(names, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    head = it.checkpoint.model.get_output_embeddings()
+    products = measured = 0.0
+    clock = Clock()
+    for batch in it.sequences.batches(BATCH):
+        with capture(it.anatomy, ["residual"]) as tape:
+            it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch, it.device, torch.float32)))
+            states = {"residual": tape.stack("residual")}
+        rows = [layer.flatten(0, 1)[:-BATCH] for layer in states["residual"]]  # as many positions as have a target
+        products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
+        measured += timed(lambda states=states, batch=batch: feed(plan, observe(it, batch, states, None, 0), clock))
+    return products, measured
+
+
+def weights(size: str) -> float:
+    """Seconds of the spectral norms of every projection."""
+    it, settings = subject(size, 2)
+    plan = make_plan(["spectral_norm"], make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    return timed(lambda: weigh(it, plan, Processes(), Clock()))
+
+
+def probes(size: str) -> float:
+    """Seconds of the separability of four words with 100 occurrences each, at every layer of both sites."""
+    layers, width = SIZES[size]
+    torch.manual_seed(0)
+    features, labels = torch.randn(400, width), torch.arange(400) % 4
+    return timed(lambda: separability(features, labels)) * (2 * layers + 1)
+
+
+def pairwise_cka() -> tuple[float, float, float]:
+    """(seconds of a loop over pairs, seconds of the one product, largest difference), 13 layers of 1024 x 256."""
+    torch.manual_seed(0)
+    features = torch.randn(13, 1024, 256)
+    looped = torch.empty(13, 13, dtype=torch.float64)
+
+    def loop() -> None:
+        for i in range(13):
+            for j in range(13):
+                looped[i, j] = linear_cka(features[i], features[j], debiased=True)
+
+    slow = timed(loop)
+    start = time.perf_counter()
+    matrix = cka_matrix(features, debiased=True)
+    return slow, time.perf_counter() - start, float((matrix - looped).abs().max())
+
+
+def peak(size: str, what: str, count: int) -> None:
+    """Print the peak memory in MiB of a plain forward, or of measuring everything, in this process (Linux only)."""
+    it, settings = subject(size, count)
+    plan = make_plan(None, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the preparation
+    with torch.inference_mode():
+        if what == "measure":
+            run_pass(it, plan, settings, Processes())
+            weigh(it, plan, Processes(), Clock())
+            [measure.rows() for measure in plan.measures.values()]
+        else:
+            for batch in it.sequences.batches(BATCH):
+                it.checkpoint.model(**model_inputs(batch, it.device, torch.float32), use_cache=False)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    print(int(status["VmHWM"].split()[0]) // 1024)
+
+
+def spread(values: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def tables(count: int, repeats: int) -> None:
+    """Print everything."""
+    threads = torch.get_num_threads()
+    print(
+        f"torch {torch.__version__}, {threads} threads, {count} sequences of 256 tokens, batch {BATCH}, {repeats} runs"
+    )
+    print("\n| what | model | ratio to a plain forward, median (range) | goal |\n|---|---|---|---|")
+    for title, (names, goals) in GROUPS.items():
+        for size in SIZES:
+            runs = [against_forward(size, names, count) for _ in range(repeats)]
+            added = "(added)" in title
+            ratios = [(measured - body * added) / plain for plain, measured, body in runs]
+            print(f"| {title} | {size} | {spread(ratios)} | {goals.get(size, '-')} |", flush=True)
+    print("\n| what | model | ratio to the products with the head | goal |\n|---|---|---|---|")
+    for size in SIZES:
+        pairs = [lens(size, min(count, 64)) for _ in range(repeats)]
+        print(f"| lens measures | {size} | {spread([m / p for p, m in pairs])} | 1.2 |", flush=True)
+    slow, fast, error = pairwise_cka()
+    print(
+        f"\nCKA matrix against a loop over pairs: {slow / fast:.0f} times faster (goal 4), off by {error:.0e} at most"
+    )
+    for size in SIZES:
+        print(f"{size}: spectral norms {weights(size):.1f} s a run, separability {probes(size):.1f} s a run")
+    print(f"fulldepth --help: {statistics.median(start_up() for _ in range(5)):.2f} s (goal 0.5)")
+    for size in SIZES:
+        plain, measuring = (own_process("--peak", size, what) for what in ("forward", "measure"))
+        print(f"{size}: peak memory {plain} MiB for the plain forward, {measuring} MiB measuring everything")
+
+
+def start_up() -> float:
+    """Seconds of `fulldepth --help`."""
+    command = [sys.executable, "-m", "fulldepth", "--help"]
+    return timed(lambda: subprocess.run(command, capture_output=True, check=True))
+
+
+def own_process(*arguments: str) -> int:
+    """The number that this script prints when run anew with these arguments."""
+    command = [sys.executable, __file__, *arguments]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peak", nargs=2, metavar=("SIZE", "WHAT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        peak(*arguments.peak, 32)
+    else:
+        tables(arguments.sequences, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The door: help, versions, names that are nearly right, exit codes. What the commands do is tested with their rooms."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fulldepth
+from fulldepth import cli, recipes
+from fulldepth.errors import FulldepthError
+from fulldepth.measure import MeasureSettings
+
+COMMANDS = ["measure", "compare", "report", "demo"]
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """The program in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
+        monkeypatch.setitem(cli.DEBUG, "on", False)
+        monkeypatch.setenv("COLUMNS", "300")
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def shell(*arguments):
+    """The program as another process."""
+    return subprocess.run(
+        [*map(str, arguments)], capture_output=True, text=True, check=False, timeout=120, stdin=subprocess.DEVNULL
+    )
+
+
+def options_of(help_text):
+    """Option -> its help, default included."""
+    lines = re.findall(r"^│ [* ]? *(--[a-z-]+)\s+(?:-\w\s+)?<[^>]*>\s+(.*?)\s*│$", help_text, re.MULTILINE)
+    return dict(lines)
+
+
+def test_help_lists_the_commands(main):
+    code, out, err = main("--help")
+    assert (code, err) == (0, "")
+    for command in COMMANDS:
+        assert re.search(rf"^│ {command} +\S", out, re.MULTILINE), f"{command} has no line of its own"
+    assert "fulldepth demo --output demo-run/" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_does(main, command):
+    code, out, _ = main(command, "-h")
+    assert code == 0
+    described = options_of(out)
+    assert described
+    assert all(len(text) > 10 for text in described.values()), described
+
+
+def test_measure_help_gives_the_defaults_of_the_settings(main):
+    described = options_of(main("measure", "--help")[1])
+    for name, field in MeasureSettings.model_fields.items():
+        option = f"--{name.replace('_', '-')}"
+        if option not in described or field.default in (None, False) or field.default_factory:
+            continue
+        assert f"[default: {field.default}" in described[option], option
+    assert "[default: all" in described["--measures"]
+    assert "[default: 256, or the model's positions if fewer]" in described["--sequence-length"]
+
+
+def test_measure_has_an_option_for_every_setting_that_is_not_rare(main):
+    described = options_of(main("measure", "--help")[1])
+    without = {name for name in MeasureSettings.model_fields if f"--{name.replace('_', '-')}" not in described}
+    assert without == {"anatomy", "grid_samples"}, "these go through --set"
+    assert {"--data", "--output", "--recipe", "--set", "--overwrite", "--debug"} <= set(described)
+
+
+def test_help_names_every_policy_and_recipe(main):
+    described = options_of(main("measure", "--help")[1])
+    for policy in ("all", "no-first", "last", "cls", "eos"):
+        assert policy in described["--tokens"]
+    for recipe in recipes.names("measure"):
+        assert recipe in described["--recipe"]
+
+
+def test_demo_help_gives_its_defaults(main):
+    described = options_of(main("demo", "--help")[1])
+    assert "[default: demo-run]" in described["--output"]
+    assert "[default: 300]" in described["--steps"]
+
+
+def test_no_arguments_show_the_help(main):
+    code, out, err = main()
+    assert "measure" in out + err
+    assert code in (0, 2)
+
+
+def test_version(main):
+    assert main("--version") == (0, f"fulldepth {fulldepth.__version__}\n", "")
+    same = shell(sys.executable, "-m", "fulldepth", "--version")
+    assert (same.returncode, same.stdout) == (0, f"fulldepth {fulldepth.__version__}\n")
+    script = Path(sys.executable).with_name("fulldepth")
+    assert shell(script, "--version").stdout == same.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["measure", "--help"], ["--version"]])
+def test_help_loads_no_heavy_library(arguments):
+    program = (
+        "import sys\n"
+        f"sys.argv = ['fulldepth', *{arguments}]\n"
+        "from fulldepth.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
+        "heavy = {'torch', 'transformers', 'plotly', 'pandas', 'sklearn', 'scipy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = shell(sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["measure", "m", "--data", "d", "--output", "o", "--max-sequence", "3"], ["--max-sequence", "--max-sequences"]),
+        (["measure", "m", "--data", "d", "--output", "o", "--measure", "cka"], ["--measure", "--measures"]),
+        (["mesure"], ["mesure", "measure"]),
+        (["measure"], ["model"]),
+        (["measure", "m", "--output", "o"], ["--data"]),
+        (["measure", "m", "--data", "d"], ["--output"]),
+        (["measure", "m", "--data", "d", "--output", "o", "--seed", "x"], ["--seed", "integer"]),
+        (["compare"], ["folders"]),
+        (["demo", "--steps", "many"], ["--steps", "integer"]),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
+    code, out, err = main(*arguments)
+    assert code == 2
+    assert out == ""
+    assert "Traceback" not in err
+    for word in words:
+        assert word.casefold() in err.casefold(), err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report", "/absent/folder"], ["/absent/folder", "results.json"]),
+        (["compare", "/absent/a", "/absent/b", "--output", "{out}"], ["/absent/a"]),
+        (["compare", "/absent/a", "--output", "{out}"], ["two"]),
+        (["demo", "--steps", "3", "--output", "{out}"], ["25", "3"]),
+        (["measure", "m", "--data", "d", "--output", "{out}", "--set", "sed=1"], ["sed", "'seed'"]),
+    ],
+)
+def test_mistakes_end_with_2_and_one_message(main, tmp_path, arguments, words):
+    code, out, err = main(*(part.format(out=tmp_path / "out") for part in arguments))
+    assert (code, out) == (2, "")
+    said = err.strip().splitlines()
+    assert len(said) == 1, err
+    assert said[0].startswith("Error: ")
+    for word in words:
+        assert word in said[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_debug_shows_the_traceback(main, where):
+    command = ["report", "/absent/folder"]
+    arguments = ["--debug", *command] if where == "before" else [*command, "--debug"]
+    with pytest.raises(FulldepthError, match="/absent/folder"):
+        main(*arguments)
+    assert main(*command)[0] == 2, "it does not stay on"
+
+
+def test_debug_and_plain_in_a_shell():
+    plain = shell(sys.executable, "-m", "fulldepth", "report", "/absent/folder")
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    debug = shell(sys.executable, "-m", "fulldepth", "--debug", "report", "/absent/folder")
+    assert debug.returncode != 0
+    assert "Traceback" in debug.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FulldepthError("got x, expected y"), "got x, expected y"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "Out of memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), "Out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), "Out of memory"),
+        (MemoryError(), "Out of memory"),
+        (PermissionError(13, "Permission denied", "/there"), "/there"),
+        (FulldepthError("markup [red]stays[/red] as it is [/]"), "markup [red]stays[/red] as it is [/]"),
+    ],
+)
+def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
+    monkeypatch.setattr("fulldepth.report.write", lambda folder: (_ for _ in ()).throw(error))
+    code, out, err = main("report", "somewhere")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_what_torch_really_says_when_memory_runs_out(main, monkeypatch):
+    monkeypatch.setattr("fulldepth.report.write", lambda folder: torch.empty(1 << 55))
+    code, _, err = main("report", "somewhere")
+    assert code == 2
+    assert "Out of memory" in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), KeyError("x"), AssertionError()])
+def test_mistakes_of_ours_are_not_hidden(main, monkeypatch, error):
+    monkeypatch.setattr("fulldepth.report.write", lambda folder: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        main("report", "somewhere")
