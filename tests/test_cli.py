@@ -1,4 +1,4 @@
-"""The door: help, versions, names that are nearly right, exit codes. What the commands do is tested with their rooms."""
+"""The door: help, version, names that are nearly right, exit codes. What commands do is tested with their rooms."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fulldepth import cli, recipes
 from fulldepth.errors import FulldepthError
 from fulldepth.measure import MeasureSettings
 
+MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
 COMMANDS = ["measure", "compare", "report", "demo"]
 
 
@@ -129,13 +130,13 @@ def test_help_loads_no_heavy_library(arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["measure", "m", "--data", "d", "--output", "o", "--max-sequence", "3"], ["--max-sequence", "--max-sequences"]),
-        (["measure", "m", "--data", "d", "--output", "o", "--measure", "cka"], ["--measure", "--measures"]),
+        ([*MEASURE, "--max-sequence", "3"], ["--max-sequence", "--max-sequences"]),
+        ([*MEASURE, "--measure", "cka"], ["--measure", "--measures"]),
         (["mesure"], ["mesure", "measure"]),
         (["measure"], ["model"]),
         (["measure", "m", "--output", "o"], ["--data"]),
         (["measure", "m", "--data", "d"], ["--output"]),
-        (["measure", "m", "--data", "d", "--output", "o", "--seed", "x"], ["--seed", "integer"]),
+        ([*MEASURE, "--seed", "x"], ["--seed", "integer"]),
         (["compare"], ["folders"]),
         (["demo", "--steps", "many"], ["--steps", "integer"]),
     ],

@@ -34,6 +34,12 @@ app = typer.Typer(
 DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
 
+MEASURES = (
+    *("displacement", "jump_rate", "coherence", "cosine", "cka", "norm_ratio", "lens_accuracy", "lens_loss"),
+    *("saturation", "effective_depth", "nc1", "renyi_entropy", "separability", "spectral_norm", "mmd"),
+)
+"""The names of `fulldepth.metrics.METRICS`, which would take torch to import; a test holds them equal."""
+
 MEASURING, SELECTING, LOADING = "What to measure", "Samples", "Loading the model"
 
 
@@ -53,7 +59,9 @@ def options(
 
 @app.command("measure")
 def measure_command(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, Hub name, or a folder of checkpoint-N.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub name, or a folder of checkpoint-N.")
+    ],
     data: Annotated[
         str,
         typer.Option(
@@ -66,7 +74,7 @@ def measure_command(
     measures: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated names, for example displacement,cka. [default: all that model and data allow]",
+            help=f"Comma-separated names out of {', '.join(MEASURES)}. [default: all that model and data allow]",
             rich_help_panel=MEASURING,
         ),
     ] = None,
@@ -262,7 +270,7 @@ def demo_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run and its results.")] = Path(
         "demo-run"
     ),
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 300,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train a small Llama on the built-in corpus, measure its checkpoints, and show what its layers learnt to do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,10 +18,6 @@ from fulldepth.results import Results
 STEPS = 25
 MOMENTS = [1, 3, 8, 15, 25]
 """4, 12, 30, 60 and 100 % of 25 steps."""
-
-
-class Stop(Exception):
-    """Ctrl-C, a power cut."""
 
 
 @pytest.fixture
@@ -80,11 +77,11 @@ def test_an_interrupted_demo_goes_on_to_the_same_weights(small, tmp_path):
         def advance(done):
             passed.append(done)
             if sum(passed) >= count:
-                raise Stop
+                raise KeyboardInterrupt
 
         return Watcher(advance=advance)
 
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         demo.demo(tmp_path / "broken", steps=STEPS, watcher=stop_after(18))
     assert steps_of(tmp_path / "broken" / "model") == [1, 3, 8, 15]
     before = times(tmp_path / "broken" / "model" / "checkpoint-8")
@@ -132,5 +129,5 @@ def test_checkpoints_are_dense_where_most_changes():
     moments = [max(1, round(share * 300)) for share in demo.MOMENTS]
     assert len(set(moments)) == 5
     assert moments[-1] == 300
-    gaps = [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(moments)]
     assert gaps == sorted(gaps)

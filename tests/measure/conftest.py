@@ -1,4 +1,4 @@
-"""Checkpoints as a user has them (a folder with weights and a tokenizer), small data, and the command line in-process."""
+"""Checkpoints as a user has them (weights and a tokenizer in a folder), small data, the command line in-process."""
 
 from __future__ import annotations
 

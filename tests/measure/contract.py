@@ -1,4 +1,4 @@
-"""The rows that the documentation promises, written out by hand from its table: (measure, site, layer, other, statistic, unit)."""
+"""The promised rows, written out by hand from the documentation: (measure, site, layer, other, statistic, unit)."""
 
 from __future__ import annotations
 

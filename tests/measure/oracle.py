@@ -132,9 +132,8 @@ def nc1(x, labels):
     means = {c: x[labels == c].mean(0) for c in classes}
     deviations = np.stack([row - means[c] for row, c in zip(x, labels, strict=True)])
     between = np.stack([means[c] - x.mean(0) for c in classes])
-    return float(np.trace(deviations.T @ deviations / len(x) @ np.linalg.pinv(between.T @ between / len(classes)))) / len(
-        classes
-    )
+    within, between = deviations.T @ deviations / len(x), between.T @ between / len(classes)
+    return float(np.trace(within @ np.linalg.pinv(between)) / len(classes))
 
 
 def mmd(x, y):

@@ -216,9 +216,8 @@ def test_pairs_that_are_too_long(wrong, main, model, output, tmp_path, corpus):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": corpus[:90], "response": corpus[90:200]}) + "\n")
     wrong("--sequence-length", "16", data=path, says=["16", "longer"], few=False)
-    outcome = main(
-        "measure", model, "--data", path, "--output", output, "--sequence-length", "64", "--truncate", "--max-sequences", 2
-    )
+    command = ["measure", model, "--data", path, "--output", output]
+    outcome = main(*command, "--sequence-length", "64", "--truncate", "--max-sequences", 2)
     assert outcome.code == 0, outcome.err
 
 

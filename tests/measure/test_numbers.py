@@ -150,7 +150,7 @@ def test_lens_grid_shows_what_stopping_at_each_layer_predicts(llama, tokenizer):
 
 
 def test_entropy_of_states_and_of_grouped_values(llama):
-    results, states, inner, model, _ = llama
+    results, states, inner, *_ = llama
     assert inner["value"].shape[-1] == 16 < 32, "two key/value heads of eight for four query heads"
     for site, where, first in (("residual", states, 0), ("value", inner["value"], 1)):
         expected = [np.mean([oracle.entropy(z) for z in layer]) for layer in where]

@@ -98,7 +98,7 @@ def test_a_series(checkpoint, text_file, tmp_path):
     run.mkdir()
     for seed, step in ((0, 10), (1, 20)):
         (run / f"checkpoint-{step}").symlink_to(checkpoint("llama", seed), target_is_directory=True)
-    one, two, _ = compare(run, text_file, tmp_path, max_sequences=5, sequence_length=12, batch_size=2)
+    _, two, _ = compare(run, text_file, tmp_path, max_sequences=5, sequence_length=12, batch_size=2)
     assert [entry["step"] for entry in two.meta["steps"]] == [10, 20]
     again = torchrun(
         "measure",

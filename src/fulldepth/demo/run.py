@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ MODEL, RESULTS = "model", "results"
 """Sub-folders of the output: the training run, and what was measured."""
 
 
-def demo(output: str | Path, *, steps: int = 300, seed: int = 0, watcher: Watcher | None = None) -> Results:
+def demo(output: str | Path, *, steps: int = 200, seed: int = 0, watcher: Watcher | None = None) -> Results:
     """Train, keep five checkpoints, measure them all on text that was not trained on.
 
     A demo that was interrupted goes on where it stopped.
@@ -87,9 +89,7 @@ def train(run: Path, steps: int, seed: int, watcher: Watcher) -> None:
     )
     watcher.begin("Training", steps)
     watcher.advance(max(done, default=0))
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    try:
+    with _quiet_library():
         trainer = Trainer(
             model,
             _arguments(run, steps, seed),
@@ -99,8 +99,20 @@ def train(run: Path, steps: int, seed: int, watcher: Watcher) -> None:
         )
         trainer.pop_callback(_printer(trainer))
         trainer.train(resume_from_checkpoint=str(kept[max(done)]) if done else None)
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Silence the Trainer's own logs and bars; the demo has a bar of its own."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 class Moments(TrainerCallback):

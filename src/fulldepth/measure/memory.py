@@ -24,7 +24,8 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
     layers = sum(setup.num_layers + 1 if site in ("residual", "reference") else setup.num_layers for site in plan.sites)
     batch = layers * batch_size * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
     batch *= 2  # as the model leaves them, and stacked
-    total = held["accumulators"] + held["reservoirs"] + batch
+    copies = 2 * held["reservoirs"]  # CKA works on the sample in float64
+    total = held["accumulators"] + held["reservoirs"] + max(batch, copies)
     free = available_memory(setup.device)
     sentence = (
         f"Memory beside the model: accumulators {_mib(held['accumulators'])}, sample of {setup.reservoir_tokens} of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
 
 
 def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -32,11 +32,9 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
     return ((logits.argmax(-1) == targets) & known).sum().double() / known.sum()
 
 
-class LensAccuracy(Measure):
-    """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+class LensMean(Measure):
+    """Mean over positions of one reading of the lens, for layers 0..L; a subclass says which reading."""
 
-    name = "lens_accuracy"
-    units = dict.fromkeys(("mean",), "1")
     needs = frozenset({"targets"})
     sums: Tensor
     count: Tensor
@@ -46,25 +44,40 @@ class LensAccuracy(Measure):
         self.add_sum("sums", setup.num_layers + 1)
         self.add_sum("count", dtype=torch.int64)
 
+    def reading(self, lens: Readout) -> Tensor:
+        """[L+1, M] what is averaged."""
+        raise TypeError(f"{type(self).__name__} does not say what it reads")
+
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        correct = observation.lens.correct  # [L+1, M]
-        self.sums += correct.sum(1).to(self.sums)
-        self.count += correct.shape[1]
+        values = self.reading(observation.lens)
+        self.sums += values.double().sum(1).to(self.sums)
+        self.count += values.shape[1]
 
     def compute(self) -> tuple[Tensor, int]:
-        """[L+1] accuracy, and the number of positions behind it."""
+        """[L+1] means, and the number of positions behind them."""
         return self.sums / self.count, int(self.count)
 
     def rows(self) -> list[Row]:
         """One row for each layer 0..L."""
-        accuracy, count = self.compute()
+        means, count = self.compute()
         return [
-            Row(self.name, "residual", layer, None, "mean", value, count, "1")
-            for layer, value in enumerate(accuracy.tolist())
+            Row(self.name, "residual", layer, None, "mean", value, count, self.units["mean"])
+            for layer, value in enumerate(means.tolist())
         ]
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
         """Bytes held: a sum per layer and one count."""
         return 8 * (setup.num_layers + 2)
+
+
+class LensAccuracy(LensMean):
+    """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+
+    name = "lens_accuracy"
+    units = dict.fromkeys(("mean",), "1")
+
+    def reading(self, lens: Readout) -> Tensor:
+        """[L+1, M] whether the top prediction is the target."""
+        return lens.correct

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Readout
+from fulldepth.metrics.lens_accuracy import LensMean
 
 
 def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -36,39 +37,12 @@ def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.double().sum() / (targets != -100).sum()
 
 
-class LensLoss(Measure):
+class LensLoss(LensMean):
     """Cross-entropy of the last layer's classifier on layers 0..L, over the positions that have a target."""
 
     name = "lens_loss"
     units = dict.fromkeys(("mean",), "nats")
-    needs = frozenset({"targets"})
-    sums: Tensor
-    count: Tensor
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_sum("sums", setup.num_layers + 1)
-        self.add_sum("count", dtype=torch.int64)
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        losses = observation.lens.loss  # [L+1, M]
-        self.sums += losses.double().sum(1).to(self.sums)
-        self.count += losses.shape[1]
-
-    def compute(self) -> tuple[Tensor, int]:
-        """[L+1] mean loss, and the number of positions behind it."""
-        return self.sums / self.count, int(self.count)
-
-    def rows(self) -> list[Row]:
-        """One row for each layer 0..L."""
-        loss, count = self.compute()
-        return [
-            Row(self.name, "residual", layer, None, "mean", value, count, "nats")
-            for layer, value in enumerate(loss.tolist())
-        ]
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum per layer and one count."""
-        return 8 * (setup.num_layers + 2)
+    def reading(self, lens: Readout) -> Tensor:
+        """[L+1, M] nats."""
+        return lens.loss
