@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 
 import fulldepth
 from fulldepth import cli, recipes
+from fulldepth.demo import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.measure import MeasureSettings
 
@@ -96,7 +98,9 @@ def test_help_names_every_policy_and_recipe(main):
 def test_demo_help_gives_its_defaults(main):
     described = options_of(main("demo", "--help")[1])
     assert "[default: demo-run]" in described["--output"]
-    assert "[default: 300]" in described["--steps"]
+    steps = inspect.signature(demo).parameters["steps"].default
+    assert f"[default: {steps}]" in described["--steps"]
+    assert inspect.signature(cli.demo_command).parameters["steps"].default == steps
 
 
 def test_no_arguments_show_the_help(main):
@@ -221,3 +225,10 @@ def test_mistakes_of_ours_are_not_hidden(main, monkeypatch, error):
     monkeypatch.setattr("fulldepth.report.write", lambda folder: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
         main("report", "somewhere")
+
+
+def test_the_help_names_every_measure():
+    from fulldepth.cli import MEASURES
+    from fulldepth.metrics import METRICS
+
+    assert list(MEASURES) == list(METRICS)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, is_out_of_memory
 
 app = typer.Typer(
     name="fulldepth",
@@ -43,18 +43,24 @@ MEASURES = (
 MEASURING, SELECTING, LOADING = "What to measure", "Samples", "Loading the model"
 
 
-@app.callback()
-def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-) -> None:
-    """Options of every command."""
-    DEBUG["on"] = debug
-    if version:
+def _print_version(asked: bool) -> None:
+    """The whole work of `--version`: it runs before a command is looked for."""
+    if asked:
         from fulldepth import __version__
 
         typer.echo(f"fulldepth {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of every command."""
+    DEBUG["on"] = debug
 
 
 @app.command("measure")
@@ -267,10 +273,10 @@ def report_command(
 
 @app.command("demo")
 def demo_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the run and its results.")] = Path(
-        "demo-run"
-    ),
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the run and its results. [default: demo-run]")
+    ] = Path("demo-run"),
+    steps: Annotated[int, typer.Option(help="Training steps. [default: 200]")] = 200,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train a small Llama on the built-in corpus, measure its checkpoints, and show what its layers learnt to do."""
@@ -351,18 +357,13 @@ def main() -> None:
     except OSError as error:
         _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), error)
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         _fail("Out of memory. Try a smaller --batch-size or --sequence-length, or --device-map auto.", error)
-    except KeyboardInterrupt:
-        typer.echo("Interrupted; the same command goes on where it stopped.", err=True)
-        sys.exit(130)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a CPU or an accelerator."""
-    names = {base.__name__ for base in type(error).__mro__}
-    return bool({"MemoryError", "OutOfMemoryError"} & names) or "not enough memory" in str(error)
+    except SystemExit as leaving:  # typer turns an interruption into this code and says nothing
+        if leaving.code == 130:
+            typer.echo("Interrupted; the same command goes on where it stopped.", err=True)
+        raise
 
 
 def _fail(message: str, error: BaseException) -> None:

@@ -22,3 +22,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     near = get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return FulldepthError(f"Unknown {kind} {name!r}.{hint} Available: {', '.join(choices)}.")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a CPU or an accelerator (torch has no one class for that)."""
+    names = {base.__name__ for base in type(error).__mro__}
+    said = ("not enough memory", "can't allocate memory", "out of memory")
+    return bool({"MemoryError", "OutOfMemoryError"} & names) or any(words in str(error) for words in said)

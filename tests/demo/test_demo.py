@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from itertools import pairwise
 
@@ -126,8 +127,9 @@ def test_too_few_steps_for_the_checkpoints(tmp_path):
 
 
 def test_checkpoints_are_dense_where_most_changes():
-    moments = [max(1, round(share * 300)) for share in demo.MOMENTS]
+    steps = inspect.signature(demo.demo).parameters["steps"].default
+    moments = [max(1, round(share * steps)) for share in demo.MOMENTS]
     assert len(set(moments)) == 5
-    assert moments[-1] == 300
+    assert moments[-1] == steps
     gaps = [after - before for before, after in pairwise(moments)]
     assert gaps == sorted(gaps)

@@ -68,7 +68,7 @@ def train(run: Path, steps: int, seed: int, watcher: Watcher) -> None:
     """Train the small Llama, unless its last checkpoint is there already."""
     moments = sorted({max(1, round(share * steps)) for share in MOMENTS})
     kept = {step: run / f"checkpoint-{step}" for step in moments}
-    if (kept[moments[-1]] / "model.safetensors").is_file():
+    if (kept[moments[-1]] / "trainer_state.json").is_file():  # what the Trainer writes last
         watcher.say(f"{run} is trained already.")
         return
     others = [p.name for p in run.glob("checkpoint-*") if p not in kept.values()]

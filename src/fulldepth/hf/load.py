@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, is_out_of_memory, unknown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -218,7 +218,7 @@ def _plain_errors(where: str, what: str = "model") -> Iterator[None]:
         message = " ".join(str(error).split())[:400]
         raise FulldepthError(f"Cannot load a {what} from {where}: {message}") from error
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         message = " ".join(str(error).split())[:400]
         raise FulldepthError(f"The checkpoint in {where} does not fit its configuration: {message}") from error

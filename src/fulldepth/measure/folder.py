@@ -84,19 +84,24 @@ def find_checkpoints(model: str | Path) -> list[tuple[int, Path]]:
 
 
 def fingerprint(model: str | Path, data: Any, settings: MeasureSettings) -> str:
-    """sha256 of everything that decides the numbers: files (names, sizes, times), data, settings, version."""
-    what = settings.model_dump(exclude=SPEED_ONLY)
-    document = [__version__, str(model), _files(model), str(data), _files(data), what]
+    """sha256 of everything that decides the numbers: files (names, sizes, times), data, settings, version.
+
+    Of models only the files at the top of their folders: results, logs and the like may live below.
+    """
+    folders: list[str | Path] = [folder for _, folder in find_checkpoints(model)]
+    models = [_identity(place, "*") for place in (*(folders or [model]), settings.reference, settings.tokenizer)]
+    what = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
+    document = [__version__, models, _identity(data, "**/*"), what]
     return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _files(place: Any) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of the files at a local place."""
+def _identity(place: Any, pattern: str) -> tuple[str, list[tuple[str, int, int]]]:
+    """A place's name, in one spelling, and name, size and time of change of its files if it is a local one."""
     if not isinstance(place, str | Path) or not Path(place).exists():
-        return []
-    path = Path(place)
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        return str(place), []
+    path = Path(place).resolve()
+    files = [path] if path.is_file() else sorted(p for p in path.glob(pattern) if p.is_file())
+    return str(path), [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def _existing(folder: Path, print_of_run: str, overwrite: bool) -> Results | None:

@@ -22,7 +22,8 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
     held = plan.memory
     setup = plan.setup
     layers = sum(setup.num_layers + 1 if site in ("residual", "reference") else setup.num_layers for site in plan.sites)
-    batch = layers * batch_size * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
+    sequences = min(batch_size, setup.num_sequences)
+    batch = layers * sequences * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
     batch *= 2  # as the model leaves them, and stacked
     copies = 2 * held["reservoirs"]  # CKA works on the sample in float64
     total = held["accumulators"] + held["reservoirs"] + max(batch, copies)

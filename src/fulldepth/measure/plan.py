@@ -89,8 +89,8 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
         reasons["labels"] = "the data have no labels of two or more classes"
     if not setup.words:
         reasons["words"] = "no words were named (--words is,are,was,were)"
-    if not sequences.equal_lengths:
-        reasons["equal_lengths"] = "the sequences differ in length, and it needs all of one length without padding"
+    if not sequences.equal_lengths or setup.sequence_length < 2:
+        reasons["equal_lengths"] = "it needs sequences of one length, two tokens at least, without padding"
     if len(sequences) < 2:
         reasons["several_sequences"] = "it averages over sequences, and there is only one"
     if not has_reference:

@@ -7,7 +7,8 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,10 +116,8 @@ def measure_with(
 ) -> Results:
     """`measure` with its settings resolved and its process group joined."""
     start = time.perf_counter()
-    subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=me.device(settings.device))
-    was_training = subject.checkpoint.model.training
-    subject.checkpoint.model.eval()
-    try:
+    with evaluating(model):
+        subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=me.device(settings.device))
         reference = _reference(subject, settings, me)
         loaded = time.perf_counter() - start
         setup = make_setup(subject, settings)
@@ -126,15 +125,32 @@ def measure_with(
         watcher.say(check_memory(plan, subject, settings.batch_size))
         for entry in plan.left_out:
             watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", -(-len(subject.sequences) // me.world))
+        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, me))
         done = run_pass(subject, plan, settings, me, reference=reference, advance=watcher.advance)
         weigh(subject, plan, me, done.clock)
-    finally:
-        subject.checkpoint.model.train(was_training)
-    table = _table(plan, done)
+    table = _table(plan, done, asked=settings.measures is not None)
     done.clock.seconds["load"] = loaded
     done.clock.seconds["total"] = time.perf_counter() - start
     return Results(table, _document(subject, settings, plan, done, table))
+
+
+@contextmanager
+def evaluating(model: str | Path | PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode for a model that was passed in, also while it is verified; then each module's own mode again."""
+    modes = {module: module.training for module in model.modules()} if isinstance(model, PreTrainedModel) else {}
+    if isinstance(model, PreTrainedModel):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def share(subject: Subject, settings: MeasureSettings, me: Processes) -> int:
+    """Sequences in the batches that this process takes."""
+    starts = range(0, len(subject.sequences), settings.batch_size)
+    return sum(min(settings.batch_size, len(subject.sequences) - start) for start in starts[me.rank :: me.world])
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
@@ -143,6 +159,9 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
     lengths = sequences.lengths
     if not any(lengths):
         lengths = [subject.verified.positions] * len(sequences)
+    num_tokens = tokens.how_many(subject.policy, lengths)
+    if not num_tokens:
+        raise FulldepthError(f"--tokens {subject.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     return Setup(
         num_layers=anatomy.num_layers,
@@ -150,9 +169,9 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         value_width=subject.verified.value_width,
         sequence_length=max(lengths),
         num_sequences=len(sequences),
-        num_tokens=tokens.how_many(subject.policy, lengths),
+        num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
-        reservoir_tokens=min(settings.reservoir_tokens, tokens.how_many(subject.policy, lengths)),
+        reservoir_tokens=min(settings.reservoir_tokens, num_tokens),
         entropy_sequences=settings.entropy_sequences,
         words=tuple(settings.words),
         projections=tuple(dict.fromkeys(name for name, _, _ in anatomy.projections())),
@@ -178,14 +197,21 @@ def _reference(subject: Subject, settings: MeasureSettings, me: Processes) -> Ve
     return verified
 
 
-def _table(plan: Plan, done: Pass) -> pd.DataFrame:
-    """Every accumulator's rows; a measure that found nothing to say is left out with a reason."""
+def _table(plan: Plan, done: Pass, *, asked: bool) -> pd.DataFrame:
+    """Every accumulator's rows; a measure that found nothing to say is left out with a reason.
+
+    Raises:
+        FulldepthError: if it was asked for by name.
+    """
     rows = []
     for name, accumulator in plan.measures.items():
         with done.clock(name), warnings.catch_warnings():
             # a process may have had no batch at all; what the others saw is merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             found = accumulator.rows()
+        if not found and asked:
+            words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
+            raise FulldepthError(f"{name} was asked for but has too few tokens or occurrences in the data{words}.")
         if not found:
             plan.left_out.append({"measure": name, "reason": "too few tokens or occurrences in the data"})
         rows += found

@@ -206,6 +206,6 @@ def _statistics(ratio: Tensor, sequences: int) -> dict[str, Tensor]:
         "mean_corrected": _corrected(cells, sequences).mean(),
         "share_0.3_0.7": ((cells >= BAND[0]) & (cells <= BAND[1])).double().mean(),
     }
-    bins = (cells * BINS).long().clamp(max=BINS - 1).bincount(minlength=BINS) / cells.numel()
-    result |= {f"bin_{index}": share for index, share in enumerate(bins.double())}
+    bins = (cells * BINS).long().clamp(max=BINS - 1).bincount(minlength=BINS).double() / cells.numel()
+    result |= {f"bin_{index}": share for index, share in enumerate(bins)}
     return result | {"count": torch.tensor(cells.numel(), dtype=torch.float64, device=cells.device)}
