@@ -27,59 +27,71 @@ def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attenti
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, for heads that pool.
     """
+    home, device = states.device, classifier.device or states.device
+    states, targets, attention_mask = (tensor.to(device) for tensor in (states, targets, attention_mask))
     if classifier.per_token:
         where = (targets != -100).flatten()
-        chosen = states.flatten(1, 2)[:, where]
-        return _reduce(classifier, chosen, targets.flatten()[where])
+        read = _reduce(classifier, states.flatten(1, 2)[:, where], targets.flatten()[where])
+    else:
+        read = _reduce_sequences(classifier, states, targets, attention_mask)
+    return Readout(*(column.to(home) for column in read))
+
+
+Columns = tuple[Tensor, Tensor, Tensor]
+"""agrees, correct, loss, as in `Readout`."""
+
+
+def _reduce_sequences(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Columns:
+    """Sequence heads: few classes, so all layers at once."""
     where = targets != -100
     logits = torch.stack([classifier.sequences(layer[where], attention_mask[where]) for layer in states])
-    last = logits[-1].argmax(-1)
-    parts = [_statistics(layer.clone(), targets[where], last) for layer in logits]
-    return Readout(*(torch.stack(column) for column in zip(*parts, strict=True)))
+    index = torch.stack([targets[where], logits[-1].argmax(-1)], dim=1)
+    hits, loss = zip(*(_read(layer.clone(), index) for layer in logits), strict=True)
+    correct, agrees = torch.stack(hits).unbind(-1)
+    return agrees, correct, torch.stack(loss)
 
 
-def _reduce(classifier: Classifier, states: Tensor, targets: Tensor) -> Readout:
-    """Token heads: chunks of tokens, the last layer first, because all others are compared with it."""
+def _reduce(classifier: Classifier, states: Tensor, targets: Tensor) -> Columns:
+    """Token heads: chunks of tokens; the last layer first, because all others are compared with it."""
     layers, tokens, _ = states.shape
-    agrees = torch.empty(layers, tokens, dtype=torch.bool, device=states.device)
-    correct = torch.empty_like(agrees)
+    hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=states.device)
     loss = torch.empty(layers, tokens, dtype=torch.float32, device=states.device)
-    chunk = _chunk_size(classifier, states)
-    for start in range(0, tokens, chunk):
-        part = slice(start, start + chunk)
-        logits = classifier.tokens(states[-1, part])
-        last = logits.argmax(-1)
-        for layer in reversed(range(layers)):
-            if layer < layers - 1:
-                logits = classifier.tokens(states[layer, part])
-            row = _statistics(logits, targets[part], last)
-            agrees[layer, part], correct[layer, part], loss[layer, part] = row
-    return Readout(agrees, correct, loss)
+    index = torch.stack([targets, torch.zeros_like(targets)], dim=1)
+    chunk = max(1, min(tokens, _chunk_size(classifier, states)))
+    room = classifier.buffer(chunk)
+    for layer in reversed(range(layers)):
+        prepared = classifier.prepare(states[layer])
+        for start in range(0, tokens, chunk):
+            part = slice(start, start + chunk)
+            logits = classifier.logits(prepared[part], room)
+            if layer == layers - 1:
+                index[part, 1] = logits.argmax(-1)
+            hits[layer, part], loss[layer, part] = _read(logits, index[part])
+    return hits[..., 1], hits[..., 0], loss
 
 
-def _statistics(logits: Tensor, targets: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether each row's top class is the last layer's and the target, and its cross-entropy. Overwrites `logits`.
+def _read(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `logits [N, V]`: `[N, 2]` whether the top class is each of `index [N, 2]` (the target; the last layer's top
+    class), and `[N]` the cross-entropy of the target. Overwrites `logits`.
 
     In full precision a class is the top one if its logit equals the maximum, which spares an argmax; only where all
-    logits are zero (a head or a state of zeros) does the argmax decide, as it does in the model: one class, not all.
-    Half precision has so many ties that it decides everywhere.
+    logits are zero (a head or a state of zeros) do ties matter, and there the first class wins, as it does in the
+    model. Half precision has so many ties that the argmax decides everywhere.
     """
-    top = logits.amax(-1, keepdim=True)
-    at_target, at_last = logits.gather(1, torch.stack([targets, last], dim=1)).unbind(1)
+    top = logits.amax(-1)
+    picked = logits.gather(1, index)
     if logits.dtype in (torch.float32, torch.float64):
-        correct, agrees = at_target == top[:, 0], at_last == top[:, 0]
+        hits = picked == top[:, None]
     else:
-        predicted = logits.argmax(-1)
-        correct, agrees = predicted == targets, predicted == last
-        logits, at_target, top = logits.float(), at_target.float(), top.float()
-    shift = top if float(top.abs().max()) > SAFE_EXPONENT else torch.zeros_like(top)
-    total = (logits.sub_(shift) if shift is top else logits).exp_().sum(-1)
-    zeros = ((total == logits.shape[-1]) & (top[:, 0] == 0)).nonzero()[:, 0]
-    if len(zeros):
-        predicted = logits[zeros].argmax(-1)
-        correct[zeros], agrees[zeros] = predicted == targets[zeros], predicted == last[zeros]
-    loss = total.log() + shift[:, 0] - at_target
-    return agrees, correct, loss
+        hits = logits.argmax(-1, keepdim=True) == index
+        logits, picked, top = logits.float(), picked.float(), top.float()
+    smallest, largest = (float(bound) for bound in torch.aminmax(top.abs())) if len(top) else (1.0, 1.0)
+    shift = top if not largest <= SAFE_EXPONENT else torch.zeros_like(top)
+    total = (logits.sub_(top[:, None]) if shift is top else logits).exp_().sum(-1)
+    if smallest == 0:
+        zeros = (total == logits.shape[-1]) & (top == 0)
+        hits = torch.where(zeros[:, None], index == 0, hits)
+    return hits, total.log() + shift - picked[:, 0]
 
 
 def _chunk_size(classifier: Classifier, states: Tensor) -> int:
@@ -100,7 +112,7 @@ class TopTokens(NamedTuple):
 def top_tokens(classifier: Classifier, states: Tensor) -> TopTokens:
     """Top class and its probability at every layer and position, `states: [L+1, P, D]`."""
     tokens, probabilities = [], []
-    for layer in states:
+    for layer in states.to(classifier.device or states.device):
         best = classifier.tokens(layer).float().softmax(-1).max(-1)
         tokens.append(best.indices)
         probabilities.append(best.values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
@@ -40,13 +40,46 @@ class Classifier:
         return self.head.pool == "token"
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Precision that the model's own logits have."""
-        return next((p.dtype for p in self.modules[-1].parameters() if p.is_floating_point()), torch.float32)
+    def device(self) -> torch.device | None:
+        """Where the head reads its input; None if its weights are offloaded and come when they are called."""
+        device = next((p.device for p in self.modules[-1].parameters()), None)
+        return None if device is None or device.type == "meta" else device
+
+    def buffer(self, rows: int) -> Tensor | None:
+        """[rows, V] room for `logits` to write into, where the head ends in an ordinary matrix; else None."""
+        last = self.modules[-1]
+        if type(last) is not nn.Linear or type(last.weight) is not nn.Parameter or hasattr(last, "_hf_hook"):
+            return None
+        return last.weight.new_empty(rows, len(last.weight)) if self.device is not None else None
+
+    def prepare(self, states: Tensor) -> Tensor:
+        """[..., D'] what the last matrix of the head reads: final norm, and the modules before that matrix."""
+        if self.head.normed:
+            states = self.anatomy.normalise(states)
+        for module in self.modules[:-1]:
+            states = module(states)
+        return states
+
+    def logits(self, prepared: Tensor, out: Tensor | None = None) -> Tensor:
+        """[..., V] logits of prepared states; `[N, V]` written into `out` (from `buffer`) if it is given.
+
+        The same room for every chunk keeps the logits in cache: fresh ones cost a fifth of the product itself.
+        """
+        last = self.modules[-1]
+        if out is None:
+            logits: Tensor = last(prepared)
+        else:
+            assert isinstance(last, nn.Linear)
+            logits = torch.mm(prepared, last.weight.T, out=out[: len(prepared)])
+            if last.bias is not None:
+                logits += last.bias
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def tokens(self, states: Tensor) -> Tensor:
         """[N, V] logits of `states: [N, D]` (token heads only)."""
-        return self._read(states)
+        return self.logits(self.prepare(states))
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, C] logits of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
@@ -58,16 +91,4 @@ class Classifier:
             states = states[torch.arange(len(states), device=states.device), last]
         elif self.head.pool == "mean-patches":
             states = states[:, 1:].mean(1)
-        return self._read(states)
-
-    def _read(self, states: Tensor) -> Tensor:
-        """Final norm, head modules, scale and soft-cap."""
-        if self.head.normed:
-            states = self.anatomy.normalise(states)
-        for module in self.modules:
-            states = module(states)
-        if self.scale != 1.0:
-            states = states * self.scale
-        if self.softcap is not None:
-            states = torch.tanh(states / self.softcap) * self.softcap
-        return states
+        return self.logits(self.prepare(states))

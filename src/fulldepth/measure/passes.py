@@ -152,16 +152,25 @@ def weigh(subject: Subject, plan: Plan, me: Processes, clock: Clock) -> None:
     for name, measure in plan.measures.items():
         if not isinstance(measure, SpectralNorm):
             continue
+        unreadable = []
         with clock(name):
             for index, (site, layer, module) in enumerate(subject.anatomy.projections()):
-                if index % me.world == me.rank:
-                    measure.update(site, layer, plain_weight(module))
+                weight = plain_weight(module)
+                if weight is None:
+                    unreadable.append(site)
+                elif index % me.world == me.rank:
+                    measure.update(site, layer, weight)
+        if unreadable:
+            reason = f"{len(unreadable)} matrices are offloaded or packed and cannot be read (first: {unreadable[0]})"
+            plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
 
 
-def plain_weight(module: torch.nn.Module) -> Tensor:
-    """A module's matrix as ordinary numbers, quantised or not."""
+def plain_weight(module: torch.nn.Module) -> Tensor | None:
+    """A module's matrix as ordinary numbers; None if it is offloaded, or packed in a way that torch cannot undo."""
     weight: Tensor = module.get_parameter("weight").detach()
-    return weight.dequantize() if hasattr(weight, "dequantize") and type(weight) is not Tensor else weight
+    if type(weight) is not Tensor and hasattr(weight, "dequantize"):
+        weight = weight.dequantize()
+    return weight if weight.is_floating_point() and weight.device.type != "meta" else None
 
 
 def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:

@@ -31,7 +31,7 @@ from fulldepth.measure.plan import Plan, make_plan
 from fulldepth.measure.processes import Processes, processes
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.measure.subject import Subject, model_inputs, open_checkpoint, prepare_subject
-from fulldepth.metrics import METRICS, Setup
+from fulldepth.metrics import Setup
 from fulldepth.metrics.cka import few_samples
 from fulldepth.recipes import layer as layered
 from fulldepth.results import Results, finite, tabulate
@@ -304,8 +304,3 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def known_measures() -> list[str]:
-    """Names of all measures."""
-    return list(METRICS)

@@ -50,8 +50,8 @@ class LensMean(Measure):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        values = self.reading(observation.lens)
-        self.sums += values.double().sum(1).to(self.sums)
+        values = self.reading(observation.lens).to(self.sums.device)
+        self.sums += values.double().sum(1)
         self.count += values.shape[1]
 
     def compute(self) -> tuple[Tensor, int]:
