@@ -117,4 +117,4 @@ class Reservoir(Metric):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return int(sum(t.numel() * t.element_size() for t in (self.features, self.keys, self.labels, self.priorities)))
+        return sum(t.nbytes for t in (self.features, self.keys, self.labels, self.priorities, self.seen))
