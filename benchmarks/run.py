@@ -1,6 +1,6 @@
 """Speed and memory of `measure`, as ratios measured interleaved in one run; `make bench` prints the README's tables.
 
-python benchmarks/run.py [--sequences 128] [--repeats 3]
+python benchmarks/run.py [--sequences 64] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def own_process(*arguments: str) -> int:
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peak", nargs=2, metavar=("SIZE", "WHAT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
