@@ -160,7 +160,7 @@ def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
         (["report", "/absent/folder"], ["/absent/folder", "results.json"]),
         (["compare", "/absent/a", "/absent/b", "--output", "{out}"], ["/absent/a"]),
         (["compare", "/absent/a", "--output", "{out}"], ["two"]),
-        (["demo", "--steps", "3", "--output", "{out}"], ["25", "3"]),
+        (["demo", "--steps", "3", "--output", "{out}"], ["20", "3"]),
         (["measure", "m", "--data", "d", "--output", "{out}", "--set", "sed=1"], ["sed", "'seed'"]),
     ],
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fulldepth.autoclasses import announce
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -15,11 +17,24 @@ if TYPE_CHECKING:
     from fulldepth.errors import FulldepthError as FulldepthError
     from fulldepth.measure import measure as measure
     from fulldepth.results import Results as Results
+    from fulldepth.train import train as train
 
 _HOME = {"FulldepthError": "fulldepth.errors", "Results": "fulldepth.results"}
-_ROOMS = ("architectures", "capture", "compare", "data", "figures", "hf", "losses", "measure", "metrics", "report")
+_ROOMS = (
+    "architectures",
+    "capture",
+    "compare",
+    "data",
+    "figures",
+    "hf",
+    "losses",
+    "measure",
+    "metrics",
+    "report",
+    "train",
+)
 
-__all__ = ["FulldepthError", "Results", "__version__", "capture", "compare", "data", "hf", "measure", "metrics"]
+__all__ = ["FulldepthError", "Results", "__version__", *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,3 +48,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+announce()

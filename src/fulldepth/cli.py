@@ -5,18 +5,13 @@ Verbs are imported when called, so that `--help` needs no torch.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from fulldepth import console
 from fulldepth.errors import FulldepthError, is_out_of_memory
 
 app = typer.Typer(
@@ -37,6 +32,7 @@ DEBUG = {"on": False}
 MEASURES = (
     *("displacement", "jump_rate", "coherence", "cosine", "cka", "norm_ratio", "lens_accuracy", "lens_loss"),
     *("saturation", "effective_depth", "nc1", "renyi_entropy", "separability", "spectral_norm", "mmd"),
+    *("retrieval_weight", "expected_retrieval", "stream_mixing"),
 )
 """The names of `fulldepth.metrics.METRICS`, which would take torch to import; a test holds them equal."""
 
@@ -215,7 +211,7 @@ def measure_command(
         "trust_remote_code": trust_remote_code,
     }
     from fulldepth import recipes, report
-    from fulldepth.measure import MeasureSettings, Watcher, measure_into
+    from fulldepth.measure import MeasureSettings, measure_into
 
     resolved = recipes.layer(
         MeasureSettings,
@@ -223,10 +219,76 @@ def measure_command(
         {name: value for name, value in given.items() if value is not None},
         recipes.assignments(settings or []),
     )
-    with _watching() as watch:
-        results = measure_into(model, data, output, resolved, overwrite=overwrite, watcher=Watcher(*watch))
-    if _is_main():
-        _finish(results, report.write(output))
+    with console.watching() as watcher:
+        results = measure_into(model, data, output, resolved, overwrite=overwrite, watcher=watcher)
+    if console.is_main():
+        console.finish(results, report.write(output))
+
+
+@app.command("train")
+def train_command(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe (see --list), or a YAML file of settings.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Settings over the recipe's: steps=500 model.hidden_size=256."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; made if absent.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last whole checkpoint in the run folder.")
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Train the recipe's model with: standard, jreg, cr, aligned, similarity. [default: its own]"),
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the recipes and leave.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the time it will take, and leave."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned.
+
+    RECIPE holds every number; `key=value` changes some of them. The run folder gets checkpoints, `settings.yaml`,
+    `results.parquet` (losses, penalties, displacement and jump rates at every evaluation) and `report.html`; look at
+    the checkpoints with `fulldepth measure RUN --data text.txt --output out/`, and at several runs on one page with
+    `fulldepth compare RUN RUN --output out/`.
+
+    Example: `fulldepth train tiny-jreg steps=300 --output jreg-run/`
+
+    Several processes: `torchrun --nproc-per-node 2 -m fulldepth train tiny-jreg --output jreg-run/`
+    """
+    DEBUG["on"] |= debug
+    from fulldepth import recipes
+
+    if listing:
+        console.table([(name, recipes.read(name, "train").get("about", "")) for name in recipes.names("train")])
+        return
+    if recipe is None:
+        raise FulldepthError(f"Which recipe? {', '.join(recipes.names('train'))}, or a YAML file.")
+    from fulldepth import report
+    from fulldepth.train import TrainSettings, dry_run_lines, train
+
+    over = {"method": method} if method else {}
+    resolved = recipes.layer(TrainSettings, recipes.read(recipe, "train"), over, recipes.assignments(settings or []))
+    if dry_run:
+        console.table(dry_run_lines(resolved))
+        return
+    if output is None:
+        raise FulldepthError("Where to? Name a run folder: --output RUN.")
+    with console.watching() as watcher:
+        results = train(
+            resolved,
+            output,
+            resume=resume,
+            recipe=Path(recipe).stem,
+            watcher=watcher,
+            after_evaluation=report.write,
+        )
+    if console.is_main():
+        console.finish(results, report.write(output))
 
 
 @app.command("compare")
@@ -256,7 +318,7 @@ def compare_command(
     _refuse_existing(output, overwrite)
     results = compare(folders, names=_names(names), baseline=baseline or 0, depth=depth)
     results.save(output)
-    _finish(results, report.write(output))
+    console.finish(results, report.write(output))
 
 
 @app.command("report")
@@ -274,20 +336,18 @@ def report_command(
 @app.command("demo")
 def demo_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the run and its results. [default: demo-run]")
+        Path, typer.Option("--output", "-o", help="Folder for the runs and their results. [default: demo-run]")
     ] = Path("demo-run"),
-    steps: Annotated[int, typer.Option(help="Training steps. [default: 200]")] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps of each model. [default: 160]")] = 160,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Train a small Llama on the built-in corpus, measure its checkpoints, and show what its layers learnt to do."""
+    """Train a small Llama with and without JREG, measure the checkpoints of both, and compare them on one page."""
     DEBUG["on"] |= debug
-    from fulldepth import report
-    from fulldepth.demo import RESULTS, demo
-    from fulldepth.measure import Watcher
+    from fulldepth.demo import COMPARISON, demo
 
-    with _watching() as watch:
-        results = demo(output, steps=steps, watcher=Watcher(*watch))
-    _finish(results, report.write(output / RESULTS))
+    with console.watching() as watcher:
+        results = demo(output, steps=steps, watcher=watcher)
+    console.finish(results, output / COMPARISON / "report.html")
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -295,57 +355,10 @@ def _names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _is_main() -> bool:
-    """Whether this process prints (under torchrun, only the first does)."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _refuse_existing(folder: Path, overwrite: bool) -> None:
     """Earlier results are never overwritten unasked."""
     if not overwrite and (folder / "results.json").exists():
         raise FulldepthError(f"{folder} already holds results. Choose another --output, or replace with --overwrite.")
-
-
-@contextmanager
-def _watching() -> Iterator[tuple[Any, Any, Any]]:
-    """A progress bar with the time left, as the three functions of a `Watcher`."""
-    console = Console(stderr=True, quiet=not _is_main())
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("elapsed"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks: list[Any] = []
-
-        def begin(title: str, total: int) -> None:
-            tasks.append(progress.add_task(title, total=total))
-
-        def advance(done: int) -> None:
-            progress.advance(tasks[-1], done)
-
-        def say(line: str) -> None:
-            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-        yield say, begin, advance
-
-
-def _finish(results: Any, page: Path) -> None:
-    """The headline as a short table, and where the page is."""
-    console = Console()
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, entry in results.headline.items():
-        value = "-" if entry["value"] is None else f"{entry['value']:.3g}"
-        unit = "" if entry["unit"] == "1" else f" {entry['unit']}"
-        table.add_row(name, f"{value}{unit}", entry["sentence"])
-    console.print(table)
-    for line in results.meta.get("warnings", []):
-        console.print(f"Note: {line}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Page: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
@@ -370,5 +383,5 @@ def _fail(message: str, error: BaseException) -> None:
     """Print one readable message and leave with 2; with `--debug` show where it came from."""
     if DEBUG["on"]:
         raise error
-    Console(stderr=True).print(f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.error(message)
     sys.exit(2)

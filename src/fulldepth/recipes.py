@@ -77,7 +77,7 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
     """
     path = Path(recipe)
     if not path.is_file():
-        if path.suffix or len(path.parts) != 1:
+        if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
             raise FulldepthError(f"There is no recipe file {path}. Recipes by name: {', '.join(names(verb))}.")
         if path.name not in names(verb):
             raise unknown(f"{verb} recipe", path.name, names(verb))

@@ -15,6 +15,7 @@ import transformers as tf
 
 import fulldepth
 from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
 from fulldepth.results import Results
 
 HEADLINE = {
@@ -92,7 +93,7 @@ def test_model_is_left_as_it_was_after_a_failure_too(model, tokenizer, text_file
     def stop(done):
         raise KeyboardInterrupt
 
-    watcher = fulldepth.measure.Watcher(advance=stop)
+    watcher = Watcher(advance=stop)
     with pytest.raises(KeyboardInterrupt):
         fulldepth.measure(model, str(text_file), tokenizer=tokenizer, watcher=watcher)
     assert model.training

@@ -11,7 +11,8 @@ import torch
 import transformers as tf
 
 from fulldepth.errors import FulldepthError
-from fulldepth.measure import MeasureSettings, Watcher, measure, measure_into
+from fulldepth.measure import MeasureSettings, measure, measure_into
+from fulldepth.progress import Watcher
 from fulldepth.results import Results
 
 STEPS = (5, 20, 100)

@@ -1,6 +1,15 @@
 """The only room that knows Hugging Face's module names and files: loading, families, anatomy, heads."""
 
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight
+from fulldepth.hf.checkpoints import (
+    checkpoint_of,
+    find_checkpoints,
+    half_written,
+    is_sealed,
+    notes_of,
+    seal,
+    sealed_checkpoints,
+)
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device, pick_dtype
@@ -13,10 +22,17 @@ __all__ = [
     "Family",
     "Head",
     "anatomy_candidates",
+    "checkpoint_of",
+    "find_checkpoints",
     "first_broken_weight",
+    "half_written",
+    "is_sealed",
     "load_checkpoint",
     "load_processor",
     "load_tokenizer",
+    "notes_of",
     "pick_device",
     "pick_dtype",
+    "seal",
+    "sealed_checkpoints",
 ]

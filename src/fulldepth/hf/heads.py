@@ -83,12 +83,14 @@ class Classifier:
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, C] logits of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
+        return self.tokens(self.pool(states, attention_mask))
+
+    def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B, D] what a sequence head reads of `states: [B, T, D]`."""
         if self.head.pool == "first":
-            states = states[:, 0]
-        elif self.head.pool == "last":
+            return states[:, 0]
+        if self.head.pool == "last":
             position = torch.arange(attention_mask.shape[1], device=states.device)
             last = (position * attention_mask.to(states.device)).argmax(-1)
-            states = states[torch.arange(len(states), device=states.device), last]
-        elif self.head.pool == "mean-patches":
-            states = states[:, 1:].mean(1)
-        return self.logits(self.prepare(states))
+            return states[torch.arange(len(states), device=states.device), last]
+        return states[:, 1:].mean(1) if self.head.pool == "mean-patches" else states

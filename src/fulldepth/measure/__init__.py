@@ -7,11 +7,11 @@ import types
 from typing import Any
 
 from fulldepth.measure.folder import measure_into
-from fulldepth.measure.run import Watcher, measure
+from fulldepth.measure.run import measure
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.results import Results
 
-__all__ = ["MeasureSettings", "Watcher", "measure", "measure_into"]
+__all__ = ["MeasureSettings", "measure", "measure_into"]
 
 
 class _Verb(types.ModuleType):

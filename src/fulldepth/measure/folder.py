@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ import pandas as pd
 
 from fulldepth import __version__
 from fulldepth.errors import FulldepthError
+from fulldepth.hf import find_checkpoints
 from fulldepth.measure.processes import Processes, processes
-from fulldepth.measure.run import Watcher, measure_with
+from fulldepth.measure.run import measure_with
 from fulldepth.measure.settings import MeasureSettings
+from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
 
 STEPS = "steps"
@@ -68,19 +69,6 @@ def measure_into(
             results.save(folder)
         me.wait()
         return results
-
-
-def find_checkpoints(model: str | Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every `checkpoint-N` in a training run's folder, by step; empty for a single checkpoint."""
-    folder = Path(model)
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return []
-    found = []
-    for child in folder.iterdir():
-        match = re.fullmatch(r"checkpoint-(\d+)", child.name)
-        if match and (child / "config.json").is_file():
-            found.append((int(match[1]), child))
-    return sorted(found)
 
 
 def fingerprint(model: str | Path, data: Any, settings: MeasureSettings) -> str:

@@ -7,9 +7,8 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,24 +28,14 @@ from fulldepth.measure.memory import check_memory
 from fulldepth.measure.passes import Pass, run_pass, weigh
 from fulldepth.measure.plan import Plan, make_plan
 from fulldepth.measure.processes import Processes, processes
+from fulldepth.measure.routers import nearest_tokens, shares_of_heads
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.measure.subject import Subject, model_inputs, open_checkpoint, prepare_subject
 from fulldepth.metrics import Setup
 from fulldepth.metrics.cka import few_samples
+from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
 from fulldepth.results import Results, finite, tabulate
-
-
-@dataclass
-class Watcher:
-    """What a caller may want to hear during a run; the defaults are silent."""
-
-    say: Callable[[str], None] = lambda line: None
-    """One line of plain text."""
-    begin: Callable[[str, int], None] = lambda title, total: None
-    """A pass over `total` sequences starts."""
-    advance: Callable[[int], None] = lambda done: None
-    """`done` more sequences are through."""
 
 
 def measure(
@@ -128,6 +117,8 @@ def measure_with(
         watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, me))
         done = run_pass(subject, plan, settings, me, reference=reference, advance=watcher.advance)
         weigh(subject, plan, me, done.clock)
+        if me.is_main:
+            done.router_tokens = nearest_tokens(subject)
     table = _table(plan, done, asked=settings.measures is not None)
     done.clock.seconds["load"] = loaded
     done.clock.seconds["total"] = time.perf_counter() - start
@@ -167,6 +158,10 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         num_layers=anatomy.num_layers,
         width=anatomy.width,
         value_width=subject.verified.value_width,
+        chained=subject.verified.chained,
+        routed_heads=subject.verified.routed_heads,
+        head_shares=shares_of_heads(anatomy),
+        num_streams=subject.verified.num_streams,
         sequence_length=max(lengths),
         num_sequences=len(sequences),
         num_tokens=num_tokens,
@@ -255,6 +250,7 @@ def _document(
         "warnings": _warnings(subject, setup, table),
         "headline": headlines,
         "lens_grid": done.grid,
+        "router_tokens": done.router_tokens,
     }
     return finite(document)
 

@@ -1,0 +1,59 @@
+"""After `import fulldepth`, transformers' Auto classes know our model types; neither is loaded for that."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+MODEL_TYPES = {"depth_llama": "fulldepth.architectures"}
+"""`model_type` in a checkpoint's config.json -> the room that holds its class."""
+AUTO_CONFIG = "transformers.models.auto.configuration_auto"
+
+
+def announce() -> None:
+    """Announce our model types now if transformers' Auto classes are loaded, else as soon as they are."""
+    if AUTO_CONFIG in sys.modules:
+        _add_to(sys.modules[AUTO_CONFIG])
+    elif not any(isinstance(finder, _Announcer) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Announcer())
+
+
+class _Announced(dict[str, Any]):
+    """What was registered with `AutoConfig`, and our model types, whose room is imported when one is asked for."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in MODEL_TYPES or super().__contains__(key)
+
+    def __missing__(self, key: str) -> Any:
+        if key not in MODEL_TYPES:
+            raise KeyError(key)
+        importlib.import_module(MODEL_TYPES[key])  # registers its classes, and so fills in this entry
+        return self[key]
+
+
+class _Announcer(MetaPathFinder):
+    """Finds one module, as anybody else would, and adds our model types to it when it has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of `AUTO_CONFIG`; nothing for any other module."""
+        spec = PathFinder.find_spec(name, path) if name == AUTO_CONFIG else None
+        if spec is not None and spec.loader is not None:
+            sys.meta_path.remove(self)
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                _add_to(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _add_to(module: Any) -> None:
+    """Should `AutoConfig` have changed inside, `import fulldepth.architectures` still registers the classes."""
+    registered = getattr(module.CONFIG_MAPPING, "_extra_content", None)
+    if type(registered) is dict:
+        module.CONFIG_MAPPING._extra_content = _Announced(registered)

@@ -1,0 +1,78 @@
+"""What the command line prints: a progress bar, plain tables, the end of a run, an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fulldepth.progress import Watcher
+
+PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def is_main() -> bool:
+    """Whether this process prints (under torchrun, only the first does)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def watching() -> Iterator[Watcher]:
+    """A progress bar with the time left, as a `Watcher`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("elapsed"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True, quiet=not is_main())) as progress:
+        tasks: list[Any] = []
+
+        def begin(title: str, total: int) -> None:
+            tasks.append(progress.add_task(title, total=total))
+
+        def advance(done: int) -> None:
+            progress.advance(tasks[-1], done)
+
+        def say(line: str) -> None:
+            progress.console.print(line, **PLAIN)
+
+        yield Watcher(say, begin, advance)
+
+
+def table(rows: Iterable[Sequence[str]]) -> None:
+    """Plain columns."""
+    grid = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        grid.add_row(*row)
+    Console().print(grid)
+
+
+def finish(results: Any, page: Path) -> None:
+    """The headline as a short table, and where the page is."""
+    rows = []
+    for name, entry in results.headline.items():
+        if ":" in name:  # a comparison's numbers of single models: the page has them all
+            continue
+        value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
+        unit = "" if entry["unit"] == "1" else f" {entry['unit']}"
+        rows.append((name, f"{value}{unit}", entry["sentence"]))
+    table(rows)
+    console = Console()
+    for line in results.meta.get("warnings", []):
+        console.print(f"Note: {line}", **PLAIN)
+    console.print(f"Page: {page}", **PLAIN)
+
+
+def error(message: str) -> None:
+    """One red message where errors go."""
+    Console(stderr=True).print(f"Error: {message}", style="red", **PLAIN)
