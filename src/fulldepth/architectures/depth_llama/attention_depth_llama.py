@@ -1,0 +1,207 @@
+"""Attention of `depth_llama`: Llama's, with keys and values that may come from a memory of earlier layers.
+
+Norms, rotary embeddings and softmax are Llama's, except that float64 stays float64 throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    repeat_kv,
+)
+
+from .configuration_depth_llama import DepthLlamaConfig
+from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, route_key_value, routed_key_value
+
+
+class DepthLlamaRMSNorm(LlamaRMSNorm):
+    """`gain * x / rms(x)`; statistics in float32, or in float64 for float64 input."""
+
+    def forward(self, hidden_states: Tensor, normalised: Tensor | None = None) -> Tensor:
+        """Normalise `[..., D]`, or only apply the gain where `x / rms(x)` is there already, in the type of `x`."""
+        if normalised is not None and normalised.dtype == hidden_states.dtype:
+            return self.weight * normalised
+        if hidden_states.dtype != torch.float64:
+            return super().forward(hidden_states)
+        variance = hidden_states.square().mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+class DepthLlamaRotaryEmbedding(LlamaRotaryEmbedding):
+    """Cosines and sines of the positions' angles; in float64 for float64 states."""
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """For positions `[B, T]`, in the dtype of `x`: twice `[B, T, d_h]`."""
+        precision = torch.promote_types(x.dtype, torch.float32)
+        angles = position_ids[..., None].to(precision) * self.inv_freq.to(x.device, precision)
+        angles = torch.cat((angles, angles), dim=-1)
+        cosines, sines = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cosines.to(x.dtype), sines.to(x.dtype)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Llama's eager attention over `[B, H, T, d_h]`, whose softmax stays in float64 for float64 queries."""
+    if query.dtype != torch.float64:
+        return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    logits = query @ repeat_kv(key, groups).transpose(2, 3) * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    weights = nn.functional.dropout(logits.softmax(-1), p=dropout, training=module.training)
+    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), weights
+
+
+class DepthLlamaAttention(LlamaAttention):
+    """Grouped-query attention whose keys and values may be routed from earlier layers.
+
+    From the second layer on, a model with memory has `router`, and `memory_norm` (the gain of LN_r) for memory
+    `static` and `dynamic`. What `value_states` returns, in every mode, are the values as attention and the cache get
+    them, `[B, T, H_kv * d_h]`.
+
+    Source: "LIME", Sec. 4 and App. E; memory `kv`: its public code.
+    """
+
+    def __init__(self, config: DepthLlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.value_states = nn.Identity()
+        self.router: Any = None
+        self.memory_norm: DepthLlamaRMSNorm | None = None
+        if config.memory == "none" or layer_idx == 0:
+            return
+        heads, sources = self.k_proj.out_features // self.head_dim, layer_idx + 1
+        if config.memory == "kv":
+            self.router = KeyValueRouter(heads, sources, init=config.kv_init)
+            return
+        self.memory_norm = DepthLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.memory == "static":
+            self.router = StaticRouter(heads, sources)
+        else:
+            self.router = DynamicRouter(config.hidden_size, heads, sources, top_p=config.router_top_p)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        stream: Tensor | None = None,
+        memory: Sequence[Tensor] = (),
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        """Attend.
+
+        Args:
+            hidden_states: the layer's normalised input `[B, T, D]`.
+            position_embeddings: cosines and sines of the rotary embedding.
+            attention_mask: as the chosen attention implementation reads it.
+            past_key_values: cache; it gets routed keys and values.
+            stream: the layer's input before its norm, for a dynamic router that reads it.
+            memory: for `static` and `dynamic` the normalised states (without gain) of all sources, the layer's own
+                input last; for `kv` keys and values of the earlier layers in turn, before routing.
+            **kwargs: for the attention implementation.
+
+        Returns:
+            Output `[B, T, D]`, attention weights or None, and for memory `kv` this layer's own keys and values
+            `[B, T, H_kv * d_h]`.
+        """
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        keys, values, *own = self._keys_and_values(hidden_states, stream, memory)
+        values = self.value_states(values)
+        query_states = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        key_states, value_states = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, *position_embeddings)
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attended, weights = attend(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights, *own
+
+    def _keys_and_values(
+        self, hidden_states: Tensor, stream: Tensor | None, memory: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Keys and values before rotary embedding, `[B, T, H_kv * d_h]`; for memory `kv` also the unrouted ones."""
+        if self.memory_norm is not None:
+            return self._mixed_states(stream, memory, self.memory_norm)
+        keys, values = self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if self.config.memory != "kv":
+            return keys, values
+        if self.router is None:
+            return keys, values, keys, values
+        routed = route_key_value([*memory[0::2], keys], [*memory[1::2], values], self.router())
+        return *routed, keys, values
+
+    def _mixed_states(
+        self, stream: Tensor | None, memory: Sequence[Tensor], norm: DepthLlamaRMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the mixtures of normalised states, per head."""
+        if not all(_is_plain(module) for module in (self.k_proj, self.v_proj, norm)):
+            return self._mixed_projections(stream, [norm(state, state) for state in memory])
+        return routed_key_value(
+            memory,
+            self._routing(stream, memory[-1], norm.weight),
+            norm.weight,
+            self.k_proj.weight,
+            self.v_proj.weight,
+            self.k_proj.out_features // self.head_dim,
+            chunk=self.config.memory_chunk,
+            key_bias=self.k_proj.bias,
+            value_bias=self.v_proj.bias,
+        )
+
+    def _mixed_projections(self, stream: Tensor | None, normed: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The same with r times the arithmetic, every state through the modules: for adapters and offloaded weights."""
+        weights = self._routing(stream, normed[-1], None).unsqueeze(-2)  # [..., H_kv, 1, r]
+
+        def mixed(projection: nn.Module) -> Tensor:
+            states = torch.stack([projection(state).unflatten(-1, (-1, self.head_dim)) for state in normed], dim=-2)
+            return (weights.to(states.dtype) @ states).flatten(-3)  # [B, T, H_kv, r, d_h] -> [B, T, H_kv * d_h]
+
+        return mixed(self.k_proj), mixed(self.v_proj)
+
+    def _routing(self, stream: Tensor | None, current: Tensor, gain: Tensor | None) -> Tensor:
+        """Weights of the sources, `[H_kv, r]` or `[B, T, H_kv, r]`."""
+        if self.config.memory == "static":
+            return self.router()
+        if self.config.router_input == "raw":
+            return self.router(stream)
+        return self.router(current, gain=gain)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's weights may be read without calling it: no adapter, quantisation or offloading hook."""
+    return type(module) in (nn.Linear, DepthLlamaRMSNorm) and not hasattr(module, "_hf_hook")
+
+
+__all__ = ["DepthLlamaAttention", "DepthLlamaRMSNorm", "DepthLlamaRotaryEmbedding"]

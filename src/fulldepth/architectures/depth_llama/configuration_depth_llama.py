@@ -1,0 +1,196 @@
+"""Configuration of `depth_llama`: a Llama whose residual path and attention memory are switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from operator import index
+from typing import Any, Literal, get_args
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+
+Residual = Literal["serial", "tree", "hyper"]
+Memory = Literal["none", "static", "dynamic", "kv"]
+KvInit = Literal["identity", "public"]
+RouterInput = Literal["normed", "raw"]
+CHOICES = {"residual": Residual, "memory": Memory, "kv_init": KvInit, "router_input": RouterInput}
+"""Switch -> its values."""
+AUTO_MAP = {
+    "AutoConfig": "configuration_depth_llama.DepthLlamaConfig",
+    "AutoModel": "modeling_depth_llama.DepthLlamaModel",
+    "AutoModelForCausalLM": "modeling_depth_llama.DepthLlamaForCausalLM",
+}
+"""Auto class -> what it finds among the modelling files that a checkpoint carries."""
+EMBEDDING = -1
+"""The embedding's number in a tree, whose layers are numbered from 0."""
+
+
+def build_tree(num_layers: int) -> dict[int, tuple[int, int]]:
+    """The tree of residual paths for a depth: layer -> (ancestor, previous layer), 0-based, -1 = embedding.
+
+    The highest full binary tree that fits. Its root is the embedding, the root's children are layers 0 and 1, and all
+    further nodes, row by row, take the even layers from 2 on, each with a buffer layer after it. A node reads its
+    parent and the layer before it; layer 0, whose parent is what comes before it, stays serial. Height h, that is
+    `2^h - 1` nodes, needs `2^(h+1) - 6` layers: 10 for the paper's three rows, 26 for four, 58 for five; with fewer
+    than 10 layers, two rows are left.
+
+    Args:
+        num_layers: layers of the model, at least 2.
+
+    Returns:
+        At 12 layers `{1: (-1, 0), 2: (0, 1), 4: (0, 3), 6: (1, 5), 8: (1, 7)}`.
+
+    Raises:
+        ValueError: for fewer than 2 layers.
+
+    Source: "CR-Guided Transformers", Sec. 3.2 and Listing 1; other depths than 12 are this project's reading of it.
+    """
+    if num_layers < 2:
+        raise ValueError(f"a tree of residual paths needs at least 2 layers, got {num_layers}")
+    height = max(2, (num_layers + 6).bit_length() - 2)
+    nodes = [EMBEDDING, 0, 1, *range(2, 2 ** (height + 1) - 7, 2)]
+    parents = [nodes[(position - 1) // 2] for position in range(1, len(nodes))]
+    return {node: (parent, node - 1) for node, parent in zip(nodes[1:], parents, strict=True) if parent != node - 1}
+
+
+class DepthLlamaConfig(LlamaConfig):
+    """All fields of `LlamaConfig`, and switches that change how layers are connected.
+
+    With the defaults the model is Llama: same weights by the same names, same outputs.
+
+    Args:
+        residual: `serial`; `tree`: the input of some layers is the sum of two separately normalised earlier outputs
+            ("CR-Guided Transformers", Sec. 3.2); `hyper`: Hyper-Connections between several residual streams
+            (arXiv 2409.19606).
+        tree: layer -> `[ancestor, previous]`, all 0-based, -1 = embedding; None takes that of `build_tree`.
+        num_streams: residual streams of `hyper`.
+        hyper_dynamic: whether the connections of `hyper` depend on the streams, or are constants.
+        memory: what attention reads keys and values from. `none`: the residual stream. `static`, `dynamic`: for every
+            key/value head, a mixture of all earlier layers' outputs ("LIME", Sec. 4); `kv`: a linear map of the key
+            and value states of all earlier layers and heads (its later public version).
+        kv_init: how `memory="kv"` starts. `identity`: as plain Llama. `public`: earlier layers at random.
+        router_input: what a dynamic router reads. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3).
+        router_top_p: for every head and token of a dynamic router, keep only the smallest set of sources
+            whose weights exceed this (App. B); None keeps all.
+        memory_chunk: heads whose mixture exists at a time; None chooses. Changes memory and speed, not the result.
+
+    Raises:
+        ValueError: for an unknown value, a tree that refers forward or out of range, or switches without a meaning
+            together.
+    """
+
+    model_type = "depth_llama"
+    # Layers read more than the layer before them: neither split has been worked out for that.
+    base_model_tp_plan = None  # type: ignore[assignment]
+    base_model_pp_plan = None  # type: ignore[assignment]
+
+    residual: Residual = "serial"
+    tree: dict[int, list[int]] | None = None
+    num_streams: int = 4
+    hyper_dynamic: bool = True
+    memory: Memory = "none"
+    kv_init: KvInit = "identity"
+    router_input: RouterInput = "normed"
+    router_top_p: float | None = None
+    memory_chunk: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**({"auto_map": dict(AUTO_MAP)} | kwargs))
+        self.resolve()
+
+    @classmethod
+    def from_llama(cls, llama_config: PreTrainedConfig, **switches: Any) -> DepthLlamaConfig:
+        """The configuration of a Llama with switches thrown, for `from_pretrained(..., config=...)`.
+
+        Raises:
+            ValueError: if the configuration is of another family, or a switch is unknown or has no meaning with others.
+        """
+        if llama_config.model_type not in ("llama", cls.model_type):
+            raise ValueError(f"expected the configuration of a llama, got one of {llama_config.model_type!r}")
+        own = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
+        values = {name: value for name, value in llama_config.to_dict().items() if name not in own}
+        if llama_config._attn_implementation is not None:
+            values["attn_implementation"] = llama_config._attn_implementation
+        known = {field.name for field in fields(cls)} | {"attn_implementation", *values}
+        for name in switches:
+            _check_choice("switch", name, known)
+        return cls(**(values | switches))
+
+    def resolve(self) -> None:
+        """Check the switches and fill in the tree; models call it again, for attributes can be set later.
+
+        Raises:
+            ValueError: as the class says.
+        """
+        for name, choices in CHOICES.items():
+            _check_choice(name, getattr(self, name), get_args(choices))
+        self._check_combination()
+        self.validate_architecture()
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        for name in ("num_streams", "memory_chunk"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1) and (name, value) != ("memory_chunk", None):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.router_top_p is not None and not 0 < self.router_top_p <= 1:
+            raise ValueError(f"router_top_p must be above 0 and at most 1, got {self.router_top_p}")
+        if self.residual == "tree":
+            tree = build_tree(self.num_hidden_layers) if self.tree is None else self.tree
+            self.tree = _checked_tree(tree, self.num_hidden_layers)
+
+    def _check_combination(self) -> None:
+        """Refuse switches that would do nothing, or that nobody has defined together."""
+        if self.residual == "hyper" and self.memory != "none":
+            raise ValueError(
+                f"memory={self.memory!r} with residual='hyper' has no meaning: memory mixes the outputs of earlier "
+                f"layers, and a layer of Hyper-Connections has {self.num_streams} streams and no single output. Use "
+                "residual='serial' or 'tree'."
+            )
+        needs = (
+            ("tree", self.tree is not None, "residual", ("tree",)),
+            ("hyper_dynamic=False", not self.hyper_dynamic, "residual", ("hyper",)),
+            ("kv_init='public'", self.kv_init != "identity", "memory", ("kv",)),
+            ("router_input='raw'", self.router_input != "normed", "memory", ("dynamic",)),
+            ("router_top_p", self.router_top_p is not None, "memory", ("dynamic",)),
+        )
+        for option, given, switch, values in needs:
+            if given and getattr(self, switch) not in values:
+                wanted = " or ".join(repr(value) for value in values)
+                raise ValueError(f"{option} needs {switch}={wanted}, got {switch}={getattr(self, switch)!r}")
+
+
+def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
+    known = list(choices)
+    if value not in known:
+        near = get_close_matches(str(value), known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {kind} {value!r}.{hint} Available: {', '.join(known)}")
+
+
+def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:
+    """The tree with integer keys (JSON's are strings) and lists of two, sorted by layer."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"tree must be a mapping of layers to [ancestor, previous], got {tree!r}")
+    checked: dict[int, list[int]] = {}
+    for key, sources in tree.items():
+        try:
+            layer, (ancestor, previous) = int(key), (index(source) for source in sources)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"tree must map a layer to [ancestor, previous], got {key!r}: {sources!r}") from error
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"tree names layer {layer}, but layers are numbered 0 to {num_layers - 1}")
+        for source in (ancestor, previous):
+            if source < EMBEDDING:
+                raise ValueError(f"tree: layer {layer} refers to {source}; the earliest is {EMBEDDING}, the embedding")
+            if source >= layer:
+                raise ValueError(f"tree: layer {layer} refers forward to {source}; it can read layers before it only")
+        checked[layer] = [ancestor, previous]
+    return dict(sorted(checked.items()))
+
+
+__all__ = ["DepthLlamaConfig", "build_tree"]

@@ -1,0 +1,343 @@
+"""`depth_llama`: Llama with a choice of residual path (serial, tree, Hyper-Connections) and attention memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding
+from .configuration_depth_llama import EMBEDDING, DepthLlamaConfig
+from .hyper_depth_llama import HyperConnection, collapse, expand
+from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, normalise
+
+ROUTERS = (StaticRouter, DynamicRouter, KeyValueRouter)
+
+
+class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
+    """A Llama layer; what it reads besides the layer before it comes as further positional tensors.
+
+    Positional, because reentrant checkpointing follows gradients through positional tensors only.
+    """
+
+    def __init__(self, config: DepthLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = DepthLlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = DepthLlamaRMSNorm(width, eps=eps)
+        self.post_attention_layernorm = DepthLlamaRMSNorm(width, eps=eps)
+        self.tree_norms: nn.ModuleList | None = None
+        if config.residual == "tree" and layer_idx in (config.tree or {}):
+            self.tree_norms = nn.ModuleList(DepthLlamaRMSNorm(width, eps=eps) for _ in ("ancestor", "previous"))
+        self.attention_connection: HyperConnection | None = None
+        self.mlp_connection: HyperConnection | None = None
+        if config.residual == "hyper":
+            shape = (width, config.num_streams)
+            self.attention_connection = HyperConnection(*shape, start=2 * layer_idx, dynamic=config.hyper_dynamic)
+            self.mlp_connection = HyperConnection(*shape, start=2 * layer_idx + 1, dynamic=config.hyper_dynamic)
+
+    def forward(
+        self, hidden_states: Tensor, ancestor: Tensor | None = None, *memory: Tensor, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run the layer.
+
+        Args:
+            hidden_states: output of the layer before (with a tree: of the one that the mapping calls previous),
+                `[B, T, D]`; with Hyper-Connections streams `[B, T, n, D]`.
+            ancestor: the tree's other output, for a layer whose input is replaced.
+            *memory: what attention routes from: normalised states (of a layer whose input is replaced, without the
+                input's own), or keys and values of earlier layers in turn.
+            **kwargs: masks, positions, cache and what else attention takes.
+
+        Returns:
+            Output, of the shape of `hidden_states`; with memory `kv` also this layer's keys and values.
+        """
+        if self.attention_connection is not None and self.mlp_connection is not None:
+            return self._connected(hidden_states, self.attention_connection, self.mlp_connection, **kwargs)
+        mixes_states = self.self_attn.memory_norm is not None
+        if self.tree_norms is not None:
+            hidden_states = self.tree_norms[0](ancestor) + self.tree_norms[1](hidden_states)
+            if mixes_states:
+                memory = (*memory, normalise(hidden_states, self.input_layernorm.variance_epsilon))
+        normed = self.input_layernorm(hidden_states, memory[-1] if mixes_states else None)
+        attended, _, *own = self.self_attn(normed, stream=hidden_states, memory=memory, **kwargs)
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return (hidden_states, *own) if own else hidden_states
+
+    def _connected(self, streams: Tensor, attention: HyperConnection, mlp: HyperConnection, **kwargs: Any) -> Tensor:
+        """The layer between Hyper-Connections, `[B, T, n, D]` -> the same."""
+        hidden_states, carried, beta = attention(streams)
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states, carried, beta = mlp(attention.add(carried, attended, beta))
+        return mlp.add(carried, self.mlp(self.post_attention_layernorm(hidden_states)), beta)
+
+
+class DepthLlamaPreTrainedModel(PreTrainedModel):
+    """What the bare model and the language model share: initial weights, optimiser groups, pruning."""
+
+    config_class = DepthLlamaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DepthLlamaDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": DepthLlamaDecoderLayer, "attentions": DepthLlamaAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ROUTERS):
+            module.reset_parameters(std=self.config.initializer_range)
+        elif isinstance(module, HyperConnection):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    def parameter_groups(
+        self, learning_rate: float, weight_decay: float, router_learning_rate: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Optimiser groups: which parameters decay, and the routers' own learning rate.
+
+        Weight decay is for matrices, dynamic and kv routers and the dynamic parts of Hyper-Connections; not for norms,
+        biases, embeddings (nor a head tied to them), static routers and static parts of Hyper-Connections.
+
+        Args:
+            learning_rate: of everything but routers.
+            weight_decay: of what decays.
+            router_learning_rate: of routers; None = `learning_rate`.
+
+        Returns:
+            Groups with `params`, `lr`, `weight_decay` and `name`, for `torch.optim.AdamW`; every parameter is in
+            exactly one, and no group is empty.
+
+        Source: "LIME", Table 3 and its public code; the static parts: arXiv 2409.19606.
+        """
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for module, name, parameter in _own_parameters(self):
+            groups.setdefault((isinstance(module, ROUTERS), _decays(module, name)), []).append(parameter)
+        rates = (learning_rate, learning_rate if router_learning_rate is None else router_learning_rate)
+        return [
+            {
+                "params": groups[router, decays],
+                "lr": rates[router],
+                "weight_decay": weight_decay if decays else 0.0,
+                "name": ("router_" if router else "") + ("decay" if decays else "no_decay"),
+            }
+            for router, decays in sorted(groups)
+        ]
+
+    def prune_routers(self, p: float = 0.9) -> dict[str, Any]:
+        """Keep, per head, the smallest set of sources whose weights exceed `p`; the rest get weight 0. In place.
+
+        A static router's parameters change. A dynamic router prunes every token's weights from now on, and the
+        configuration (`router_top_p`) remembers it.
+
+        Args:
+            p: share of the weight to keep, above 0 and at most 1.
+
+        Returns:
+            `share`: of all routing weights, those that are now zero; `layers`: the same by 1-based layer. None where
+            it depends on the input.
+
+        Raises:
+            ValueError: for memory `none` and `kv` (whose weights are no distribution), or p out of range.
+
+        Source: "LIME", App. B.
+        """
+        if self.config.memory not in ("static", "dynamic"):
+            raise ValueError(f"only memory 'static' and 'dynamic' can be pruned, this model has {self.config.memory!r}")
+        if not 0 < p <= 1:
+            raise ValueError(f"p must be above 0 and at most 1, got {p}")
+        attentions = [module for module in self.modules() if isinstance(module, DepthLlamaAttention)]
+        routers = {
+            attention.layer_idx + 1: attention.router for attention in attentions if attention.router is not None
+        }
+        layers: dict[int, Any] = {layer: router.prune(p) for layer, router in routers.items()}
+        if self.config.memory == "dynamic":
+            self.config.router_top_p = p
+            return {"share": None, "layers": layers}
+        share = sum(layer * layers[layer] for layer in layers) / max(sum(layers), 1)  # layer r has r weights per head
+        return {"share": share, "layers": layers}
+
+
+def _own_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter once, with the module that holds it; a tied one with the first (the embedding)."""
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield module, name, parameter
+
+
+def _decays(module: nn.Module, name: str) -> bool:
+    if isinstance(module, (DepthLlamaRMSNorm, nn.Embedding, StaticRouter)):
+        return False
+    return name != "bias" and not name.startswith("static_")
+
+
+class DepthLlamaModel(DepthLlamaPreTrainedModel):
+    """The decoder without a head.
+
+    `hidden_states` of its output are `h_0..h_L`, the last one after the final norm as in Llama; with Hyper-Connections
+    each is the sum of the streams, so that `h_0` is n times the embedding.
+    """
+
+    def __init__(self, config: DepthLlamaConfig) -> None:
+        config.resolve()
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(DepthLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = DepthLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = DepthLlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    @merge_with_config_defaults
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As `LlamaModel.forward`.
+
+        Raises:
+            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,  # only given ones can tell of packed documents
+        )
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
+            position_ids = cast(torch.LongTensor, positions.unsqueeze(0))
+        outputs = self._decode(
+            inputs_embeds,
+            attention_mask=mask,
+            position_embeddings=self.rotary_emb(inputs_embeds, position_ids=position_ids),
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        if self.config.residual == "hyper" and outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(
+                collapse(state) if state is not None and state.ndim == 4 else state for state in outputs.hidden_states
+            )
+        return outputs
+
+    @capture_outputs
+    def _decode(self, hidden_states: Tensor, past_key_values: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Embeddings `[B, T, D]` through all layers and the final norm."""
+        if self.config.residual == "hyper":
+            hidden_states = expand(hidden_states, self.config.num_streams)
+        hidden_states = self._run_layers(hidden_states, past_key_values=past_key_values, **kwargs)
+        if self.config.residual == "hyper":
+            hidden_states = collapse(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _run_layers(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """The layers one after another, each with the tree's outputs and the memory that it reads."""
+        tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
+        kept = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
+        outputs = {EMBEDDING: hidden_states}  # of layers that a tree reads later
+        memory: list[Tensor] = []
+        for index, layer in enumerate(cast(Iterable[DepthLlamaDecoderLayer], self.layers)):
+            if self.config.memory in ("static", "dynamic"):
+                memory.append(normalise(hidden_states, self.config.rms_norm_eps))
+            outputs[index - 1] = hidden_states
+            ancestor, previous = (outputs[source] for source in tree[index]) if index in tree else (None, hidden_states)
+            routed = layer.self_attn.router is not None
+            own_input = index in tree and self.config.memory != "kv"
+            result = layer(previous, ancestor, *(memory[: -1 if own_input else None] if routed else ()), **kwargs)
+            hidden_states, *own = result if isinstance(result, tuple) else (result,)
+            memory.extend(own)
+            if index - 1 not in kept:
+                del outputs[index - 1]
+        return hidden_states
+
+
+class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head; with serial residuals and no memory, `LlamaForCausalLM`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: DepthLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = DepthLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `LlamaForCausalLM.forward`; `labels` are shifted by the loss, which also takes `num_items_in_batch`."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["DepthLlamaForCausalLM", "DepthLlamaModel", "DepthLlamaPreTrainedModel"]

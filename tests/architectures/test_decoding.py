@@ -1,0 +1,197 @@
+"""Decoding with a cache gives what the full forward pass gives, for every combination of switches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from architectures import oracle
+from architectures.combinations import SIZE, SWITCHES, build, configuration, frequencies, padded, parameters, tokens
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+EVERY = pytest.mark.parametrize("name", SWITCHES)
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@torch.no_grad()
+def alone(model, ids, mask):
+    """[B, T, V] logits of every sequence by itself, without padding or cache; zero at padding."""
+    logits = torch.zeros(*ids.shape, SIZE["vocab_size"], dtype=torch.float64)
+    for row, (sequence, real) in enumerate(zip(ids, mask.bool(), strict=True)):
+        logits[row, real] = model(input_ids=sequence[real][None], use_cache=False).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def in_pieces(model, ids, mask, positions, pieces, cache=None):
+    """[B, T, V] logits of a batch fed piece by piece (numbers of tokens) through one cache."""
+    cache, logits, start = DynamicCache(config=model.config) if cache is None else cache, [], 0
+    for length in pieces:
+        stop = start + length
+        output = model(
+            input_ids=ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        assert output.past_key_values is cache
+        logits.append(output.logits)
+        start = stop
+    assert start == ids.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+@EVERY
+@pytest.mark.parametrize("pieces", [(1,) * 9, (3, 4, 1, 1), (5, 4)], ids=["steps", "chunks-steps", "chunks"])
+def test_a_padded_batch_with_a_cache_equals_each_sequence_alone(name, pieces):
+    model, (ids, mask, positions) = build(name), padded((9, 4, 6))
+    logits = in_pieces(model, ids, mask, positions, pieces)
+    real = mask.bool()
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[real], alone(model, ids, mask)[real], **CLOSE)
+
+
+@EVERY
+def test_positions_and_mask_may_be_left_to_the_model(name):
+    model, ids = build(name), tokens(2, 8)
+    with torch.no_grad():
+        expected, cache, logits = model(ids, use_cache=False).logits, None, []
+        for piece in ids.split([3, 3, 1, 1], dim=1):
+            output = model(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
+        torch.testing.assert_close(model(ids, logits_to_keep=2).logits, expected[:, -2:], **CLOSE)
+        embeds = model.get_input_embeddings()(ids)
+        torch.testing.assert_close(model(inputs_embeds=embeds).logits, expected, **CLOSE)
+
+
+@EVERY
+def test_the_cache_holds_only_the_routed_keys_and_values(name):
+    """As large as Llama's: [B, H_kv, T, d] twice per layer."""
+    model, ids = build(name), tokens()
+    with torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        cache = model(ids[:, 5:], past_key_values=cache, use_cache=True).past_key_values
+        trace = oracle.run(parameters(model), model.config, ids, frequencies=frequencies(model))
+    assert len(cache.layers) == model.config.num_hidden_layers
+    for layer, keys, values in zip(cache.layers, trace.keys, trace.values, strict=True):
+        torch.testing.assert_close(layer.keys, keys.transpose(1, 2), **CLOSE)
+        torch.testing.assert_close(layer.values, values.transpose(1, 2), **CLOSE)
+
+
+@EVERY
+def test_what_a_hook_makes_of_the_values_is_what_attention_and_cache_get(name):
+    model, ids = build(name), tokens()
+    with torch.no_grad():
+        plain = model(ids, use_cache=True).past_key_values.layers[-1].values
+        model.model.layers[-1].self_attn.value_states.register_forward_hook(lambda _, i, out: -2 * out)
+        found = model(ids, use_cache=True).past_key_values.layers[-1].values
+    torch.testing.assert_close(found, -2 * plain, **CLOSE)
+
+
+@torch.no_grad()
+def greedy(model, sequence, steps):
+    """Argmax of a full forward pass, `steps` times."""
+    for _ in range(steps):
+        sequence = torch.cat([sequence, model(sequence[None], use_cache=False).logits[0, -1:].argmax(-1)])
+    return sequence
+
+
+@EVERY
+def test_greedy_generation_of_a_padded_batch_is_repeated_argmax(name):
+    model, (ids, mask, _) = build(name), padded((7, 3, 5), seed=1)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY)
+    for row, (sequence, real) in enumerate(zip(ids, mask.bool(), strict=True)):
+        expected = greedy(model, sequence[real], 6)
+        assert found[row, -len(expected) :].tolist() == expected.tolist()
+
+
+@EVERY
+def test_beams_are_the_same_with_and_without_a_cache(name):
+    """Beams reorder the cache at every step."""
+    model, (ids, mask, _) = build(name), padded((6, 4), seed=2)
+    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 6, "return_dict_in_generate": True}
+    options |= {"output_scores": True, **GREEDY}
+    cached, full = (model.generate(ids, attention_mask=mask, use_cache=use, **options) for use in (True, False))
+    assert cached.sequences.tolist() == full.sequences.tolist()
+    torch.testing.assert_close(cached.sequences_scores, full.sequences_scores, rtol=1e-6, atol=1e-6)
+    # The score of a beam is the mean log-probability of its new tokens, read from one full pass over it.
+    for row, sequence in enumerate(cached.sequences):
+        real = sequence[mask[row // 4].shape[0] - int(mask[row // 4].sum()) :]
+        with torch.no_grad():
+            log_p = model(real[None], use_cache=False).logits[0].log_softmax(-1)
+        new = range(len(real) - 6, len(real))
+        score = sum(log_p[t - 1, real[t]] for t in new).item()
+        assert any(abs(cached.sequences_scores[row].item() - score / n) < 1e-5 for n in (6, len(real), len(sequence)))
+
+
+@EVERY
+def test_a_reordered_cache_continues_the_reordered_sequences(name):
+    model, ids = build(name), tokens(3, 8)
+    order = torch.tensor([2, 0, 0])
+    with torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        cache.reorder_cache(order)
+        follow = ids[:, 5:]
+        logits = model(follow, past_key_values=cache, use_cache=True).logits
+        expected = model(torch.cat([ids[order, :5], follow], dim=1), use_cache=False).logits[:, 5:]
+    torch.testing.assert_close(logits, expected, **CLOSE)
+
+
+@EVERY
+def test_a_cache_that_is_cropped_forgets(name):
+    """As speculative decoding does with rejected tokens."""
+    model, ids = build(name), tokens(2, 8)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        cache.crop(-5)
+        logits = model(ids[:, 3:].flip(1), past_key_values=cache, use_cache=True).logits
+        whole = torch.cat([ids[:, :3], ids[:, 3:].flip(1)], dim=1)
+        torch.testing.assert_close(logits, model(whole, use_cache=False).logits[:, 3:], **CLOSE)
+
+
+@EVERY
+def test_a_static_cache_gives_the_same(name):
+    model, (ids, mask, positions) = build(name), padded((7, 5))
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    logits = in_pieces(model, ids, mask, positions, (4, 1, 1, 1), cache)
+    real = mask.bool()
+    torch.testing.assert_close(logits[real], alone(model, ids, mask)[real], **CLOSE)
+
+
+def test_nothing_is_remembered_from_one_call_to_the_next():
+    """Two interleaved conversations, and a training step between, leave each other alone."""
+    for name in ("static", "kv", "tree-dynamic", "hyper"):
+        model, ids = build(name), tokens(2, 8)
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits
+            caches = [model(row[None, :4], use_cache=True).past_key_values for row in ids]
+        model.train()
+        model(tokens(3, 11, seed=5), labels=tokens(3, 11, seed=5)).loss.backward()
+        model.eval()
+        for t in range(4, 8):
+            for row in (1, 0):
+                with torch.no_grad():
+                    step = model(ids[row : row + 1, t : t + 1], past_key_values=caches[row], use_cache=True).logits
+                torch.testing.assert_close(step[0, 0], expected[row, t], **CLOSE)
+
+
+def test_a_longer_prompt_never_changes_earlier_logits():
+    """Causality: routing reads the same position only."""
+    for name in SWITCHES:
+        model, ids = build(name), tokens(1, 9)
+        changed = ids.clone()
+        changed[:, 6:] = 3 + (changed[:, 6:] - 2) % (SIZE["vocab_size"] - 3)
+        with torch.no_grad():
+            first, second = model(ids).logits, model(changed).logits
+        torch.testing.assert_close(first[:, :6], second[:, :6], **CLOSE)
+        assert not torch.allclose(first[:, 6:], second[:, 6:])
+
+
+def test_generation_settings_travel_with_the_configuration():
+    config = configuration("kv")
+    assert config.is_encoder_decoder is False
+    assert build("kv").generation_config.eos_token_id == SIZE["eos_token_id"]

@@ -1,0 +1,226 @@
+"""What transformers, its Trainer and torch expect of a model class, beyond the numbers of `test_oracle`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from architectures.combinations import SIZE, build, configuration, llama_configuration, padded, randomise, tokens
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+
+KINDS = pytest.mark.parametrize("name", ["serial", "tree-static", "dynamic", "kv", "hyper"])
+
+
+@pytest.fixture
+def twins():
+    """A Llama and a serial model of the same weights."""
+    llama = randomise(tf.LlamaForCausalLM._from_config(llama_configuration(), attn_implementation="eager")).eval()
+    model = DepthLlamaForCausalLM._from_config(configuration(), attn_implementation="eager").eval()
+    model.load_state_dict(llama.state_dict())
+    return llama, model
+
+
+@pytest.mark.parametrize("selected", [True, [0, -1], [2]])
+def test_hidden_states_and_attentions_are_llamas(twins, selected):
+    ids, mask, positions = padded()
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    expected, found = (m(**batch, output_hidden_states=selected, output_attentions=True) for m in twins)
+    assert list(found) == list(expected)
+    for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+    for ours, theirs in zip(found.attentions, expected.attentions, strict=True):
+        assert torch.equal(ours, theirs)
+    as_tuple = twins[1](**batch, return_dict=False)
+    assert isinstance(as_tuple, tuple)
+    assert torch.equal(as_tuple[0], expected.logits)
+
+
+def test_the_loss_is_llamas_with_the_trainers_count_of_targets(twins):
+    ids = tokens(3, 8)
+    labels = ids.masked_fill(torch.arange(8) % 3 == 0, -100)
+    for count in (None, torch.tensor(29)):
+        theirs, ours = (m(input_ids=ids, labels=labels, num_items_in_batch=count).loss for m in twins)
+        assert torch.equal(ours, theirs)
+    logits = twins[1](ids).logits[:, :-1].double()
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    assert ours.item() == pytest.approx(total.item() / 29, rel=1e-6)
+
+
+def test_packed_masked_logits_are_kept_where_asked(twins):
+    ids = tokens(2, 7)
+    for kept in (3, torch.tensor([1, 4])):
+        theirs, ours = (m(ids, logits_to_keep=kept).logits for m in twins)
+        assert torch.equal(ours, theirs)
+
+
+@KINDS
+def test_any_attention_function_gets_routed_keys_and_values_ungrouped(name):
+    """As flash attention does: H query heads, H_kv key/value heads, the scale and the layer's module."""
+    seen = []
+
+    def spy(module, query, key, value, attention_mask, **options):
+        seen.append((module.layer_idx, query.shape[1], key.shape[1], value.shape[1], options["scaling"]))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register("spy", spy)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("spy", sdpa_mask)
+    ids, mask, positions = padded()
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    torch.manual_seed(0)
+    spied = build(name, attention="spy")
+    plain = build(name)
+    plain.load_state_dict(spied.state_dict())
+    torch.testing.assert_close(spied(**batch).logits, plain(**batch).logits, rtol=0, atol=0)
+    assert seen == [(index, 4, 2, 2, 6**-0.5) for index in range(5)]
+
+
+@KINDS
+def test_one_step_of_adamw_moves_every_parameter_by_its_own_rule(name):
+    """The first step of AdamW without epsilon is `p (1 - lr wd) - lr sign(g)`, whatever the gradient's size."""
+    model, ids = build(name), tokens(4, 12)
+    groups = model.parameter_groups(1e-3, 0.1, router_learning_rate=1e-2)
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    optimiser = torch.optim.AdamW(groups, lr=1.0, eps=0.0)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    optimiser.step()
+    for key, parameter in model.named_parameters():
+        router = ".router." in key
+        rate = 1e-2 if router else 1e-3
+        still = "norm" in key or "embed" in key or "static_" in key or (router and model.config.memory == "static")
+        decay = 0.0 if still else 0.1
+        moved = parameter.grad != 0
+        expected = before[key] * (1 - rate * decay) - rate * parameter.grad.sign()
+        torch.testing.assert_close(parameter.detach()[moved], expected[moved], rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_a_tied_head_is_an_embedding_to_the_optimiser():
+    model = build("kv-bias")
+    names = {group["name"]: group for group in model.parameter_groups(1e-3, 0.1)}
+    held = {id(p) for p in names["no_decay"]["params"]}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert id(model.lm_head.weight) in held
+    assert set(names) == {"no_decay", "decay", "router_decay"}
+    assert {group["lr"] for group in names.values()} == {1e-3}
+
+
+def test_switches_thrown_while_loading_are_checked_like_others(tmp_path):
+    build("serial", dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no meaning"):
+        DepthLlamaForCausalLM.from_pretrained(tmp_path, residual="hyper", memory="kv")
+    with pytest.raises(ValueError, match="serial"):
+        DepthLlamaForCausalLM.from_pretrained(tmp_path, residual="cereal")
+    tree = DepthLlamaForCausalLM.from_pretrained(tmp_path, residual="tree")
+    assert tree.config.tree == {1: [-1, 0]}
+    assert tree.model.layers[1].tree_norms is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_only_a_llamas_configuration_becomes_ours(family):
+    with pytest.raises(ValueError, match=family):
+        DepthLlamaConfig.from_llama(tf.AutoConfig.for_model(family), memory="kv")
+
+
+def test_a_configuration_made_from_llamas_keeps_its_attention():
+    llama = llama_configuration(attn_implementation="eager")
+    assert DepthLlamaConfig.from_llama(llama, residual="hyper")._attn_implementation == "eager"
+
+
+class Adapted(torch.nn.Module):
+    """A projection with a low-rank addition, wrapped around it as peft does."""
+
+    def __init__(self, base, update):
+        super().__init__()
+        self.base_layer, self.update = base, torch.nn.Parameter(update)
+        self.weight, self.bias, self.out_features = base.weight, base.bias, base.out_features
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.update.T
+
+
+@pytest.mark.parametrize("name", ["static-bias", "dynamic", "dynamic-raw", "dynamic-pruned", "tree-static"])
+def test_adapters_on_projections_count_although_routing_folds_their_weights(name, generator):
+    """An addition to k_proj and v_proj acts as if it had been merged into their weights, in outputs and gradients."""
+    torch.manual_seed(0)
+    merged, ids = build(name).train(), tokens()
+    adapted = copy.deepcopy(merged)
+    for one, other in zip(merged.model.layers, adapted.model.layers, strict=True):
+        for key in ("k_proj", "v_proj"):
+            weight = getattr(one.self_attn, key).weight
+            update = torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.1
+            weight.data += update
+            setattr(other.self_attn, key, Adapted(getattr(other.self_attn, key), update))
+    found, expected = (model(ids, use_cache=False).logits for model in (adapted, merged))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    found = dict(adapted.named_parameters())
+    for key, parameter in merged.named_parameters():
+        twin = key.replace(".weight", ".update") if "k_proj.w" in key or "v_proj.w" in key else key
+        twin = twin if twin in found else key.replace("_proj.", "_proj.base_layer.")
+        torch.testing.assert_close(found[twin].grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def test_a_copy_of_a_model_is_its_equal():
+    for name in ("tree-static", "dynamic-pruned", "kv", "hyper"):
+        model, ids = build(name), tokens()
+        assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+
+
+def test_pruning_reports_every_layers_share():
+    """Uniform static routers of r sources under p = 1/2: floor(r/2) + 1 sources exceed it, per head."""
+    model = build("static")
+    for layer in model.model.layers[1:]:
+        torch.nn.init.zeros_(layer.self_attn.router.logits)
+    report = model.prune_routers(p=0.5)
+    pruned = {r: r - (r // 2 + 1) for r in range(2, 6)}
+    assert report["layers"] == pytest.approx({r: pruned[r] / r for r in pruned})
+    assert report["share"] == pytest.approx(sum(pruned.values()) / sum(pruned))
+    assert build("dynamic").prune_routers(p=0.5) == {"share": None, "layers": dict.fromkeys(range(2, 6))}
+
+
+@KINDS
+def test_the_meta_device_runs_a_training_step(name):
+    """For counting operations and memory of a model that does not fit here."""
+    with torch.device("meta"):
+        model = DepthLlamaForCausalLM(configuration(name)).train()
+        ids = torch.zeros(2, 9, dtype=torch.long)
+        output = model(input_ids=ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    assert output.logits.shape == (2, 9, SIZE["vocab_size"])
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tree-dynamic", "kv", "hyper"])
+def test_a_compiled_model_gives_the_same_loss_and_gradients(name):
+    changes = {"tree": {1: (-1, 0)}} if name.startswith("tree") else {}
+    model, ids = build(name, num_hidden_layers=3, **changes).train(), tokens()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-9, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic", "kv", "hyper"])
+def test_a_model_may_lie_on_disk(name, tmp_path):
+    """Layers offloaded one by one: what they read of earlier layers travels with their arguments."""
+    model, ids = build(name, dtype=torch.float32), tokens()
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{index}": "disk" if index % 2 else "cpu" for index in range(SIZE["num_hidden_layers"])}
+    split = DepthLlamaForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(split(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)

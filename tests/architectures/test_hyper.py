@@ -1,0 +1,96 @@
+"""Hyper-Connections: symmetries and limits that the numbers of `test_oracle` do not show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from architectures.combinations import build, tokens
+from fulldepth.architectures import DepthLlamaForCausalLM
+from fulldepth.architectures.depth_llama.hyper_depth_llama import HyperConnection
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def connections(model):
+    return [module for module in model.modules() if isinstance(module, HyperConnection)]
+
+
+@pytest.mark.parametrize("name", ["hyper", "hyper-static"])
+def test_the_streams_names_do_not_matter(name):
+    """Renaming the streams in all connections changes nothing: they start equal and end in a sum."""
+    model, ids = build(name), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        order = torch.randperm(model.config.num_streams, generator=torch.Generator().manual_seed(1))
+        targets = torch.cat([torch.tensor([0]), order + 1])
+        for connection in connections(model):
+            connection.static_alpha.copy_(connection.static_alpha[order][:, targets])
+            connection.static_beta.copy_(connection.static_beta[order])
+            if connection.dynamic:
+                connection.dynamic_alpha.copy_(connection.dynamic_alpha[:, targets])
+        torch.testing.assert_close(model(ids).logits, expected, **CLOSE)
+
+
+def test_dynamic_connections_of_scale_zero_are_static():
+    dynamic, ids = build("hyper", num_streams=3), tokens()
+    static = DepthLlamaForCausalLM(type(dynamic.config).from_dict(dynamic.config.to_dict() | {"hyper_dynamic": False}))
+    for connection in connections(dynamic):
+        torch.nn.init.zeros_(connection.dynamic_alpha_scale)
+        torch.nn.init.zeros_(connection.dynamic_beta_scale)
+    static = static.double().eval()
+    _, unexpected = static.load_state_dict(dynamic.state_dict(), strict=False)
+    assert all("dynamic_" in key for key in unexpected)
+    torch.testing.assert_close(static(ids).logits, dynamic(ids).logits, **CLOSE)
+
+
+def test_one_connection_by_hand():
+    """Two streams of two channels, one token, f(x) = 10 x."""
+    connection = HyperConnection(2, 2, start=0, dynamic=False).double()
+    with torch.no_grad():
+        connection.static_alpha.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 0.0]]))
+        connection.static_beta.copy_(torch.tensor([1.0, -2.0]))
+    streams = torch.tensor([[[[1.0, 0.0], [0.0, 2.0]]]], dtype=torch.float64)
+    read, carried, beta = connection(streams)
+    assert read.tolist() == [[[1.0, 1.0]]]  # 1 (1, 0) + 0.5 (0, 2)
+    assert carried.tolist() == [[[[2.0, -2.0], [3.0, 0.0]]]]  # 2 (1, 0) - 1 (0, 2); 3 (1, 0)
+    after = connection.add(carried, 10 * read, beta)
+    assert after.tolist() == [[[[12.0, 8.0], [-17.0, -20.0]]]]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_hidden_states_are_sums_over_the_streams(streams):
+    model, ids = build("hyper", num_streams=streams), tokens()
+    blocks = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: blocks.append(output))
+    with torch.no_grad():
+        output = model.model(ids, output_hidden_states=True)
+        embedding = model.model.embed_tokens(ids)
+    first, *middle, last = output.hidden_states
+    torch.testing.assert_close(first, streams * embedding, **CLOSE)
+    for state, block in zip(middle, blocks[:-1], strict=True):
+        assert block.shape == (*ids.shape, streams, model.config.hidden_size)
+        torch.testing.assert_close(state, block.sum(2), **CLOSE)
+    assert torch.equal(last, output.last_hidden_state)
+    torch.testing.assert_close(last, model.model.norm(blocks[-1].sum(2)), **CLOSE)
+    with torch.no_grad():
+        selected = model.model(ids, output_hidden_states=[1]).hidden_states
+    assert torch.equal(selected[1], middle[0])
+    assert selected[0] is selected[2] is None
+
+
+def test_autocast_rounds_branches_but_not_streams():
+    """As a residual sum under autocast: with branches of exact zeros the streams pass unrounded."""
+    model, ids = build("hyper-static", dtype=torch.float32), tokens()
+    last = []
+    model.model.layers[-1].register_forward_hook(lambda module, args, output: last.append(output))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids)
+        model(ids)
+    assert last[0].dtype == torch.float32
+    assert torch.equal(last[0], last[1])

@@ -1,0 +1,320 @@
+"""What training needs of the model: recomputation, optimiser groups, precision, and checkpoints that come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file
+
+from architectures.combinations import (
+    SIZE,
+    SWITCHES,
+    build,
+    configuration,
+    llama_configuration,
+    padded,
+    randomise,
+    tokens,
+)
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+
+EVERY = pytest.mark.parametrize("name", SWITCHES)
+NEW = {
+    "static": r"self_attn\.(router|memory_norm)\.",
+    "dynamic": r"self_attn\.(router|memory_norm)\.",
+    "kv": r"self_attn\.router\.",
+    "tree": r"tree_norms\.",
+    "hyper": r"(attention|mlp)_connection\.",
+    "tree-static": r"self_attn\.(router|memory_norm)\.|tree_norms\.",
+}
+"""What each form adds to Llama's parameters."""
+
+
+def learn(model, batch):
+    """Loss and gradients of one training step."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@EVERY
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentrant, dropout):
+    ids, mask, positions = padded()
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
+    model = build(name, attention_dropout=dropout)
+    loss, gradients = learn(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    calls = []
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    found_loss, found = learn(model, batch)
+    assert len(calls) == 2, "the layer was not computed a second time"
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    assert set(found) == set(gradients)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(
+            found[key], gradient, rtol=1e-10, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@EVERY
+def test_every_parameter_gets_a_gradient_from_its_start(name):
+    """Except where the start is a zero of the formula: the scale of a dynamic part whose matrix is still zero."""
+    torch.manual_seed(0)
+    model = DepthLlamaForCausalLM(configuration(name)).double()
+    ids = tokens(4, 12)
+    _, gradients = learn(model, {"input_ids": ids, "labels": ids})
+    assert set(gradients) == dict(model.named_parameters()).keys()
+    for key, gradient in gradients.items():
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() > 0 or "scale" in key, key
+
+
+def kind(key, shape, config):
+    """Which rule of the papers a parameter falls under."""
+    if ".router." in key:
+        return f"{config.memory} router"
+    if "_connection." in key:
+        count = config.num_streams
+        if "scale" in key:
+            return "hyper scale"
+        return "static hyper" if tuple(shape) in {(count, count + 1), (count,)} else "dynamic hyper"
+    if re.search(r"norm|tree_norms", key):
+        return "norm"
+    if key.endswith(".bias"):
+        return "bias"
+    return "embedding" if "embed_tokens" in key else "matrix"
+
+
+DECAYS = {
+    "static router": False,
+    "dynamic router": True,
+    "kv router": True,
+    "static hyper": False,
+    "dynamic hyper": True,
+    "norm": False,
+    "bias": False,
+    "embedding": False,
+    "matrix": True,
+}
+
+
+@EVERY
+@pytest.mark.parametrize("router_rate", [1e-2, None])
+def test_every_parameter_is_in_one_group_and_decays_as_in_the_papers(name, router_rate):
+    model = build(name)
+    groups = model.parameter_groups(1e-3, 0.1, router_rate)
+    found = {}
+    for group in groups:
+        assert set(group) == {"params", "weight_decay", "lr", "name"}
+        assert group["params"], f"group {group['name']} is empty"
+        for parameter in group["params"]:
+            assert id(parameter) not in found, "twice"
+            found[id(parameter)] = group
+    assert len({group["name"] for group in groups}) == len(groups)
+    assert set(found) == {id(parameter) for parameter in model.parameters()}
+    for key, parameter in model.named_parameters():
+        group, rule = found[id(parameter)], kind(key, parameter.shape, model.config)
+        assert group["lr"] == (router_rate if "router" in rule and router_rate else 1e-3), key
+        if rule != "hyper scale":
+            assert group["weight_decay"] == (0.1 if DECAYS[rule] else 0.0), key
+    if router_rate:
+        assert {g["lr"] for g in groups} == ({1e-3} if model.config.memory == "none" else {1e-3, router_rate})
+    torch.optim.AdamW(groups, lr=1.0)
+
+
+def test_frozen_parameters_stay_out_of_no_group():
+    """Freezing is the caller's business: a group holds what trains, and nothing is lost."""
+    model = build("static")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    held = {id(p) for group in model.parameter_groups(1e-3, 0.1) for p in group["params"]}
+    assert held >= {id(p) for p in model.parameters() if p.requires_grad}
+
+
+@EVERY
+def test_a_saved_model_comes_back_bit_by_bit(name, tmp_path):
+    model, ids = build(name, dtype=torch.float32), tokens()
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    again, info = tf.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(again) is DepthLlamaForCausalLM
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    ours, theirs = (json.loads(one.config.to_json_string()) for one in (again, model))
+    assert {**ours, "_name_or_path": "", "dtype": ""} == {**theirs, "_name_or_path": "", "dtype": ""}
+    expected = model.state_dict()
+    assert set(stored) == set(expected) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    for key, tensor in again.state_dict().items():
+        assert torch.equal(tensor, expected[key]), key
+    assert torch.equal(again.eval()(ids).logits, logits)
+    bare = tf.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(bare.eval()(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@EVERY
+def test_the_meta_device_knows_the_parameters(name):
+    with torch.device("meta"):
+        model = DepthLlamaForCausalLM(configuration(name))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    expected = {key: tensor.shape for key, tensor in build(name).state_dict().items()}
+    assert {key: tensor.shape for key, tensor in model.state_dict().items()} == expected
+
+
+def error(found, exact):
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@EVERY
+@pytest.mark.parametrize("way", ["bfloat16", "autocast"])
+def test_half_precision_is_finite_and_near(name, way):
+    """Logits within three times the error of plain Llama in the same precision, and finite gradients."""
+    ids, errors = tokens(3, 12), {}
+    for case in ("serial", name):
+        model = build(case, dtype=torch.float32, spread=0.5)
+        exact = model(ids).logits
+        if way == "bfloat16":
+            model = model.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            output = model.train()(input_ids=ids, labels=ids, use_cache=False)
+        output.loss.backward()
+        assert all(p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in model.parameters())
+        assert output.logits.dtype == torch.bfloat16
+        errors[case] = error(output.logits.detach(), exact.detach())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            cache = model.eval()(ids[:, :8], use_cache=True).past_key_values
+            rest = model(ids[:, 8:], past_key_values=cache, use_cache=True).logits
+        errors[f"{case}-cached"] = error(rest, exact.detach()[:, 8:])
+    for case in (name, f"{name}-cached"):
+        assert errors[case] < max(3 * errors["serial"], 0.01), errors
+        assert errors[case] < 0.1, errors
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Llama checkpoint: folder and model."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = randomise(tf.LlamaForCausalLM(llama_configuration())).eval()
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize("name", ["serial", *NEW])
+def test_a_llama_checkpoint_can_be_continued(name, llama):
+    """Only what the form adds is missing, and it starts as it does in a fresh model."""
+    folder, plain = llama
+    config = DepthLlamaConfig.from_llama(plain.config, **SWITCHES[name])
+    torch.manual_seed(0)
+    model, info = DepthLlamaForCausalLM.from_pretrained(folder, config=config, output_loading_info=True)
+    added = {key for key in model.state_dict() if name in NEW and re.search(NEW[name], key)}
+    assert set(info["missing_keys"]) == added
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    for key, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), key
+    fresh = DepthLlamaForCausalLM(config).state_dict()
+    for key in added:
+        tensor = model.state_dict()[key]
+        assert tensor.isfinite().all()
+        if "router" in key and config.memory in ("static", "dynamic"):
+            assert 0.3 < tensor.std() / fresh[key].std() < 3, key
+        else:
+            assert torch.equal(tensor, fresh[key]), key
+    if name in ("serial", "kv", "hyper"):
+        ids, mask, positions = padded()
+        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        found, expected = (m.eval()(**batch).logits[mask.bool()] for m in (model, plain))
+        loose = 1e-4 if name == "hyper" else 1e-6  # the sum of streams sees the final norm's eps differently
+        torch.testing.assert_close(found, expected, rtol=loose, atol=loose)
+
+
+def test_a_first_step_from_llama_with_memory_has_llamas_loss(llama):
+    folder, plain = llama
+    model = DepthLlamaForCausalLM.from_pretrained(folder, config=DepthLlamaConfig.from_llama(plain.config, memory="kv"))
+    ids = tokens(4, 12)
+    losses = [m.train()(input_ids=ids, labels=ids).loss.item() for m in (model, plain)]
+    assert abs(losses[0] - losses[1]) < 1e-6
+
+
+def python(program, *arguments, **environment):
+    """Standard output of a program in a fresh interpreter without network."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+IMPORTED = """
+import sys, torch, fulldepth
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(config).__module__, type(model).__module__)
+"""
+ELSEWHERE = """
+import sys, torch
+sys.modules["fulldepth"] = None
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+ids = torch.load(sys.argv[2])
+logits = model(ids).logits
+model.generate(ids, max_new_tokens=2, do_sample=False)
+torch.save(logits.detach(), sys.argv[3])
+print(type(model).__module__)
+"""
+
+
+@pytest.mark.slow
+def test_importing_the_package_is_enough_for_auto_classes(tmp_path):
+    build("kv", dtype=torch.float32).save_pretrained(tmp_path)
+    modules = python(IMPORTED, tmp_path).split()
+    assert len(modules) == 2
+    assert all(name.startswith("fulldepth.architectures.depth_llama") for name in modules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dynamic-pruned", "hyper"])
+def test_a_checkpoint_carries_its_own_code(name, tmp_path):
+    """Without our package, with `trust_remote_code`: the same logits."""
+    model, ids = build(name, dtype=torch.float32), tokens()
+    folder, inputs, outputs = tmp_path / "model", tmp_path / "ids.pt", tmp_path / "logits.pt"
+    model.save_pretrained(folder)
+    torch.save(ids, inputs)
+    code = {path.name for path in folder.glob("*.py")}
+    assert {f"{part}_depth_llama.py" for part in ("configuration", "modeling", "memory", "hyper")} <= code
+    assert "AutoModelForCausalLM" in json.loads((folder / "config.json").read_text())["auto_map"]
+    assert python(ELSEWHERE, folder, inputs, outputs, HF_MODULES_CACHE=str(tmp_path / "modules")).startswith(
+        "transformers_modules"
+    )
+    torch.testing.assert_close(torch.load(outputs), model(ids).logits.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_sizes_stay_llamas():
+    """What each form adds, by counting: routers, norms and connections of 5 layers."""
+    count = {name: sum(p.numel() for p in build(name).parameters()) for name in SWITCHES}
+    width, heads, streams = SIZE["hidden_size"], SIZE["num_key_value_heads"], 4
+    later = range(2, 6)
+    assert count["static"] - count["serial"] == sum(heads * r + width for r in later)
+    assert count["dynamic"] - count["serial"] == sum(heads * r * width + width for r in later)
+    assert count["kv"] - count["serial"] == sum(heads * heads * r for r in later)
+    assert count["tree"] - count["serial"] == 3 * 2 * width
+    connection = width * (streams + 2) + streams * (streams + 2) + 2
+    assert count["hyper"] - count["serial"] == 5 * 2 * connection
