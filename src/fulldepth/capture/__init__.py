@@ -1,7 +1,18 @@
 """Runs a model and hands out activations by site name: the only reader of activations."""
 
-from fulldepth.capture.hooks import SITES, Tape, capture
+from fulldepth.capture.hooks import COEFFICIENTS, SITES, Tape, capture
 from fulldepth.capture.lens import TopTokens, read_layers, top_tokens
 from fulldepth.capture.verify import Verified, body_inputs, verify
 
-__all__ = ["SITES", "Tape", "TopTokens", "Verified", "body_inputs", "capture", "read_layers", "top_tokens", "verify"]
+__all__ = [
+    "COEFFICIENTS",
+    "SITES",
+    "Tape",
+    "TopTokens",
+    "Verified",
+    "body_inputs",
+    "capture",
+    "read_layers",
+    "top_tokens",
+    "verify",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,24 @@ SITES = {
     "attention_branch": "what attention adds to the stream, multipliers and norms of the branch applied",
     "mlp_branch": "what the MLP adds to the stream, likewise",
     "mlp_input": "what the MLP sub-layer adds to: x' for most, after cross-attention in a decoder that has one",
+    "attention_carried": "what attention adds to: x, for blocks with several streams their sum after mixing",
     "value": "value states of the attention, [B, T, key/value heads x head size]",
     "final_normed": "the final norm applied to h_L; 1 state",
 }
-"""Every site by name. All are `[B, T, D]` tensors, one for each layer 1..L unless said otherwise."""
+"""Every site of states by name. All are `[B, T, D]` tensors, one for each layer 1..L unless said otherwise.
+
+Where blocks hold several residual streams (Hyper-Connections), the stream is their sum, as the final norm reads it."""
+
+COEFFICIENTS = {
+    "routing": "weights of the attention's memory, in layers that have one: [heads, sources], with a dynamic router "
+    "[B, T, heads, sources], over key and value states [heads, sources, heads]",
+    "attention_mixing": "weights of the connection of n streams to attention, [B, T, n, n + 2], or [n, n + 2] where "
+    "they are constants: from stream i to the branch, to each stream, and from the branch to stream i",
+    "mlp_mixing": "the same for the MLP",
+}
+"""Sites that hold a model's own weights of its states; only some models have them, in all layers or some."""
+ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_mixing": "mlp_connection"}
+"""Site of coefficients -> the role of the module that makes them."""
 
 
 class Tape:
@@ -40,6 +55,12 @@ class Tape:
         """Forget everything, before the next forward pass."""
         self._seen.clear()
 
+    @property
+    def holds_the_stream(self) -> bool:
+        """Whether the states of `residual` are the model's own tensors, through which its gradients flow."""
+        states = [state for (name, _), state in self._seen.items() if name in ("h0", "x", "y")]
+        return not self.anatomy.has_streams and all(state.ndim == 3 for state in states)
+
     def record(self, site: str, layer: int, state: Tensor) -> None:
         """Keep one state of a 1-based layer."""
         self._seen[site, layer] = state
@@ -53,18 +74,27 @@ class Tape:
         """
         if site not in self.sites:
             raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
+        if site in COEFFICIENTS:
+            return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLES[site])]
         layers = range(1, self.anatomy.num_layers + 1)
         if site == "embeddings":
-            return [self._read("x", 1)]
+            return [self._first()]
         if site == "residual":
-            return [self._read("x", 1), *(self._read("y", layer) for layer in layers)]
-        if site == "attention_input":
-            return [self._read("x", layer) for layer in layers]
-        if site == "attention_output":
-            return [self._attention_output(layer) for layer in layers]
+            return [self._first(), *(self._read("y", layer) for layer in layers)]
         if site == "final_normed":
             return [self.anatomy.normalise(self._read("y", len(layers)))]
-        return [self._read(site, layer) for layer in layers]
+        read = {
+            "attention_input": self._input,
+            "attention_carried": self._carried,
+            "attention_output": self._attention_output,
+            "attention_branch": lambda layer: self._branch("attention_branch", layer),
+            "mlp_branch": lambda layer: self._branch("mlp_branch", layer),
+        }.get(site, lambda layer: self._read(site, layer))
+        return [read(layer) for layer in layers]
+
+    def coefficients(self, site: str) -> dict[int, Tensor]:
+        """1-based layer -> what is there at a site of `COEFFICIENTS`."""
+        return dict(zip(self.anatomy.layers_with(ROLES[site]), self[site], strict=True))
 
     def _read(self, name: str, layer: int) -> Tensor:
         """One state, `[B, T, D]` even where a module works on `[B T, D]`; an error if it was overwritten since."""
@@ -73,15 +103,34 @@ class Tape:
         state = self._seen[name, layer]
         if self._versions[name, layer] != (0 if state.is_inference() else state._version):
             raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
-        if state.ndim == 2:
-            state = state.view(*self._seen["x", 1].shape[:2], -1)
+        if state.ndim == 2 and name not in COEFFICIENTS:
+            state = state.view(*self._first().shape[:2], -1)
         return state
+
+    def _first(self) -> Tensor:
+        """h_0: what the first block is given, which is its x unless it adds x up of several states."""
+        return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
+
+    def _input(self, layer: int) -> Tensor:
+        """What a block reads."""
+        return self._read("x", layer)
+
+    def _carried(self, layer: int) -> Tensor:
+        """What attention adds to."""
+        return self._read("attention_carried" if self.anatomy.has_streams else "x", layer)
+
+    def _branch(self, site: str, layer: int) -> Tensor:
+        """What a branch adds to the stream: with several streams, its output times the sum of their weights."""
+        branch = self._read(site, layer)
+        if not self.anatomy.has_streams:
+            return branch
+        return branch * self._read(f"{site}_weight", layer).to(branch.dtype)
 
     def _attention_output(self, layer: int) -> Tensor:
         """x': read where the model has it, else the sum x + A."""
         if ("attention_output", layer) in self._seen:
             return self._read("attention_output", layer)
-        return self._read("x", layer) + self._read("attention_branch", layer)
+        return self._input(layer) + self._read("attention_branch", layer)
 
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
@@ -99,16 +148,17 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
 
     Args:
         anatomy: the model and where its parts are.
-        sites: names out of `SITES`.
-        grad: keep the states in the graph (for losses); else they are detached.
+        sites: names out of `SITES` and `COEFFICIENTS`.
+        grad: keep the states in the graph (for losses), and record nothing while gradients are off; else they are
+            detached.
 
     Raises:
         FulldepthError: for an unknown site, or one that this family has no module for.
     """
     wanted = tuple(sites)
     for site in wanted:
-        if site not in SITES:
-            raise unknown("site", site, SITES)
+        if site not in SITES and site not in COEFFICIENTS:
+            raise unknown("site", site, [*SITES, *COEFFICIENTS])
     tape = Tape(anatomy, wanted)
     handles: list[RemovableHandle] = []
     blocks = set(anatomy.blocks)
@@ -133,31 +183,84 @@ def _reentrant(block: nn.Module) -> bool:
     return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
 
 
-Place = tuple[nn.Module, bool, str, int, Callable[[Tensor], Tensor] | None]
-"""Module, whether its input is read (else its output), name on the tape, 1-based layer, what is done to the tensor."""
+CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
+"""Branch -> the site of what it is added to."""
+Change = Callable[[Any], Tensor]
+Place = tuple[nn.Module, bool, str, int, Change]
+"""Module, whether its input is read (else its output), name on the tape, 1-based layer, the state in what it holds."""
 
 
 def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
     """Where hooks have to go for the sites wanted."""
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        yield from _stream_places(anatomy, wanted, layer, block)
+        yield from _branch_places(anatomy, wanted, layer)
+        if "value" in wanted:
+            value = _required(anatomy, layer, "value")
+            yield value, False, "value", layer, lambda given: anatomy.value_states(_tensor(given))
+        yield from _coefficient_places(anatomy, wanted, layer)
+
+
+def _stream_places(anatomy: Anatomy, wanted: set[str], layer: int, block: nn.Module) -> Iterator[Place]:
+    """The stream before the block, inside, and after it."""
+
+    def stream(given: Any) -> Tensor:
+        return anatomy.stream(_tensor(given))
+
+    reader = anatomy.reader(layer)
+    if layer == 1 and reader is not block:
+        yield block, True, "h0", layer, stream
+    x_wanted = "attention_input" in wanted or ("attention_carried" in wanted and not anatomy.has_streams)
+    if x_wanted or (layer == 1 and reader is block) or _needs_sum(anatomy, wanted):
+        yield reader, True, "x", layer, stream
+    if wanted & {"residual", "final_normed"}:
+        yield block, False, "y", layer, stream
+    if "attention_output" in wanted and not _needs_sum(anatomy, wanted):
+        yield (*_attention_output(anatomy, layer), "attention_output", layer, stream)
+    if "mlp_input" in wanted and not anatomy.has_streams:
+        yield _mlp_input(anatomy, layer, block), True, "mlp_input", layer, stream
+
+
+def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
+    """The branches, and what they are added to where a connection stands around them."""
     scale = anatomy.branch_scale
 
-    def scaled(branch: Tensor) -> Tensor:
-        return branch * scale  # a new tensor: some families add to a branch in place
+    def scaled(given: Any) -> Tensor:
+        return _tensor(given) * scale  # a new tensor: some families add to a branch in place
 
-    for layer, block in enumerate(anatomy.blocks, start=1):
-        if "attention_input" in wanted or layer == 1 or _needs_sum(anatomy, wanted):
-            yield block, True, "x", layer, None
-        if wanted & {"residual", "final_normed"}:
-            yield block, False, "y", layer, None
-        if "attention_output" in wanted and not _needs_sum(anatomy, wanted):
-            yield (*_attention_output(anatomy, layer), "attention_output", layer, None)
-        for site in ("attention_branch", "mlp_branch"):
-            if site in wanted or (site == "attention_branch" and _needs_sum(anatomy, wanted)):
-                yield _required(anatomy, layer, site), False, site, layer, scaled
-        if "mlp_input" in wanted:
-            yield _mlp_input(anatomy, layer, block), True, "mlp_input", layer, None
-        if "value" in wanted:
-            yield _required(anatomy, layer, "value"), False, "value", layer, anatomy.value_states
+    for kind in ("attention", "mlp"):
+        site = f"{kind}_branch"
+        if site in wanted or (kind == "attention" and _needs_sum(anatomy, wanted)):
+            yield _required(anatomy, layer, site), False, site, layer, scaled
+        if not anatomy.has_streams:
+            continue
+        # a connection gives: the branch's input, the streams without the branch, the branch's weight in each
+        connection = _required(anatomy, layer, f"{kind}_connection")
+        if site in wanted:
+            yield connection, False, f"{site}_weight", layer, lambda given: given[2].sum(-1, keepdim=True)
+        carried = CARRIED[kind]
+        if carried in wanted:
+            yield connection, False, carried, layer, lambda given: anatomy.stream(given[1])
+
+
+def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
+    """The weights that a model gives its states; every layer may have them or not, one of them has to."""
+    for site, role in ROLES.items():
+        if site not in wanted:
+            continue
+        module = anatomy.part(layer, role)
+        if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
+            _required(anatomy, layer, role)
+        if module is not None and site == "routing":
+            yield module, False, site, layer, _tensor
+        elif module is not None:
+            yield module, True, site, layer, partial(_mixing, module)
+
+
+def _mixing(connection: Any, given: Any) -> Tensor:
+    """[..., n, n + 2] the weights of a connection for the streams that it is given, side by side."""
+    to_branch_and_streams, from_branch = connection.weights(_tensor(given))
+    return torch.cat([to_branch_and_streams, from_branch[..., None]], dim=-1)
 
 
 def _needs_sum(anatomy: Anatomy, wanted: set[str]) -> bool:
@@ -167,6 +270,8 @@ def _needs_sum(anatomy: Anatomy, wanted: set[str]) -> bool:
 
 def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
     """Where the model itself holds x': what the MLP sub-layer reads, or what the norm after attention gives."""
+    if anatomy.has_streams:
+        return _required(anatomy, layer, "mlp_connection"), True
     if anatomy.family.design == "post":
         return _required(anatomy, layer, "attention_norm"), False
     reader = anatomy.part(layer, "mlp_norm") or _required(anatomy, layer, "mlp")
@@ -198,7 +303,7 @@ def _hook(
     before: bool,
     name: str,
     layer: int,
-    change: Callable[[Tensor], Tensor] | None,
+    change: Change,
     grad: bool,
 ) -> RemovableHandle:
     """Register one hook that records a tensor and changes nothing."""
@@ -206,10 +311,13 @@ def _hook(
     def record(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation inside backward
             return
-        state = _tensor(value)
-        state = state if change is None else change(state)
+        if grad and not torch.is_grad_enabled():  # an evaluation in between: nothing to learn from
+            return
+        state = change(value)
         tape.record(name, layer, state if grad else state.detach())
 
+    if grad:  # a compiled model is compiled around the hook, not through it
+        record = torch.compiler.disable(record)
     if before:
         return module.register_forward_pre_hook(
             lambda _, args, kwargs: record(args[0] if args else _hidden(kwargs)), with_kwargs=True

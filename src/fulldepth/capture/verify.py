@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.capture.hooks import capture
+from fulldepth.capture.hooks import ROLES, capture
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, Classifier
 
@@ -32,6 +32,10 @@ class Verified:
     """Positions of the residual stream in the batch that was tried (for pictures: in every batch)."""
     value_width: int
     """Channels of the value states; 0 where they are not known."""
+    routed_heads: int = 0
+    """Heads of the memory routers (key/value heads); 0 without a memory."""
+    num_streams: int = 1
+    """Residual streams between blocks."""
 
 
 @torch.no_grad()
@@ -66,10 +70,12 @@ def _verify(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Verified:
     family = anatomy.family
     known = family.attention is not None and family.mlp is not None
     sites = ["residual", "attention_input"] + (["value"] if anatomy.has("value") else [])
-    sites += ["attention_output", "attention_branch", "mlp_branch", "mlp_input"] if known else []
-    with capture(anatomy, sites) as tape:
+    sites += ["attention_output", "attention_branch", "attention_carried", "mlp_branch", "mlp_input"] if known else []
+    weights = [site for site, role in ROLES.items() if anatomy.layers_with(role)]
+    with capture(anatomy, [*sites, *weights]) as tape:
         anatomy.body(**body_inputs(anatomy, inputs))
         states = {site: tape[site] for site in sites}
+        coefficients = {site: tape.coefficients(site) for site in weights}
     last = states["residual"][-1]
     if last.ndim != 3:
         raise FulldepthError(f"blocks give states of shape {tuple(last.shape)}, expected [B, T, D]")
@@ -80,8 +86,16 @@ def _verify(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Verified:
     chained = all(
         torch.equal(x.to(h.device), h) for x, h in zip(states["attention_input"], states["residual"][:-1], strict=True)
     )
-    width = states["value"][0].shape[-1] if "value" in states else 0
-    return Verified(anatomy, chained, known, _check_classifier(anatomy, inputs, last), last.shape[1], width)
+    return Verified(
+        anatomy,
+        chained,
+        known,
+        _check_classifier(anatomy, inputs, last),
+        last.shape[1],
+        value_width=states["value"][0].shape[-1] if "value" in states else 0,
+        routed_heads=check_routing(coefficients.get("routing", {})),
+        num_streams=next((weights.shape[-2] for weights in coefficients.get("mlp_mixing", {}).values()), 1),
+    )
 
 
 def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> None:
@@ -90,7 +104,7 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
     for layer in range(1, anatomy.num_layers + 1):
         x, after, a, m, before_mlp = (
             states[site][layer - 1]
-            for site in ("attention_input", "attention_output", "attention_branch", "mlp_branch", "mlp_input")
+            for site in ("attention_carried", "attention_output", "attention_branch", "mlp_branch", "mlp_input")
         )
         y = states["residual"][layer]
         for what, branch in {"attention": a, "mlp": m}.items():
@@ -98,7 +112,9 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
                 raise FulldepthError(
                     f"in layer {layer}, the {what} branch has shape {tuple(branch.shape)}, the stream {tuple(x.shape)}"
                 )
-        if design == "parallel":
+        if anatomy.has_streams:
+            pairs = {"mixed streams + attention": (x + a, after), "mixed streams + mlp": (before_mlp + m, y)}
+        elif design == "parallel":
             pairs = {"x + attention + mlp": (x + a + m, y)}
         elif design == "pre":
             pairs = {"x + attention": (x + a, after), "x' + mlp": (after + m, y)}
@@ -111,6 +127,19 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
             error = relative_error(got, expected)
             if not error <= TOLERANCE[expected.dtype]:  # NaN is no agreement
                 raise FulldepthError(f"in layer {layer}, {what} misses the block's own state by {error:.1e} (relative)")
+
+
+def check_routing(routing: Mapping[int, Tensor]) -> int:
+    """How many heads the routers have; every layer reads one source for each layer up to it."""
+    heads = {weights.shape[0] if weights.ndim == 3 else weights.shape[-2] for weights in routing.values()}
+    for layer, weights in routing.items():
+        sources = weights.shape[1] if weights.ndim == 3 else weights.shape[-1]
+        if sources != layer or len(heads) > 1:
+            raise FulldepthError(
+                f"the router of layer {layer} gives weights of shape {tuple(weights.shape)}; expected {layer} sources "
+                "and as many heads in every layer"
+            )
+    return max(heads, default=0)
 
 
 def _check_classifier(anatomy: Anatomy, inputs: Mapping[str, Any], last: Tensor) -> Classifier | None:

@@ -1,0 +1,25 @@
+"""Penalties that make a model use its depth, the objective that combines them, and a Trainer that has it."""
+
+from fulldepth.losses.aligned_loss import aligned_loss
+from fulldepth.losses.coherence_penalty import coherence_penalty
+from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
+from fulldepth.losses.objective import Objective, Portion
+from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
+from fulldepth.losses.similarity_penalty import similarity_penalty
+from fulldepth.losses.terms import TERMS
+from fulldepth.losses.trainer import DepthTrainer, ObjectiveMixin, Tally
+
+__all__ = [
+    "TERMS",
+    "DepthTrainer",
+    "Objective",
+    "ObjectiveMixin",
+    "Portion",
+    "Tally",
+    "aligned_loss",
+    "coherence_penalty",
+    "jump_penalty",
+    "jump_weights",
+    "orthogonality_penalty",
+    "similarity_penalty",
+]

@@ -1,0 +1,121 @@
+"""Aligned training: one shared head reads every layer (Representation progression and aligned training, Eq. 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.losses.jump_penalty import check_states, statistics_dtype
+
+CHUNK = 1024
+"""Positions whose logits exist at a time."""
+
+
+def aligned_loss(
+    hidden_states: Sequence[Tensor],
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    weights: str | Sequence[float] = "linear",
+    ignore_index: int = -100,
+    chunk: int = CHUNK,
+) -> Tensor:
+    r"""Weighted cross-entropy of every layer read by one head, in nats.
+
+    .. math:: L_{aligned} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{n: y_n \ne ignored}
+        \mathrm{CE}(W h^{(l)}_n, y_n), \quad \lambda_l = \frac{2 l}{L (L + 1)}
+
+    The logits of `chunk` positions of one layer are computed, used, forgotten and computed again in backward: the head
+    is called twice, and `[L, B, T, V]` never exists.
+
+    Args:
+        hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. Whole
+            states with ignored labels cost less than slices of states, which are copied.
+        head: final norm and output projection, `[N, D] -> [N, V]`. Its parameters receive gradients.
+        labels: `[B, T]` (or `[B]`), already aligned with the positions: the caller shifts for causal models.
+        weights: `"linear"` as above, `"uniform"` for `1/L`, or L numbers.
+        ignore_index: label of positions that do not count. What their states hold has no effect, be it NaN.
+        chunk: positions at a time, at least 1.
+
+    Returns:
+        Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. Where no position
+        counts, 0 with zero gradients.
+
+    Raises:
+        FulldepthError: for no state, differing shapes, labels or weights that do not fit, or a head with another shape.
+
+    Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
+    """
+    check_states(hidden_states, None, least=1)
+    _check_labels(labels, hidden_states[-1], chunk)
+    shares = layer_weights(weights, len(hidden_states))
+    device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
+    chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
+    count = sum(len(targets) for _, targets in chosen)
+
+    total = torch.zeros((), dtype=dtype, device=device)
+    for share, state in zip(shares, hidden_states, strict=True):
+        if not share:
+            continue
+        if not count:
+            total = total + state[:0].sum(dtype=dtype).to(device)
+            continue
+        for rows, (index, targets) in zip(state.flatten(0, -2).split(chunk), chosen, strict=True):
+            if len(targets):
+                summed = checkpoint(_cross_entropy, head, rows, index, targets, dtype, use_reentrant=False)
+                total = total + share * summed.to(device)
+    return total / max(count, 1)
+
+
+def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
+    """The weight of each layer 1..L: by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`) or as given.
+
+    Raises:
+        FulldepthError: for an unknown name, another number of weights than layers, or one that is negative or infinite.
+
+    Source: "Representation progression and aligned training", Eq. 5 and App. B.3.
+    """
+    if isinstance(weights, str):
+        named = {
+            "linear": [2 * layer / (num_layers * (num_layers + 1)) for layer in range(1, num_layers + 1)],
+            "uniform": [1 / num_layers] * num_layers,
+        }
+        if weights not in named:
+            raise unknown("weighting of layers", weights, named)
+        return named[weights]
+    given = [float(weight) for weight in weights]
+    if len(given) != num_layers or not all(0 <= weight < math.inf for weight in given):
+        raise FulldepthError(f"expected {num_layers} finite weights of at least 0, one per layer, got {given}")
+    return given
+
+
+def _counted(labels: Tensor, ignore_index: int) -> tuple[Tensor | None, Tensor]:
+    """Which positions of a chunk count (None: all) and their labels."""
+    index = (labels != ignore_index).nonzero()[:, 0]
+    return (None, labels) if len(index) == len(labels) else (index, labels[index])
+
+
+def _cross_entropy(
+    head: Callable[[Tensor], Tensor], rows: Tensor, index: Tensor | None, targets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Summed cross-entropy of the chosen rows of one chunk `[N, D]`."""
+    rows = rows.to(targets.device)
+    logits = head(rows if index is None else rows[index])
+    if logits.ndim != 2 or len(logits) != len(targets):
+        raise FulldepthError(f"the head must return [N, V] for N = {len(targets)} states, got {tuple(logits.shape)}")
+    return F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="sum")
+
+
+def _check_labels(labels: Tensor, state: Tensor, chunk: int) -> None:
+    if labels.shape != state.shape[:-1] or labels.is_floating_point():
+        raise FulldepthError(
+            f"labels must be integers of shape {tuple(state.shape[:-1])}, one per position of the hidden states "
+            f"{tuple(state.shape)}, got {labels.dtype} {tuple(labels.shape)}"
+        )
+    if chunk < 1:
+        raise FulldepthError(f"chunk must be at least 1 position, got {chunk}")

@@ -1,0 +1,117 @@
+"""Orthogonality loss: the channels of a layer shall not repeat each other (CR-Guided Transformers, Sec. 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fulldepth.errors import unknown
+from fulldepth.losses.jump_penalty import blocks, check_states, statistics_dtype
+
+FORMS = ("mean", "frobenius")
+
+
+def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
+    r"""How far the channels of a layer are from orthogonal along the sequence.
+
+    .. math:: \tilde h_d = \frac{h_d}{\|h_d\|_2 + \epsilon}, \quad G = \tilde h^\top \tilde h : [D, D], \quad
+        L_{ortho} = \mathrm{mean}_{B, D, D} \, (G - I)^2
+
+    with norms along the sequence, one `G` per sequence. Unweighted: the objective multiplies it (0.01 in the paper).
+    Backward computes `G` again, a few sequences at a time: only a reference to `h` is kept. Matrix products are float32
+    (float64 for float64 states) whatever autocast says; `torch.set_float32_matmul_precision` applies to them.
+
+    Args:
+        h: output of a sub-layer (residual included), `[B, T, D]`.
+        form: "mean" as in the paper's listing; "frobenius" as in its text, the squared Frobenius norm of `G - I` per
+            sequence, averaged over sequences: `D^2` times as much.
+        mask: `[B, T]`, True (or 1) = counts; other positions are left out, whatever they hold.
+        eps: the paper's epsilon beside the norm.
+
+    Returns:
+        Scalar, unit 1, in [0, 1] for "mean", float32 or float64. A channel that is zero throughout a sequence has no
+        direction: its row of `G` and its gradient are 0.
+
+    Raises:
+        FulldepthError: for another shape than `[B, T, D]`, an unfit mask or an unknown form.
+
+    Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2 (which differ by `D^2`).
+    """
+    check_states([h], mask, least=1, dimensions=3)
+    if form not in FORMS:
+        raise unknown("form of the orthogonality penalty", form, FORMS)
+    sequences, _, width = h.shape
+    ignored = None if mask is None else ~mask.to(h.device, torch.bool)
+    total = _SquaredDeviation.apply(h, ignored, eps)
+    return total / (sequences * width**2 if form == "mean" else sequences)
+
+
+class _SquaredDeviation(torch.autograd.Function):
+    """Sum over the batch of `|G - I|_F^2`, in blocks of sequences."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, ignored: Tensor | None, eps: float) -> Tensor:
+        ctx.save_for_backward(h, ignored)
+        ctx.eps = eps
+        total = h.new_zeros((), dtype=statistics_dtype(h))
+        with torch.autocast(h.device.type, enabled=False):
+            for rows in _blocks(h):
+                unit, _ = _unit_channels(h, ignored, rows, eps)
+                total += _deviation(unit)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
+        h, ignored = ctx.saved_tensors
+        gradient = torch.empty_like(h)
+        with torch.autocast(h.device.type, enabled=False):
+            for rows in _blocks(h):
+                unit, norm = _unit_channels(h, ignored, rows, ctx.eps)
+                # d|G - I|^2 / d unit = 4 unit (G - I), then through the division by the norm
+                slope = _times_gram(unit).sub_(unit).mul_(4 * weight)
+                length = norm + ctx.eps
+                radial = (slope * unit).sum(1, keepdim=True) * (length / norm).masked_fill_(norm == 0, 0.0)
+                slope.sub_(unit.mul_(radial)).div_(length)
+                gradient[rows] = slope if ignored is None else slope.masked_fill_(ignored[rows, :, None], 0.0)
+        return gradient, None, None
+
+
+def _blocks(h: Tensor) -> Iterator[slice]:
+    """Slices of the batch whose normalised states and Gram matrices fit into one block."""
+    _, length, width = h.shape
+    return blocks(len(h), width * max(length, width), h.device)
+
+
+def _unit_channels(h: Tensor, ignored: Tensor | None, rows: slice, eps: float) -> tuple[Tensor, Tensor]:
+    """Channels of some sequences divided by their norm (plus eps), `[b, T, D]`, and the norms, `[b, 1, D]`."""
+    states = h[rows].to(statistics_dtype(h), copy=True)
+    if ignored is not None:
+        states.masked_fill_(ignored[rows, :, None], 0.0)
+    norm = torch.linalg.vector_norm(states, dim=1, keepdim=True)
+    return states.div_(norm + eps), norm
+
+
+def _deviation(unit: Tensor) -> Tensor:
+    """Sum over sequences of `|G - I|^2`; for short ones through the `[T, T]` Gram matrix, whose norm is the same."""
+    if _is_short(unit):
+        # No cancellation to speak of: the rank is at most D/2, so the result is at least half of the first term
+        squares = unit.matmul(unit.mT).square_().sum()
+        return squares - 2 * unit.square().sum() + len(unit) * unit.shape[-1]
+    gram = unit.mT.matmul(unit)
+    gram.diagonal(dim1=1, dim2=2).sub_(1.0)
+    return gram.square_().sum()
+
+
+def _times_gram(unit: Tensor) -> Tensor:
+    """`[b, T, D]`: `unit G`, in the cheaper order."""
+    return unit.matmul(unit.mT).matmul(unit) if _is_short(unit) else unit.matmul(unit.mT.matmul(unit))
+
+
+def _is_short(unit: Tensor) -> bool:
+    """Whether sequences have at most half as many positions as channels."""
+    return 2 * unit.shape[1] <= unit.shape[2]

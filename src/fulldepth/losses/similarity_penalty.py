@@ -1,0 +1,43 @@
+"""Similarity regulariser: every layer shall point where the last one does (Aligned training, App. B.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fulldepth.losses.aligned_loss import layer_weights
+from fulldepth.losses.jump_penalty import check_states, mean_over_tokens, statistics_dtype, token_displacement
+
+
+def similarity_penalty(
+    hidden_states: Sequence[Tensor], weights: str | Sequence[float] = "linear", mask: Tensor | None = None
+) -> Tensor:
+    r"""Weighted mean distance in angle between every layer and the last, in [0, 2].
+
+    .. math:: L_{sim} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{tokens} \left(1 - \cos(h_l, h_L)\right)
+
+    Unweighted: the objective multiplies it by beta. Gradients flow through both states. The last term is 0 by
+    construction and left out. Keeps references to the states, as `jump_penalty` does.
+
+    Args:
+        hidden_states: residual stream `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`), possibly on several devices.
+        weights: `"linear"` for `2l / (L(L+1))`, `"uniform"` for `1/L`, or L numbers.
+        mask: `[B, T]` (or `[B]`), True (or 1) = counts. What stands in other positions has no effect, be it NaN.
+
+    Returns:
+        Scalar, unit 1, float32 (float64 for float64 states), on the device of the last state. A zero vector has no
+        direction: its cosine and its gradient are 0. Where no token counts, 0.
+
+    Raises:
+        FulldepthError: for no state, differing shapes, unfit weights or an unfit mask.
+
+    Source: "Representation progression and aligned training", App. B.3 (cosine-similarity regulariser).
+    """
+    check_states(hidden_states, mask, least=1)
+    *earlier, last = hidden_states
+    total = last[:0].sum(dtype=statistics_dtype(last))  # 0 that stays on the graph where there is one layer only
+    for weight, state in zip(layer_weights(weights, len(hidden_states)), [*earlier, None], strict=True):
+        if weight and state is not None:
+            total = total + 2 * weight * mean_over_tokens(token_displacement(state, last), mask)
+    return total

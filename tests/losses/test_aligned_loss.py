@@ -1,0 +1,182 @@
+"""Aligned loss (Eq. 5) against numpy in float64; gradients against autograd of all logits at once."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.special import logsumexp
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses.aligned_loss import aligned_loss
+
+LAYERS, WIDTH, CLASSES = 3, 6, 11
+WEIGHTS = {"linear": [1 / 6, 2 / 6, 3 / 6], "uniform": [1 / 3] * 3, (0.5, 0.0, 2.0): [0.5, 0.0, 2.0]}
+
+
+@pytest.fixture
+def states(generator):
+    """h_1..h_3."""
+    return list(torch.randn(LAYERS, 4, 5, WIDTH, generator=generator, dtype=torch.float64).cumsum(0))
+
+
+@pytest.fixture
+def labels(generator):
+    """A whole sequence, whole chunks and single positions are ignored."""
+    labels = torch.randint(CLASSES, (4, 5), generator=generator)
+    labels[1] = labels[0, 2] = labels[3, 3:] = -100
+    return labels
+
+
+@pytest.fixture
+def head(generator):
+    """Norm with a gain, then projection with a bias."""
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = torch.nn.Parameter(1 + 0.3 * torch.randn(WIDTH, generator=generator, dtype=torch.float64))
+            self.weight = torch.nn.Parameter(torch.randn(CLASSES, WIDTH, generator=generator, dtype=torch.float64))
+            self.bias = torch.nn.Parameter(torch.randn(CLASSES, generator=generator, dtype=torch.float64))
+            self.rows = []
+
+        def forward(self, x):
+            self.rows.append(len(x))
+            return F.linear(F.rms_norm(x, (WIDTH,), self.gain, 1e-6), self.weight, self.bias)
+
+    return Head()
+
+
+def oracle(states, head, labels, weights):
+    """One position of one layer at a time."""
+    gain, weight, bias = (p.detach().double().numpy() for p in (head.gain, head.weight, head.bias))
+    labels, total = labels.numpy(), 0.0
+    for share, state in zip(weights, states, strict=True):
+        losses = []
+        for where in np.argwhere(labels != -100):
+            x = state.double().numpy()[tuple(where)]
+            logits = weight @ (x / np.sqrt(np.mean(x**2) + 1e-6) * gain) + bias
+            losses.append(logsumexp(logits) - logits[labels[tuple(where)]])
+        total += share * np.mean(losses)
+    return total
+
+
+def everything(states, head, labels, weights):
+    """All logits at once, for autograd."""
+    parts = [F.cross_entropy(head(h.flatten(0, -2)), labels.flatten()) for h in states]
+    return sum(weight * part for weight, part in zip(weights, parts, strict=True))
+
+
+def leaves(states, dtype=torch.float64):
+    return [state.detach().to(dtype, copy=True).requires_grad_() for state in states]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 1000])
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_value_is_the_papers_formula(states, head, labels, dtype, tolerance, weights, chunk):
+    states = [state.to(dtype) for state in states]
+    value = aligned_loss(states, head.to(dtype), labels, weights, chunk=chunk)
+    np.testing.assert_allclose(value.item(), oracle(states, head, labels, WEIGHTS[weights]), rtol=tolerance)
+    assert value.dtype == dtype
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_gradients_are_those_of_all_logits_at_once(states, head, labels, dtype, tolerance, chunk):
+    theirs = leaves(states)
+    everything(theirs, head, labels, WEIGHTS["linear"]).backward()
+    expected = [h.grad for h in theirs] + [p.grad for p in head.parameters()]
+    head.zero_grad()
+    ours = leaves(states, dtype)
+    aligned_loss(ours, head.to(dtype), labels, chunk=chunk).backward()
+    got = [h.grad for h in ours] + [p.grad for p in head.parameters()]
+    for mine, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=tolerance, atol=tolerance)
+
+
+def test_gradient_passes_gradcheck(states, head, labels):
+    function = lambda *h: aligned_loss(h, head, labels[:3, :3], chunk=2)  # noqa: E731
+    assert torch.autograd.gradcheck(function, leaves([state[:3, :3] for state in states]), atol=1e-8)
+
+
+def test_half_precision_sums_in_float32(states, head, labels):
+    states, head = [state.bfloat16() for state in states], head.bfloat16()
+    logits = [head(state.flatten(0, -2)) for state in states]  # the head's own rounding is not ours to mend
+    parts = [F.cross_entropy(x.double(), labels.flatten()).item() for x in logits]
+    value = aligned_loss(states, head, labels, chunk=1000)
+    assert value.dtype == torch.float32
+    np.testing.assert_allclose(value.item(), np.dot(WEIGHTS["linear"], parts), rtol=1e-6)
+
+
+def test_pooled_states(states, head):
+    pooled, labels = [state[:, 0] for state in states], torch.tensor([3, -1, 0, 10])
+    value = aligned_loss(pooled, head, labels, ignore_index=-1)
+    expected = oracle(pooled, head, labels.where(labels >= 0, -100), WEIGHTS["linear"])
+    np.testing.assert_allclose(value.item(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), 1e300])
+def test_ignored_positions_have_no_effect(states, head, labels, garbage):
+    clean, dirty = leaves(states), leaves(states)
+    with torch.no_grad():
+        for state in dirty:
+            state[labels == -100] = garbage
+    results = []
+    for inputs in (clean, dirty):
+        head.zero_grad()
+        value = aligned_loss(inputs, head, labels, chunk=4)
+        value.backward()
+        results.append([value.detach(), *(h.grad for h in inputs), *(p.grad.clone() for p in head.parameters())])
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+    assert not any(state.grad[labels == -100].any() for state in dirty)
+
+
+def test_nothing_counts(states, head, labels):
+    inputs = leaves([state.masked_fill(torch.tensor(True), float("nan")) for state in states])
+    value = aligned_loss(inputs, head, torch.full_like(labels, -100))
+    value.backward()
+    assert value == 0
+    assert not any(state.grad.any() for state in inputs)
+    assert not head.rows
+
+
+def test_logits_exist_a_chunk_at_a_time(states, head, labels):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        value = aligned_loss(leaves(states), head, labels, chunk=4)
+    once = list(head.rows)
+    assert max(once) <= 4
+    assert sum(once) == LAYERS * int((labels != -100).sum())
+    assert all(x.numel() <= 4 * WIDTH for x in saved)
+    value.backward()
+    assert sum(head.rows) == 2 * sum(once)
+
+
+def test_random_heads_are_recomputed_alike(states, head, labels):
+    dropped = []
+
+    def noisy(x):
+        dropped.append(F.dropout(torch.ones_like(x), 0.5))
+        return head(x * dropped[-1])
+
+    aligned_loss(leaves(states), noisy, labels, chunk=7).backward()
+    half = len(dropped) // 2
+    again = dropped[half:]
+    assert all(any(torch.equal(mask, other) for other in again) for mask in dropped[:half])
+
+
+def test_mistakes_are_refused(states, head, labels):
+    with pytest.raises(FulldepthError, match=r"labels must be integers of shape \(4, 5\).*got torch.int64 \(4, 4\)"):
+        aligned_loss(states, head, labels[:, 1:])
+    with pytest.raises(FulldepthError, match="labels must be integers"):
+        aligned_loss(states, head, labels.double())
+    with pytest.raises(FulldepthError, match="Available: linear, uniform"):
+        aligned_loss(states, head, labels, "quadratic")
+    for weights in ([1.0], [1.0, -1.0, 1.0], [1.0, float("inf"), 1.0]):
+        with pytest.raises(FulldepthError, match="expected 3 finite weights"):
+            aligned_loss(states, head, labels, weights)
+    with pytest.raises(FulldepthError, match=r"must return \[N, V\] for N = 12 states, got \(12,\)"):
+        aligned_loss(states, lambda x: head(x)[:, 0], labels)
+    with pytest.raises(FulldepthError, match="chunk must be at least 1"):
+        aligned_loss(states, head, labels, chunk=0)

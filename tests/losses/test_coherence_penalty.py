@@ -1,0 +1,231 @@
+"""CR loss (Listing 2) against the listing's own explicit COS and SIN sums in numpy, its gradient against autograd."""
+
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
+from fulldepth.losses.jump_penalty import blocks
+
+SHAPES = [(5, 8, 3), (2, 9, 4), (3, 24, 2), (4, 2, 2), (2, 3, 2)]
+SETTINGS = [
+    {"layer": 2, "num_layers": 12},
+    {"layer": 8, "num_layers": 12, "energy": True},
+    {"layer": 0, "num_layers": 3, "energy": True, "target": 0.6, "eps": 1e-3},
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Few channels at a time."""
+    monkeypatch.setattr(sys.modules[blocks.__module__], "CPU_BLOCK", 80)
+
+
+@pytest.fixture
+def pair(generator):
+    """Input and output that share a part; one channel of each jumps so far that the bound cuts it."""
+
+    def make(shape, dtype=torch.float64):
+        h_in = torch.randn(shape, generator=generator, dtype=torch.float64)
+        h_out = h_in + 0.8 * torch.randn(shape, generator=generator, dtype=torch.float64) + 2
+        h_in[:, 1, 0] += 40
+        h_out[0, 0, -1] -= 30
+        return h_in.to(dtype), h_out.to(dtype)
+
+    return make
+
+
+def transform(z, weights):
+    """sum_t z[b, t, d] weights[k, t], one frequency at a time."""
+    return np.stack([(z * row[None, :, None]).sum(1) for row in weights], -1)
+
+
+def oracle(h_in, h_out, layer, num_layers, target=0.35, energy=False, eps=1e-8):
+    """The listing line by line in float64 (12 -> num_layers), without its lambda."""
+    length = h_in.shape[1]
+    frequencies = 2 * np.pi * np.arange(length // 2 + 1) / length
+    angles = frequencies[:, None] * np.arange(length)
+    sides = []
+    for h in (h_in.double().numpy(), h_out.double().numpy()):
+        z = (h - h.mean(1, keepdims=True)) / (h.std(1, ddof=1, keepdims=True) + eps)
+        factor = np.maximum(np.abs(z).max(1, keepdims=True) / (2.0 + layer / 2), 1)
+        z = z * math.sqrt(num_layers - layer) / factor
+        p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+        sides.append((transform(p, np.cos(angles)), transform(p, np.sin(angles))))
+    (re_in, im_in), (re_out, im_out) = sides
+    power_in, power_out = (np.sum(np.sqrt(re**2 + im**2 + eps) + eps, -1) for re, im in sides)
+    excess = np.maximum(np.log(power_out / (power_in + eps)) ** 2 - math.log(2.0) ** 2, 0)
+    c_in, c_out = re_in + 1j * im_in, re_out + 1j * im_out
+    s_xy = (c_in * c_out.conj()).mean(0)
+    s_xx, s_yy = (np.abs(c_in) ** 2).mean(0) + eps, (np.abs(c_out) ** 2).mean(0) + eps
+    coherence = np.abs(s_xy) ** 2 / (s_xx * s_yy + eps)
+    penalty = ((coherence - target) ** 2 * ((num_layers - layer) / 2) * 0.2).mean(-1)
+    return np.mean(penalty[None] + excess * energy)
+
+
+def listing(h_in, h_out, layer, num_layers, target=0.35, energy=False, eps=1e-8):
+    """The same in torch, for autograd."""
+    length = h_in.shape[1]
+    angles = 2 * math.pi * torch.arange(length // 2 + 1).double()[:, None] * torch.arange(length) / length
+    sides = []
+    for h in (h_in, h_out):
+        z = (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + eps)
+        z = z / (z.abs().amax(1, keepdim=True) / (2.0 + layer / 2)).clamp(min=1)
+        p = torch.softmax(z * math.sqrt(num_layers - layer), 1)
+        sides.append([torch.einsum("btd,kt->bdk", p, f(angles)) for f in (torch.cos, torch.sin)])
+    (a, b), (c, d) = sides
+    power_in, power_out = ((re.square() + im.square() + eps).sqrt().add(eps).sum(-1) for re, im in sides)
+    excess = ((power_out / (power_in + eps)).log().square() - math.log(2) ** 2).relu()
+    cross = (a * c + b * d).mean(0).square() + (b * c - a * d).mean(0).square()
+    s_xx, s_yy = ((re.square() + im.square()).mean(0) + eps for re, im in sides)
+    distance = (cross / (s_xx * s_yy + eps) - target).square().mean()
+    return distance * (num_layers - layer) * 0.1 + (excess.mean() if energy else 0)
+
+
+def leaves(pair, dtype=torch.float64):
+    return [h.detach().to(dtype, copy=True).requires_grad_() for h in pair]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_value_is_the_listings(pair, dtype, shape, settings):
+    h_in, h_out = pair(shape, dtype)
+    value = coherence_penalty(h_in, h_out, **settings)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
+    np.testing.assert_allclose(value.item(), oracle(h_in, h_out, **settings), rtol=tolerance, atol=tolerance)
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_gradient_is_that_of_the_listing(pair, shape, settings):
+    inputs = leaves(pair(shape))
+    assert torch.autograd.gradcheck(lambda *h: coherence_penalty(*h, **settings), inputs, atol=1e-7)
+    expected = torch.autograd.grad(listing(*inputs, **settings), inputs)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        ours = leaves(inputs, dtype)
+        coherence_penalty(*ours, **settings).backward()
+        for mine, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine.grad.double(), other, rtol=tolerance, atol=tolerance * other.abs().max())
+    alone = inputs[0].detach(), inputs[1]
+    (mine,) = torch.autograd.grad(coherence_penalty(*alone, **settings), inputs[1])
+    torch.testing.assert_close(mine, expected[1], rtol=1e-10, atol=1e-12)
+
+
+def test_the_data_reaches_every_branch(pair):
+    """Bound and energy matter in these tests, and are slack elsewhere in the same data."""
+    h_in, h_out = pair((3, 24, 2))
+    for h in (h_in, h_out):
+        z = (h - h.mean(1, keepdim=True)) / h.std(1, keepdim=True)
+        assert 0 < (z.abs().amax(1) > 2).sum() < z[:, 0].numel()
+    excess = oracle(h_in, h_out, 2, 12, energy=True) - oracle(h_in, h_out, 2, 12)
+    assert excess > 1e-3
+    assert oracle(h_in, h_in, 2, 12, energy=True) == oracle(h_in, h_in, 2, 12)
+
+
+class Processes:
+    """As many threads as processes; the sum of their tensors is one tensor on the graph of all."""
+
+    def __init__(self, count):
+        self.barrier, self.tensors, self.results = threading.Barrier(count), [None] * count, [None] * count
+
+    def reduce(self, rank):
+        def reduce(tensor):
+            self.tensors[rank] = tensor
+            self.barrier.wait()
+            total = sum(self.tensors)
+            self.barrier.wait()
+            return total
+
+        return reduce
+
+    def run(self, function):
+        def body(rank):
+            self.results[rank] = function(rank, self.reduce(rank))
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(self.results))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.results
+
+
+@pytest.mark.parametrize("split", [(3, 2), (1, 4), (1, 1, 3)])
+@pytest.mark.parametrize("energy", [False, True])
+def test_the_batch_mean_runs_over_processes(pair, split, energy):
+    settings = {"layer": 4, "num_layers": 12, "energy": energy}
+    inputs = leaves(pair((5, 8, 3)))
+    whole = coherence_penalty(*inputs, **settings)
+    expected = torch.autograd.grad(whole, inputs)
+    parts = list(zip(*(h.split(split) for h in inputs), strict=True))
+    values = Processes(len(split)).run(lambda rank, reduce: coherence_penalty(*parts[rank], **settings, reduce=reduce))
+    for value in values:
+        torch.testing.assert_close(value, whole, rtol=1e-12, atol=0)
+        got = torch.autograd.grad(value, inputs, retain_graph=True)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_only_the_states_and_the_spectra_are_kept(pair):
+    inputs, saved = leaves(pair((5, 8, 3)), torch.float32), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        coherence_penalty(*inputs, 2, 12, energy=True)
+    ours = {h.data_ptr() for h in inputs}
+    assert ours <= {x.data_ptr() for x in saved}
+    assert all(x.data_ptr() in ours or x.numel() in (1, 4 * 3 * 5) for x in saved)
+
+
+def test_autocast_changes_nothing(pair):
+    inputs = leaves(pair((5, 8, 3)), torch.float32)
+    others = leaves(inputs, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = coherence_penalty(*inputs, 2, 12, energy=True)
+        value.backward()
+    expected = coherence_penalty(*others, 2, 12, energy=True)
+    expected.backward()
+    assert torch.equal(value, expected)
+    assert all(torch.equal(h.grad, other.grad) for h, other in zip(inputs, others, strict=True))
+
+
+@pytest.mark.parametrize("constant", [0.0, 1234.567])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_channels_that_do_not_vary_are_harmless(pair, constant, dtype):
+    still = leaves([torch.full((2, 6, 3), constant)] * 2, dtype)
+    value = coherence_penalty(*still, 2, 12, energy=True)
+    value.backward()
+    np.testing.assert_allclose(value.item(), oracle(*(h.detach() for h in still), 2, 12, energy=True), atol=1e-6)
+    assert not any(h.grad.any() for h in still)
+    h_in, h_out = pair((4, 8, 3))
+    h_in[1, :, 1] = h_out[2, :, 0] = constant
+    inputs = leaves((h_in, h_out), dtype)
+    coherence_penalty(*inputs, 2, 12, energy=True).backward()
+    assert all(h.grad.isfinite().all() and h.grad.abs().max() < 1e3 for h in inputs)
+    assert not inputs[0].grad[1, :, 1].any()
+    assert not inputs[1].grad[2, :, 0].any()
+    assert inputs[0].grad[0].any()
+
+
+def test_mistakes_are_refused(pair):
+    h_in, h_out = pair((5, 8, 3))
+    with pytest.raises(FulldepthError, match=r"at least two sequences .* got 1") as error:
+        coherence_penalty(h_in[:1], h_out[:1], 2, 12)
+    assert isinstance(error.value, ValueError)
+    with pytest.raises(FulldepthError, match=r"at least two sequences .* got 1"):
+        coherence_penalty(h_in[:1], h_out[:1], 2, 12, reduce=lambda tensor: tensor)
+    with pytest.raises(FulldepthError, match="at least two positions, got 1"):
+        coherence_penalty(h_in[:, :1], h_out[:, :1], 2, 12)
+    with pytest.raises(FulldepthError, match=r"\(5, 8, 3\), the last one \(5, 7, 3\)"):
+        coherence_penalty(h_in, h_out[:, :7], 2, 12)
+    for layer in (-1, 12):
+        with pytest.raises(FulldepthError, match=rf"0\.\.11 for 12 layers, got {layer}"):
+            coherence_penalty(h_in, h_out, layer, 12)
+    refuse_padding(None)
+    refuse_padding(torch.ones(3, 4, dtype=torch.long))
+    with pytest.raises(FulldepthError, match="padding in 1 of 3"):
+        refuse_padding(torch.tensor([[1, 1], [1, 0], [1, 1]]))

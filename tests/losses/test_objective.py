@@ -1,0 +1,347 @@
+"""The objective on stock models, against the same loss written plainly with `output_hidden_states`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import Objective
+from tiny_models import BUILDERS
+
+VOCAB, LENGTH = 96, 12
+
+
+def batch(padded: bool = False, rows: int = 3) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 9:] = 0
+        mask[2, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def build(name: str) -> tf.PreTrainedModel:
+    """A tiny model in float64, in training mode without dropout."""
+    model = BUILDERS[name]().double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_states(model: tf.PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The model's loss and its pre-norm states by transformers' own switch, not by our hooks."""
+    model.config.tie_last_hidden_states = False
+    out = model(**inputs, output_hidden_states=True)
+    return out.loss, out.hidden_states
+
+
+def plain_jump(states: tuple[Tensor, ...], mask: Tensor, alpha: float) -> Tensor:
+    depth = len(states) - 1
+    weights = torch.softmax(alpha * torch.arange(1, depth + 1).double(), 0) if alpha < math.inf else None
+    total: Any = 0.0
+    for layer in range(1, depth + 1):
+        cosine = torch.cosine_similarity(states[layer - 1].double(), states[layer].double(), dim=-1)
+        psi = (1 - cosine) / 2
+        weight = weights[layer - 1] if weights is not None else float(layer == depth)
+        total = total + weight * (psi * mask).sum() / mask.sum()
+    return total
+
+
+def step(
+    model: tf.PreTrainedModel, objective: Objective, inputs: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model.train()
+    model.zero_grad()
+    objective.attach(model)
+    loss, parts = objective(model(**inputs), inputs)
+    objective.detach()
+    loss.backward()
+    return loss.detach(), parts
+
+
+def close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    scale = max(float(g.abs().max()) for g in expected.values())
+    worst = max(float((got[n] - expected[n]).abs().max()) for n in expected)
+    assert worst <= tolerance * scale, (worst, scale)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_jreg_on_stock_models(name: str, alpha: float, padded: bool) -> None:
+    model, inputs = build(name), batch(padded)
+    ce, states = plain_states(model, inputs)
+    penalty = plain_jump(states, inputs["attention_mask"], alpha)
+    (ce + 2.0 * penalty).backward()
+    ce, penalty = ce.detach(), penalty.detach()
+    expected = gradients(model)
+    loss, parts = step(model, Objective(jump={"weight": 2.0, "alpha": alpha}), inputs)
+    assert float(loss) == pytest.approx(float(ce + 2 * penalty), rel=1e-6)
+    assert float(parts["jump"]) == pytest.approx(float(penalty), rel=1e-9)
+    assert float(parts["ce"]) == pytest.approx(float(ce), rel=1e-6)
+    close(gradients(model), expected, 1e-6)
+
+
+def test_similarity_and_aligned_on_a_stock_model() -> None:
+    model, inputs = build("llama"), batch(padded=True)
+    ce, states = plain_states(model, inputs)
+    depth, mask = len(states) - 1, inputs["attention_mask"].bool()
+    lambdas = [2 * layer / (depth * (depth + 1)) for layer in range(1, depth + 1)]
+    targets = inputs["labels"][:, 1:].flatten()
+    aligned, similar = 0.0, 0.0
+    for weight, state in zip(lambdas, states[1:], strict=True):
+        logits = model.lm_head(model.model.norm(state))[:, :-1].flatten(0, 1).double()
+        aligned = aligned + weight * torch.nn.functional.cross_entropy(logits, targets)
+        similar = similar + weight * (1 - torch.cosine_similarity(state, states[-1], dim=-1))[mask].mean()
+    for terms, expected in (
+        ({"similarity": 0.7}, ce + 0.7 * similar),
+        ({"aligned": {"schedule": "always"}}, aligned),
+        ({"aligned": {"schedule": "always", "weight": 2.0}, "similarity": 0.5}, 2 * aligned + 0.5 * similar),
+    ):
+        model.zero_grad()
+        expected.backward(retain_graph=True)
+        wanted = gradients(model)
+        loss, _ = step(model, Objective(**terms), inputs)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        close(gradients(model), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_cr_takes_the_attention_sub_layers(name: str) -> None:
+    """x and x' recomputed by hand from the block's own modules; the pure functions have oracles of their own."""
+    from fulldepth.losses import coherence_penalty, orthogonality_penalty
+
+    model, inputs = build(name), batch()
+    seen: list[Tensor] = []
+    blocks = model.transformer.h if name == "gpt2" else model.model.layers
+    after = [b.ln_2 if name == "gpt2" else b.post_attention_layernorm for b in blocks]
+    handles = [b.register_forward_pre_hook(lambda m, a: seen.append(a[0])) for b in blocks]
+    handles += [m.register_forward_pre_hook(lambda m, a: seen.append(a[0])) for m in after]
+    ce = model(**inputs).loss
+    for handle in handles:
+        handle.remove()
+    pairs = list(zip(seen[0::2], seen[1::2], strict=True))  # x, x' of each layer in turn
+    depth = len(pairs)
+    coherence = sum(coherence_penalty(*pairs[layer], layer, depth, energy=True) for layer in (0, 2))
+    expected = ce + 0.3 * coherence + 0.2 * orthogonality_penalty(pairs[1][1])
+    model.zero_grad()
+    expected.backward()
+    wanted = gradients(model)
+    objective = Objective(
+        coherence={"weight": 0.3, "layers": [0, 2]}, orthogonality={"weight": 0.2, "layers": [1]}, energy_warmup=1
+    )
+    loss, _ = step(model, objective, inputs)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    close(gradients(model), wanted, 1e-6)
+    off, _ = step(model, objective, inputs)  # the second step is after the warm-up
+    without = sum(float(coherence_penalty(*pairs[layer], layer, depth, energy=False)) for layer in (0, 2))
+    assert float(off) == pytest.approx(float(expected - 0.3 * coherence) + 0.3 * without, rel=1e-6)
+
+
+ALL = {
+    "jump": 1.5,
+    "coherence": {"weight": 0.5, "layers": [1]},
+    "orthogonality": {"layers": [0]},
+    "aligned": {"schedule": "always"},
+    "similarity": 0.3,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+    model, inputs = build(name), batch()
+    loss, parts = step(model, Objective(**ALL), inputs)
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, same = step(model, Objective(**ALL), inputs)
+    assert torch.equal(loss, again)
+    assert {n: float(v) for n, v in parts.items()} == {n: float(v) for n, v in same.items()}
+    close(gradients(model), expected, 1e-12)
+
+
+def test_reentrant_checkpointing_serves_block_states_and_refuses_the_rest() -> None:
+    model, inputs = build("llama"), batch()
+    step(model, Objective(jump=1.0), inputs)
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    step(model, Objective(jump=1.0), inputs)
+    close(gradients(model), expected, 1e-12)
+    with pytest.raises(FulldepthError, match="use_reentrant=False"):
+        Objective(coherence={"layers": [1]}).attach(model)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same() -> None:
+    model, inputs = build("llama"), batch()
+    terms = {name: ALL[name] for name in ("jump", "coherence", "similarity")}
+    loss, _ = step(model, Objective(**terms), inputs)
+    expected = gradients(model)
+    model.zero_grad()
+    objective = Objective(**terms).attach(model)
+    again, _ = objective(torch.compile(model, backend="aot_eager")(**inputs), inputs)
+    again.backward()
+    objective.detach()
+    assert float(again.detach()) == pytest.approx(float(loss), rel=1e-9)
+    close(gradients(model), expected, 1e-9)
+
+
+def test_accumulated_micro_batches_add_up() -> None:
+    model, inputs = build("llama"), batch(rows=4)
+    terms = {"jump": 1.5, "similarity": 0.3, "aligned": {"schedule": "always"}}
+    step(model, Objective(**terms), inputs)
+    expected = gradients(model)
+    model.zero_grad()
+    objective = Objective(**terms).attach(model)
+    for part in (slice(0, 2), slice(2, 4)):
+        micro = {name: value[part] for name, value in inputs.items()}
+        loss, _ = objective(model(**micro), micro)
+        (loss / 2).backward()
+    objective.detach()
+    close(gradients(model), expected, 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
+def test_half_precision_stays_near_float32(dtype: Any) -> None:
+    model, inputs = BUILDERS["llama"](), batch()
+    step(model, Objective(jump=4.0), inputs)
+    expected = torch.cat([g.flatten() for g in gradients(model).values()])
+    if dtype == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            _, parts = step(model, Objective(jump=4.0), inputs)
+    else:
+        model = model.to(dtype)
+        _, parts = step(model, Objective(jump=4.0), inputs)
+    got = torch.cat([g.flatten().float() for g in gradients(model).values()])
+    assert parts["jump"].dtype == torch.float32
+    assert float(torch.cosine_similarity(got, expected, dim=0)) > 0.999
+
+
+def test_steps_are_counted_by_calls_or_by_the_optimiser() -> None:
+    model, inputs = BUILDERS["llama"](), batch()
+    objective = Objective(aligned=1.0).attach(model)
+    seen = ["aligned" in objective(model(**inputs), inputs)[1] for _ in range(4)]
+    assert seen == [False, True, False, True]  # odd steps: the last layer's cross-entropy (App. B.3)
+    objective.detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    objective = Objective(aligned=1.0).attach(model, optimizer)
+    seen = []
+    for _ in range(3):
+        for _ in range(2):
+            loss, parts = objective(model(**inputs), inputs)
+            loss.backward()
+            seen.append("aligned" in parts)
+        optimizer.step()
+    assert seen == [False, False, True, True, False, False]
+    fresh = Objective(aligned=1.0)
+    fresh.load_state_dict(objective.state_dict())
+    assert fresh.step == 4
+    objective.detach()
+
+
+def test_detach_heals_and_evaluation_records_nothing() -> None:
+    model, inputs = BUILDERS["llama"](), batch()
+    before = {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    objective = Objective(**ALL).attach(model)
+    with torch.no_grad():
+        model(**inputs)
+    assert not objective._tape._seen  # type: ignore[union-attr]
+    loss, _ = objective(model(**inputs), inputs)
+    assert not objective._tape._seen  # type: ignore[union-attr]
+    loss.backward()
+    objective.detach()
+    assert {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()} == before
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    model, inputs = BUILDERS["llama"](), batch()
+    objective = Objective(jump=1.0)
+    with pytest.raises(FulldepthError, match="attach"):
+        objective(model(**inputs), inputs)
+    objective.attach(model)
+    with pytest.raises(FulldepthError, match="attached already"):
+        objective.attach(model)
+    with pytest.raises(FulldepthError, match="labels"):
+        objective(model(input_ids=inputs["input_ids"]), inputs)
+    loss, _ = objective(model(**inputs), inputs)
+    loss.backward(retain_graph=True)
+    with pytest.raises(FulldepthError, match="ran twice"):
+        loss.backward()
+    loss, _ = objective(model(**inputs), inputs)
+    with pytest.raises(FulldepthError, match="second derivatives"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    objective.detach()
+    for terms, message in (
+        ({"jump": {"alhpa": 1.0}}, "alpha"),
+        ({"jump": -1.0}, "at least 0"),
+        ({"aligned": {"schedule": "sometimes"}}, "alternate"),
+        ({"similarity": {"weights": "quadratic"}}, "linear"),
+    ):
+        with pytest.raises(FulldepthError, match=message):
+            Objective(**terms)
+    with pytest.raises(FulldepthError, match="0 to 2 of 3"):
+        Objective(coherence={"layers": [3]}).attach(model)
+    with pytest.raises(FulldepthError, match="wrapping"):
+        Objective(jump=1.0).attach(torch.nn.Sequential(copy.deepcopy(model)))
+    padded = batch(padded=True)
+    objective = Objective(coherence={"layers": [1]}).attach(model)
+    with pytest.raises(FulldepthError, match="got padding in 2 of 3"):
+        objective(model(**padded), padded)
+    objective.detach()
+
+
+def test_the_paper_s_layers_are_the_default() -> None:
+    from fulldepth.losses.terms import Coherence, Orthogonality, coherence_layers, orthogonality_layers
+
+    assert coherence_layers(Coherence(), 12) == [2, 4, 6, 8]
+    assert orthogonality_layers(Orthogonality(), 12) == [3, 5, 7, 9, 10]
+    for depth in (4, 6, 16, 24, 32):
+        assert max(coherence_layers(Coherence(), depth)) < depth
+        assert max(orthogonality_layers(Orthogonality(), depth)) < depth
+
+
+@pytest.mark.parametrize(
+    "switches", [{"residual": "hyper"}, {"residual": "tree", "tree": {2: [0, 1]}}, {"memory": "dynamic"}]
+)
+def test_every_kind_of_depth_llama(switches: dict[str, Any]) -> None:
+    """Streams are summed before they are compared, so the gradient has to find its way into each of them."""
+    from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    model = DepthLlamaForCausalLM(
+        DepthLlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **sizes, **switches)
+    ).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    inputs = batch()
+    del inputs["attention_mask"]
+    seen: list[Tensor] = []
+    handles = [model.model.layers[0].register_forward_pre_hook(lambda m, a: seen.append(a[0]))]
+    handles += [
+        b.register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        for b in model.model.layers
+    ]
+    ce = model(**inputs).loss
+    for handle in handles:
+        handle.remove()
+    states = tuple(s.sum(2) if s.ndim == 4 else s for s in seen)
+    penalty = plain_jump(states, torch.ones(3, LENGTH), 1.0)
+    (ce + 2.0 * penalty).backward()
+    expected = gradients(model)
+    loss, _ = step(model, Objective(jump=2.0), inputs)
+    assert float(loss) == pytest.approx(float((ce + 2 * penalty).detach()), rel=1e-6)
+    close(gradients(model), expected, 1e-6)

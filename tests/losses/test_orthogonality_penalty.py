@@ -1,0 +1,130 @@
+"""Orthogonality of channels (CR, Listing 2) against numpy in float64 and closed forms."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import ortho_group
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses.jump_penalty import blocks
+from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
+
+SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
+"""Long, wide, so wide that the other Gram matrix is used, and one position."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """One or two sequences at a time."""
+    monkeypatch.setattr(sys.modules[blocks.__module__], "CPU_BLOCK", 100)
+
+
+@pytest.fixture
+def states(generator):
+    def make(shape, dtype=torch.float64):
+        common = torch.randn(shape[0], shape[1], 1, generator=generator, dtype=torch.float64)
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * 3 + 2 * common).to(dtype)
+
+    return make
+
+
+def oracle(h, form="mean", eps=1e-8):
+    """One channel pair at a time."""
+    total = 0.0
+    for sequence in h.double().numpy():
+        units = [channel / (np.sqrt(channel @ channel) + eps) for channel in sequence.T]
+        total += sum((a @ b - (i == j)) ** 2 for i, a in enumerate(units) for j, b in enumerate(units))
+    return total / len(h) / (h.shape[-1] ** 2 if form == "mean" else 1)
+
+
+def listing(h, eps=1e-8):
+    """The paper's listing, for autograd."""
+    unit = h / (h.norm(dim=1, keepdim=True) + eps)
+    return (unit.transpose(1, 2) @ unit - torch.eye(h.shape[-1], dtype=h.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("form", ["mean", "frobenius"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_value_is_the_papers_formula(states, dtype, shape, form):
+    h = states(shape, dtype)
+    value = orthogonality_penalty(h, form=form)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
+    np.testing.assert_allclose(value.item(), oracle(h, form), rtol=tolerance, atol=tolerance)
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_is_that_of_the_listing(states, shape):
+    h = states(shape).requires_grad_()
+    assert torch.autograd.gradcheck(orthogonality_penalty, h, atol=1e-8)
+    assert torch.autograd.gradcheck(lambda x: orthogonality_penalty(x, form="frobenius", eps=0.3), h)
+    (expected,) = torch.autograd.grad(listing(h), h)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        x = h.detach().to(dtype).requires_grad_()
+        orthogonality_penalty(x).backward()
+        torch.testing.assert_close(x.grad.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), 3e38])
+def test_masked_positions_are_as_if_absent(states, garbage):
+    h = states((3, 9, 5), torch.float32).requires_grad_()
+    mask = torch.arange(9) < torch.tensor([9, 4, 6])[:, None]
+    dirty = h.detach().masked_fill(~mask[..., None], garbage).requires_grad_()
+    value = orthogonality_penalty(dirty, mask=mask)
+    value.backward()
+    alone = [orthogonality_penalty(h[None, i, : mask[i].sum()]) for i in range(3)]
+    expected = sum(alone) / 3
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dirty.grad, h.grad, rtol=1e-5, atol=1e-7)
+    assert not dirty.grad[~mask].any()
+
+
+def test_closed_forms():
+    basis = torch.from_numpy(ortho_group.rvs(8, random_state=0))
+    orthogonal = 5 * basis[None, :, :6]  # six orthogonal channels over eight positions
+    np.testing.assert_allclose(orthogonality_penalty(orthogonal).item(), 0, atol=1e-15)
+    equal = basis[None, :, :1].expand(1, 8, 6)
+    np.testing.assert_allclose(orthogonality_penalty(equal).item(), 30 / 36, rtol=1e-7)
+    np.testing.assert_allclose(orthogonality_penalty(equal, form="frobenius").item(), 30, rtol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 4), (2, 2, 6)])
+def test_zero_channels_are_harmless(states, shape):
+    zeros = torch.zeros(shape, requires_grad=True)
+    value = orthogonality_penalty(zeros)
+    value.backward()
+    np.testing.assert_allclose(value.item(), 1 / shape[2])  # G = 0: the diagonal is 1 away
+    assert not zeros.grad.any()
+    h = states(shape)
+    h[..., 1] = 0
+    h.requires_grad_()
+    orthogonality_penalty(h).backward()
+    assert h.grad.isfinite().all()
+    assert not h.grad[..., 1].any()
+
+
+def test_only_the_states_are_kept_and_autocast_changes_nothing(states):
+    plain = states((3, 9, 5), torch.float32).requires_grad_()
+    orthogonality_penalty(plain).backward()
+    h = plain.detach().clone().requires_grad_()
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with torch.autocast("cpu", torch.bfloat16), hooks:
+        value = orthogonality_penalty(h)
+        value.backward()
+    assert {x.data_ptr() for x in saved if x.numel() > 1} == {h.data_ptr()}
+    assert torch.equal(value, orthogonality_penalty(plain))
+    assert torch.equal(h.grad, plain.grad)
+
+
+def test_mistakes_are_refused(states):
+    with pytest.raises(FulldepthError, match=r"tensors \[B, T, D\]"):
+        orthogonality_penalty(torch.randn(4, 5))
+    with pytest.raises(FulldepthError, match="Did you mean 'frobenius'"):
+        orthogonality_penalty(states((2, 3, 4)), form="frobenus")
+    with pytest.raises(FulldepthError, match=r"of shape \(2, 3\), got torch.bool \(3, 2\)"):
+        orthogonality_penalty(states((2, 3, 4)), mask=torch.ones(3, 2, dtype=torch.bool))
