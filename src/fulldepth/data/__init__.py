@@ -1,9 +1,27 @@
 """Data: text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
+from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
+from fulldepth.data.documents import Documents, open_documents
+from fulldepth.data.packed import Packed, Windows, pack
 from fulldepth.data.preparation import prepare
 from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import open_source
 
-__all__ = ["Batch", "Record", "Sequences", "Source", "builtin_texts", "open_source", "prepare", "train_tokenizer"]
+__all__ = [
+    "Batch",
+    "Documents",
+    "Packed",
+    "Record",
+    "Sequences",
+    "Source",
+    "Windows",
+    "builtin_texts",
+    "conversations",
+    "open_documents",
+    "open_source",
+    "pack",
+    "prepare",
+    "train_tokenizer",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,44 @@ def read_text(path: Path) -> str:
     Raises:
         FulldepthError: if the file cannot be read, is empty, or is not text (says at which byte).
     """
+    return "".join(text_lines(path))
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    r"""The lines of a UTF-8 file one by one, each with its `\n`, without the byte-order mark.
+
+    Raises:
+        FulldepthError: as `read_text`, when the reading gets there.
+    """
+    position, blank = 0, True
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            for line in file:
+                text = _decode(line, path, position)
+                position += len(line)
+                blank = blank and not text.strip()
+                yield text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text
     except OSError as error:
         raise FulldepthError(f"Cannot read {path}: {error.strerror or error}.") from error
-    if not data.strip():
-        raise FulldepthError(f"{path} is empty: it has {len(data)} bytes and no text.")
-    nul = data.find(b"\0")
+    if blank:
+        raise FulldepthError(f"{path} is empty: it has {position} bytes and no text.")
+
+
+def _decode(line: bytes, path: Path, position: int) -> str:
+    """The text of a line that starts at byte `position` of a file."""
+    nul = line.find(b"\0")
     if nul >= 0:
-        raise FulldepthError(f"{path} is not a text file: byte {nul} is NUL. Expected text encoded in UTF-8.")
+        raise FulldepthError(
+            f"{path} is not a text file: byte {position + nul} is NUL. Expected text encoded in UTF-8."
+        )
     try:
-        text = data.decode("utf-8")
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FulldepthError(
-            f"{path} is not a text file: byte {error.start} (0x{data[error.start]:02x}) is not valid UTF-8. "
+            f"{path} is not a text file: byte {position + error.start} (0x{line[error.start]:02x}) is not valid UTF-8. "
             "Expected text encoded in UTF-8."
         ) from error
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+    return text if position else text.removeprefix("\ufeff")
 
 
 def text_source(path: Path, limit: int | None = None) -> Source:
@@ -54,11 +75,16 @@ def folder_source(path: Path, files: list[Path], limit: int | None = None) -> So
 
 def jsonl_source(path: Path, limit: int | None = None) -> Source:
     """A `.jsonl` file: one JSON object a line, blank lines apart."""
-    return from_rows(path.name, islice(_jsonl_rows(path), limit))
+    return from_rows(path.name, islice(jsonl_rows(path), limit))
 
 
-def _jsonl_rows(path: Path) -> Rows:
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+def jsonl_rows(path: Path) -> Rows:
+    """The objects of a `.jsonl` file one by one, each with where it stands.
+
+    Raises:
+        FulldepthError: if a line is not a JSON object, when the reading gets there.
+    """
+    for number, line in enumerate(text_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path.name} line {number}"
@@ -77,40 +103,70 @@ def _jsonl_rows(path: Path) -> Rows:
 
 def tsv_source(path: Path, limit: int | None = None) -> Source:
     """A `.tsv` file with a header line. Quotation marks mean themselves: GLUE's files quote nothing."""
-    return from_rows(path.name, islice(_tsv_rows(path), limit))
+    header = next(text_lines(path), "")
+    choose_columns(header.removesuffix("\n").split("\t"), f"The header of {path.name}")
+    return from_rows(path.name, islice(tsv_rows(path), limit))
 
 
-def _tsv_rows(path: Path) -> Rows:
-    header, *lines = read_text(path).split("\n")
-    names = header.split("\t")
-    choose_columns(names, f"The header of {path.name}")
-    for number, line in enumerate(lines, start=2):
-        if not line.strip():
-            continue
-        where, cells = f"{path.name} line {number}", line.split("\t")
-        if len(cells) != len(names):
-            raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {', '.join(names)}.")
-        yield where, dict(zip(names, cells, strict=True))
+def tsv_rows(path: Path) -> Rows:
+    """The lines of a `.tsv` file below its header one by one, each with where it stands.
+
+    Raises:
+        FulldepthError: if a line has more or fewer cells than the header, when the reading gets there.
+    """
+    names: list[str] = []
+    for number, line in enumerate(text_lines(path), start=1):
+        where, cells = f"{path.name} line {number}", line.removesuffix("\n").split("\t")
+        if number == 1:
+            names = cells
+        elif line.strip():
+            if len(cells) != len(names):
+                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {', '.join(names)}.")
+            yield where, dict(zip(names, cells, strict=True))
 
 
 def parquet_source(path: Path, limit: int | None = None) -> Source:
     """A `.parquet` file."""
+    columns = choose_columns(parquet_shape(path)[0], path.name)
+    names = [name for name in columns[1:] if name is not None]
+    return from_rows(path.name, islice(parquet_rows(path, names), limit))
+
+
+def parquet_shape(path: Path) -> tuple[list[str], int]:
+    """The names of the columns of a `.parquet` file, and its number of rows.
+
+    Raises:
+        FulldepthError: if it is none.
+    """
     try:
-        return from_rows(path.name, islice(_parquet_rows(path), limit))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return list(file.schema_arrow.names), file.metadata.num_rows
     except (OSError, pyarrow.ArrowException) as error:
         raise FulldepthError(f"{path} cannot be read as a parquet file: {error}") from error
 
 
-def _parquet_rows(path: Path) -> Rows:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = choose_columns(file.schema_arrow.names, path.name)
-        names = [name for name in columns[1:] if name is not None]
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=names):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path.name} row {number}", row
+def parquet_rows(path: Path, names: list[str] | None = None) -> Rows:
+    """The rows of a `.parquet` file one by one, each with where it stands.
+
+    Args:
+        path: the file.
+        names: columns to read; None = all.
+
+    Raises:
+        FulldepthError: if the file is damaged, when the reading gets there.
+    """
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=names):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path.name} row {number}", row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise FulldepthError(f"{path} cannot be read as a parquet file: {error}") from error
 
 
 READERS = {".txt": text_source, ".jsonl": jsonl_source, ".tsv": tsv_source, ".parquet": parquet_source}
-"""Suffix -> reader."""
+"""Suffix -> reader of the whole file."""
+ROWS: dict[str, Callable[[Path], Rows]] = {".jsonl": jsonl_rows, ".tsv": tsv_rows, ".parquet": parquet_rows}
+"""Suffix -> reader of one row after another, for files of any size."""

@@ -14,7 +14,7 @@ from fulldepth.data.labels import Labels, align_labels, sample
 from fulldepth.data.masking import IGNORE
 from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Example, Fingerprint, Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.tokens import WordFinder
+from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 
 TASKS: dict[str, tuple[str, ...]] = {
@@ -106,7 +106,8 @@ def _texts(
     examples, cut = encode(source, order, [labels.ids[index] for index in order], task, tokenizer, limits)
     if not examples:
         raise FulldepthError(f"{source.name} gives no tokens with this tokenizer.")
-    warnings += cut + _check_vocabulary(examples, tokenizer, vocab_size) + _mark_words(examples, tokenizer, words)
+    highest = max(int(max(e.inputs.max(), e.token_ids.max())) for e in examples)
+    warnings += cut + check_vocabulary(highest, tokenizer, vocab_size) + _mark_words(examples, tokenizer, words)
     return Sequences(
         name=source.name,
         kind=source.kind,
@@ -166,22 +167,6 @@ def _images(source: Source, task: str, processor: Any, labels: Labels, max_seque
         class_names=labels.class_names,
         warnings=labels.warnings,
     )
-
-
-def _check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocab_size: int | None) -> list[str]:
-    if vocab_size is None:
-        return []
-    highest = max(int(max(e.inputs.max(), e.token_ids.max())) for e in examples)
-    if highest >= vocab_size:
-        raise FulldepthError(
-            f"Wrong tokenizer: it has {len(tokenizer)} tokens and gave the id {highest}, "
-            f"but the model's vocabulary has {vocab_size}."
-        )
-    if len(tokenizer) > vocab_size:
-        return [
-            f"The tokenizer has {len(tokenizer)} tokens, the model's vocabulary {vocab_size}; no id beyond came up."
-        ]
-    return []
 
 
 def _pad_id(tokenizer: Any, vocab_size: int | None) -> int:

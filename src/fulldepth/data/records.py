@@ -115,12 +115,10 @@ def from_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]], class_na
     for where, row in rows:
         if columns is None:
             columns = choose_columns(row, where)
-        for column in (columns.first, columns.second, columns.label):
-            if column is not None and column not in row:
-                raise FulldepthError(f"{where} has no {column!r}. It has: {', '.join(map(repr, row)) or 'nothing'}.")
-        read = image_value if columns.kind == "images" else _text_value
+        require_columns(row, (columns.first, columns.second, columns.label), where)
+        read = image_value if columns.kind == "images" else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
-        second = None if columns.second is None else _text_value(row[columns.second], f"{where}, {columns.second!r}")
+        second = None if columns.second is None else text_value(row[columns.second], f"{where}, {columns.second!r}")
         values.append((first, second))
         labels.append((where, row[columns.label] if columns.label else None))
     if columns is None:
@@ -135,6 +133,17 @@ def from_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]], class_na
     kind = "text" if all(c is None for c in classes) else "labelled-text"
     records = [Record(text=v, second=w, label=c) for (v, w), c in zip(values, classes, strict=True)]
     return Source(name, kind, records, names)
+
+
+def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where: str) -> None:
+    """Refuse a row that lacks one of the columns.
+
+    Raises:
+        FulldepthError: if it does; `where` says where the row stands.
+    """
+    for column in columns:
+        if column is not None and column not in row:
+            raise FulldepthError(f"{where} has no {column!r}. It has: {', '.join(map(repr, row)) or 'nothing'}.")
 
 
 def class_indices(
@@ -168,7 +177,12 @@ def _whole(where: str, label: Any) -> int:
     raise FulldepthError(f"{where}: the label {label!r} is not a class. Expected a whole number or, throughout, names.")
 
 
-def _text_value(value: Any, where: str) -> str:
+def text_value(value: Any, where: str) -> str:
+    """A cell that must hold text, ready for a tokenizer; `where` says where it stands.
+
+    Raises:
+        FulldepthError: if it holds something else.
+    """
     if not isinstance(value, str):
         raise FulldepthError(f"{where} is {_kind_of(value)}, expected text.")
     return clean_text(value)

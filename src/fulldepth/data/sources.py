@@ -104,15 +104,26 @@ def _from_folder(path: Path, split: str | None, limit: int | None) -> Source:
 
 def _from_hub(name: str, split: str | None, limit: int | None) -> Source:
     repository, _, configuration = name.partition(":")
-    try:  # with a limit, only what is read is fetched
-        data = datasets.load_dataset(repository, configuration or None, split=split, streaming=limit is not None)
+    # with a limit, only what is read is fetched
+    data = load_hub(repository, configuration or None, split=split, streaming=limit is not None)
+    return _from_dataset(name, data, split, limit)
+
+
+def load_hub(repository: str, configuration: str | None, *, split: str | None, streaming: bool) -> Any:
+    """A data set of the Hub, as `datasets.load_dataset` gives it: one split, or a mapping of all where none is named.
+
+    Raises:
+        FulldepthError: if there is none, or it cannot be reached.
+    """
+    try:
+        return datasets.load_dataset(repository, configuration, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, ImportError, datasets.exceptions.DatasetsError) as error:
         offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
+        name = f"{repository}:{configuration}" if configuration else repository
         raise FulldepthError(
             f"{name} is no file or folder here, and loading it as a Hub data set failed: {str(error).rstrip('.')}."
             f"{offline} Expected {KNOWN}."
         ) from error
-    return _from_dataset(name, data, split, limit)
 
 
 def _from_dataset(name: str, data: Any, split: str | None, limit: int | None) -> Source:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fulldepth.errors import FulldepthError
+
 MARGIN = 16
 """Tokens next to a cut through a text may differ from those of the whole text; this many are thrown away."""
 
@@ -24,6 +26,31 @@ def leading_ids(tokenizer: Any, text: str, needed: int) -> list[int]:
             return ids[:-MARGIN]
         size *= 2
     return plain_ids(tokenizer, text)
+
+
+def check_vocabulary(highest: int, tokenizer: Any, vocab_size: int | None) -> list[str]:
+    """Warnings, if the tokenizer has tokens that the model's vocabulary of `vocab_size` (None = any) lacks.
+
+    Args:
+        highest: the highest token id that came up.
+        tokenizer: what gave it.
+        vocab_size: ids of the model are 0..vocab_size-1.
+
+    Raises:
+        FulldepthError: if the model lacks an id that came up.
+    """
+    if vocab_size is None:
+        return []
+    if highest >= vocab_size:
+        raise FulldepthError(
+            f"Wrong tokenizer: it has {len(tokenizer)} tokens and gave the id {highest}, "
+            f"but the model's vocabulary has {vocab_size}."
+        )
+    if len(tokenizer) > vocab_size:
+        return [
+            f"The tokenizer has {len(tokenizer)} tokens, the model's vocabulary {vocab_size}; no id beyond came up."
+        ]
+    return []
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,202 @@
+"""`conversations`: prompts with responses, and chats, as the data sets that TRL's `SFTTrainer` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+
+from fulldepth.data.documents import list_files, load_split
+from fulldepth.data.files import ROWS
+from fulldepth.data.records import PROMPT_COLUMNS, require_columns, text_value
+from fulldepth.data.sources import HUB_NAME
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.progress import Watcher
+
+CHAT_COLUMNS = ("messages", "conversations")
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+"""Role as written -> role as chat templates call it."""
+EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
+CHUNK = 1000
+"""Rows that are Python objects at a time; the rest are Arrow."""
+
+Message = dict[str, str]
+
+
+class _Shape(NamedTuple):
+    """How rows are read and written; the first row and the tokenizer decide."""
+
+    chat: str | None
+    """Column of messages, None where rows are pairs."""
+    pair: tuple[str, str]
+    context: str | None
+    """Column of a text that belongs to the prompt (Alpaca's `input`)."""
+    template: bool
+    """Whether pairs become messages, for the tokenizer's chat template."""
+    per_response: bool
+
+
+def conversations(
+    data: Any,
+    tokenizer: Any = None,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    per_response: bool = False,
+    watcher: Watcher | None = None,
+) -> datasets.Dataset:
+    """Chats, or prompts with responses, for fine-tuning on the responses only.
+
+    Args:
+        data: a `.jsonl`, `.tsv` or `.parquet` file or a folder of them, a Hub data set (`name` or
+            `name:configuration`), a `datasets` data set, or a list of mappings; with `messages` (a list of `role` and
+            `content`; ShareGPT's `conversations` with `from` and `value` also), or with a prompt and a response in
+            any of the pairs of columns that `fulldepth measure` reads (`prompt` + `response`, ...).
+        tokenizer: with a chat template, a pair becomes two messages; chats need one. None = not known yet: pairs stay
+            plain text.
+        config: configuration of a Hub data set.
+        split: split of a Hub data set, None = `train`.
+        limit: the first so many rows, and of a Hub data set only those are fetched; None = all.
+        per_response: make each response of a chat an example of its own, with all that was said before it as the
+            prompt: the loss is then on responses under any chat template. Otherwise a chat is one example, and TRL's
+            `assistant_only_loss` needs a template that marks responses (`{% generation %}`).
+        watcher: told how many rows have no response and are left out.
+
+    Returns:
+        Columns `messages`, or `prompt` and `completion` (TRL then counts the loss on the completion alone): both
+        texts, or both lists of messages. Between plain texts stands white space, a line end if there is none, so that
+        the prompt's tokens are the same with and without the response.
+
+    Raises:
+        FulldepthError: if there is nothing to read, rows are of another kind, a role is not known, no row has a
+            response, or chats meet a tokenizer without chat template.
+    """
+    if limit is not None and limit < 1:
+        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
+    name, rows = _open(data, config, split, limit)
+    chunks: list[datasets.Dataset] = []
+    waiting: list[dict[str, Any]] = []
+    shape, left_out = None, 0
+    for where, row in islice(rows, limit):
+        shape = shape or _shape(row, where, tokenizer, per_response)
+        examples = _examples(row, where, shape)
+        left_out += not examples
+        waiting.extend(examples)
+        if len(waiting) >= CHUNK:
+            chunks.append(_table(waiting))
+            waiting = []
+    if waiting:
+        chunks.append(_table(waiting))
+    if not chunks:
+        raise FulldepthError(f"{name} has no row with a response. Expected rows with the columns {EXPECTED}.")
+    if left_out:
+        (watcher or Watcher()).say(f"{left_out} of the rows of {name} have no response and are left out.")
+    return datasets.concatenate_datasets(chunks)
+
+
+def _open(data: Any, config: str | None, split: str | None, limit: int | None) -> tuple[str, Iterable[Any]]:
+    """A name, and rows with where each stands."""
+    if isinstance(data, datasets.Dataset | datasets.IterableDataset):
+        return "datasets.Dataset", _numbered("datasets.Dataset", data)
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        if not all(isinstance(row, Mapping) for row in data):
+            raise FulldepthError(f"A list of conversations must hold mappings with the columns {EXPECTED}.")
+        return "rows", _numbered("rows", data)
+    known = f"a file ({', '.join(ROWS)}), a folder of them, or a Hub data set"
+    if not isinstance(data, str | Path):
+        raise FulldepthError(f"Cannot read conversations of type {type(data).__name__}. Expected {known}.")
+    path = Path(data).expanduser()
+    if path.exists():
+        if split is not None or config is not None:
+            raise FulldepthError(f"{path} is a file or folder and has no split {split!r} or configuration {config!r}.")
+        files = list_files(path, ROWS)
+        return path.name, (row for file in files for row in ROWS[file.suffix.lower()](file))
+    if path.suffix.lower() in ROWS or not HUB_NAME.fullmatch(str(data)):
+        raise FulldepthError(f"There is no file or folder {data}. Expected {known}.")
+    name, rows = load_split(str(data), config, split, streaming=limit is not None)
+    return name, _numbered(name, rows)
+
+
+def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, per_response: bool) -> _Shape:
+    template = tokenizer is not None and bool(tokenizer.chat_template)
+    chat = next((column for column in CHAT_COLUMNS if column in row), None)
+    pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(row)), None)
+    if chat is None and pair is None:
+        found = ", ".join(map(repr, row)) or "none"
+        raise FulldepthError(f"{where} has no columns of conversations. Got: {found}. Expected: {EXPECTED}.")
+    is_chat = chat is not None or isinstance(row[pair[0]], list)  # type: ignore[index]
+    if is_chat and tokenizer is not None and not template:
+        raise FulldepthError(
+            f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model, set its "
+            "chat_template, or give prompts and responses as plain text."
+        )
+    context = "input" if pair == ("instruction", "output") and "input" in row else None
+    return _Shape(chat, pair or ("", ""), context, template or (chat is None and is_chat), per_response)
+
+
+def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
+    """The examples of a row: one, or as many as responses, or none."""
+    if shape.chat is None:
+        return _pair(row, where, shape)
+    require_columns(row, [shape.chat], where)
+    messages = _messages(row[shape.chat], f"{where}, {shape.chat!r}")
+    answers = [i for i, m in enumerate(messages) if i and m["role"] == "assistant" and m["content"].strip()]
+    if shape.per_response:
+        return [{"prompt": messages[:i], "completion": [messages[i]]} for i in answers]
+    return [{"messages": messages}] if answers else []
+
+
+def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
+    first, second = shape.pair
+    require_columns(row, shape.pair, where)
+    if isinstance(row[first], list):
+        prompt = _messages(row[first], f"{where}, {first!r}")
+        completion = _messages(row[second], f"{where}, {second!r}")
+        said = any(message["content"].strip() for message in completion)
+        return [{"prompt": prompt, "completion": completion}] if prompt and said else []
+    asked = text_value(row[first], f"{where}, {first!r}")
+    answer = text_value(row[second], f"{where}, {second!r}")
+    if shape.context is not None and row.get(shape.context):
+        asked += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
+    if not answer.strip():
+        return []
+    if shape.template:
+        user, assistant = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}
+        return [{"prompt": [user], "completion": [assistant]}]
+    apart = not asked or asked[-1].isspace() or answer[0].isspace()
+    return [{"prompt": asked if apart else asked + "\n", "completion": answer}]
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        raise FulldepthError(f"{where} is of type {type(value).__name__}, expected a list of role and content.")
+    return [_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Mapping[str, Any], where: str) -> Message:
+    keys = ("from", "value") if "from" in message and "value" in message else ("role", "content")
+    require_columns(message, keys, where)
+    role, content = (text_value(message[key], f"{where}, {key!r}") for key in keys)
+    if role not in ROLES:
+        raise unknown(f"role of {where}", role, ROLES)
+    return {"role": ROLES[role], "content": content}
+
+
+def _table(examples: list[dict[str, Any]]) -> datasets.Dataset:
+    text = datasets.Value("string")
+    messages = [{"role": text, "content": text}]
+    features = {name: text if isinstance(value, str) else messages for name, value in examples[0].items()}
+    return datasets.Dataset.from_list(examples, features=datasets.Features(features))

@@ -1,0 +1,204 @@
+"""`pack`: documents as training and validation windows of one length, read from memory-mapped token ids.
+
+The ids of a text are kept in a folder of the cache named by a fingerprint of the tokenizer, the source (files with
+sizes and times; a Hub data set with configuration, split and commit), `max_tokens`, `validation_share` and `seed`; not
+of `sequence_length`, which may change. The same call finds them there. Any number of processes may call at once: one
+writes, under a file lock, and the others wait for it. A killed one is taken up again where it last noted its state; the
+index is written last, and without it, or with a file cut short, nothing is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fulldepth.data.documents import open_documents
+from fulldepth.data.shards import TokenShards
+from fulldepth.data.tokenising import Encoder, Split, Tokens, tokenise
+from fulldepth.data.tokens import check_vocabulary
+from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows of `sequence_length` tokens, in the order of the documents; what does not fill the last is left out.
+
+    An item is `input_ids` [T] int64 and `labels` [T] int64, which are the same ids: a causal model shifts them itself,
+    so that a window has T - 1 targets. Without `across_documents` there is also `position_ids` [T] int64, 0 at the
+    first token of the window and of each document in it. From these transformers makes a block-diagonal attention
+    mask, if the model gets neither an `attention_mask` nor a cache: pass `use_cache=False`, which is not the default.
+
+    Args:
+        shards: the token ids.
+        sequence_length: T.
+        across_documents: whether attention may cross from one document into the next.
+        limit: at most so many windows, spread evenly over all: window number floor(i n / limit) of the n.
+    """
+
+    def __init__(
+        self, shards: TokenShards, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
+    ) -> None:
+        self.shards, self.sequence_length, self.across_documents = shards, sequence_length, across_documents
+        self.available = shards.tokens // sequence_length
+        self.count = self.available if limit is None else min(self.available, limit)
+
+    @property
+    def documents(self) -> int:
+        """Documents in the whole part, also those whose windows are not asked for."""
+        return self.shards.documents
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the whole part."""
+        return self.shards.tokens
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -self.count <= index < self.count:
+            raise IndexError(f"window {index} of {self.count}")
+        start = (index % self.count) * self.available // self.count * self.sequence_length
+        stop = start + self.sequence_length
+        ids = torch.from_numpy(self.shards.read(start, stop))
+        item = {"input_ids": ids, "labels": ids.clone()}
+        if not self.across_documents:
+            item["position_ids"] = torch.from_numpy(self._positions(start, stop))
+        return item
+
+    def _positions(self, start: int, stop: int) -> np.ndarray:
+        first = np.zeros(stop - start, np.int64)  # [T], where each token's document begins, 0 at the earliest
+        inside = self.shards.starts(start, stop)
+        first[inside] = inside
+        return np.arange(stop - start) - np.maximum.accumulate(first)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Text ready for training. A document is in `train` or in `validation`, never in both."""
+
+    name: str
+    train: Windows
+    validation: Windows
+    hash: str
+    """`sha256:...` over token ids, documents and windows: equal if and only if a run sees the same data."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in both parts, end-of-text included."""
+        return self.train.tokens + self.validation.tokens
+
+    @property
+    def documents(self) -> int:
+        """Documents in both parts; those without any token do not count."""
+        return self.train.documents + self.validation.documents
+
+    def require_documents(self, processes: int) -> None:
+        """Refuse to train with more processes than there are documents.
+
+        Raises:
+            FulldepthError: if there are.
+        """
+        if self.train.documents < processes:
+            raise FulldepthError(
+                f"{self.name} has {self.train.documents} training documents, fewer than the {processes} processes. "
+                "Use more text or fewer processes."
+            )
+
+
+def pack(
+    documents: Any,
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    cache: Path,
+    max_tokens: int | None = None,
+    validation: Any = None,
+    validation_share: float = 0.01,
+    validation_sequences: int | None = None,
+    seed: int = 0,
+    across_documents: bool = True,
+    vocab_size: int | None = None,
+    watcher: Watcher | None = None,
+) -> Packed:
+    """Tokenise documents once and cut them into windows.
+
+    Each document is its token ids, between the special tokens that the tokenizer puts around a text, if any, and one
+    end-of-text token. All documents of a part follow one another; window i is tokens i T up to (i + 1) T.
+
+    Args:
+        documents: what `open_documents` returns or takes.
+        tokenizer: of transformers; must have an end-of-text token (`eos_token`).
+        sequence_length: T, tokens of a window, at least 2.
+        cache: folder for the token ids.
+        max_tokens: tokens in each part at most: reading stops when one part has them, inside a document if need be.
+        validation: other text to validate with, as `documents`; then nothing is held out of `documents`.
+        validation_share: share of the documents that is held out, 0 <= share < 1. Whether a document is held out
+            depends on its number and the seed alone, so that documents added at the end move none.
+        validation_sequences: validation windows at most, spread evenly over those held out; None = all.
+        seed: of the choice of held-out documents.
+        across_documents: False adds `position_ids` that keep attention inside documents; see `Windows`.
+        vocab_size: of the model; ids are checked against it.
+        watcher: told how far it is.
+
+    Raises:
+        FulldepthError: if there is no text, too little for one window of a part, no document held out, or a token
+            that the model lacks; if the tokenizer has no end-of-text token, or the cache cannot be written.
+    """
+    _check(sequence_length, validation_share, max_tokens, validation_sequences)
+    cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
+    source, encoder, watcher = open_documents(documents), Encoder(tokenizer), watcher or Watcher()
+    share = validation_share if validation is None else 0.0
+    made = tokenise(source, encoder, Split(share, seed, max_tokens), cache, vocab_size, watcher)
+    if share:
+        _require_split(source.name, made, share)
+    other, other_source = made, source
+    if validation is not None:
+        other_source = open_documents(validation)
+        other = tokenise(other_source, encoder, Split(1.0, seed, max_tokens), cache, vocab_size, watcher)
+    train, held_out = cut(made.parts["train"]), cut(other.parts["validation"], limit=validation_sequences)
+    _require_window(source.name, "training", train)
+    warnings = check_vocabulary(max(made.highest, other.highest), tokenizer, vocab_size)
+    if held_out.documents:
+        _require_window(other_source.name, "validation", held_out)
+        if len(held_out) < (validation_sequences or 0):
+            warnings.append(f"The validation text fills only {len(held_out)} of {validation_sequences} sequences.")
+    seen = [made.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)]
+    digest = hashlib.sha256(repr(seen).encode()).hexdigest()
+    return Packed(source.name, train, held_out, f"sha256:{digest}", tuple(warnings))
+
+
+def _check(length: int, share: float, max_tokens: int | None, sequences: int | None) -> None:
+    if length < 2:
+        raise FulldepthError(f"A sequence needs at least 2 tokens, so that one predicts the next; got {length}.")
+    if not 0 <= share < 1:
+        raise FulldepthError(f"The held-out share must be at least 0 and below 1, got {share}.")
+    for name, value in (("max_tokens", max_tokens), ("validation_sequences", sequences)):
+        if value is not None and value < 1:
+            raise FulldepthError(f"{name} must be at least 1, got {value}.")
+
+
+def _require_split(name: str, made: Tokens, share: float) -> None:
+    train, held_out = made.parts["train"].documents, made.parts["validation"].documents
+    if not train or not held_out:
+        raise FulldepthError(
+            f"{name} has {train + held_out} documents, too few to hold out a share of {share}: none is left for "
+            f"{'validation' if train else 'training'}. Give more documents, another share, or other validation text."
+        )
+
+
+def _require_window(name: str, part: str, windows: Windows) -> None:
+    if not len(windows):
+        raise FulldepthError(
+            f"{name} has {windows.tokens} {part} tokens, fewer than one sequence of {windows.sequence_length}. "
+            "Give more text or a smaller sequence_length."
+        )

@@ -1,0 +1,166 @@
+import json
+import sys
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fulldepth.data import conversations, train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}<|endoftext|>{% endfor %}" + (
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One and one?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "And one?"},
+    {"role": "assistant", "content": "Three."},
+]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train_tokenizer(["One and one? Two. And one? Three. Be brief."] * 3, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def templated():
+    tokenizer = train_tokenizer(["One and one? Two. And one? Three. Be brief."] * 3, vocab_size=300)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def jsonl(path, *rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def said(user, assistant):
+    return {
+        "prompt": [{"role": "user", "content": user}],
+        "completion": [{"role": "assistant", "content": assistant}],
+    }
+
+
+def test_pairs_of_every_naming(tmp_path, plain, templated):
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        {"question": "a?", "answer": "b"},
+        {"question": "c:", "answer": " d"},
+        {"question": "e\n", "answer": "f"},
+    )
+    texts = [
+        {"prompt": "a?\n", "completion": "b"},
+        {"prompt": "c:", "completion": " d"},
+        {"prompt": "e\n", "completion": "f"},
+    ]
+    assert conversations(path).to_list() == conversations(path, plain).to_list() == texts
+    assert conversations(path, templated).to_list() == [said("a?", "b"), said("c:", " d"), said("e\n", "f")]
+    assert conversations(path, limit=2).to_list() == texts[:2]
+    assert conversations([{"context": "a", "target": "b"}]).to_list() == [{"prompt": "a\n", "completion": "b"}]
+    alpaca = [
+        {"instruction": "Add.", "input": "1 1", "output": "2"},
+        {"instruction": "Go.", "input": "", "output": "x"},
+    ]
+    pd.DataFrame(alpaca).to_parquet(tmp_path / "b.parquet")
+    assert conversations(tmp_path / "b.parquet", templated).to_list() == [said("Add.\n\n1 1", "2"), said("Go.", "x")]
+    ready = [said("a", "b")]
+    assert conversations(ready).to_list() == ready
+    (tmp_path / "folder").mkdir()
+    jsonl(tmp_path / "folder" / "2.jsonl", {"prompt": "c", "response": "d"})
+    (tmp_path / "folder" / "1.tsv").write_text("prompt\tresponse\na\tb\n")
+    assert [row["completion"] for row in conversations(tmp_path / "folder")] == ["b", "d"]
+
+
+def test_chats(tmp_path, templated):
+    lines = []
+    rows = [{"messages": CHAT, "id": 1}, {"messages": CHAT[:2]}, {"messages": CHAT[:3]}]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    found = conversations(path, templated, watcher=Watcher(say=lines.append))
+    assert found.to_list() == [{"messages": CHAT}, {"messages": CHAT[:3]}]
+    assert lines == ["1 of the rows of a.jsonl have no response and are left out."]
+    assert conversations(path, per_response=True).to_list() == [
+        {"prompt": CHAT[:2], "completion": [CHAT[2]]},
+        {"prompt": CHAT[:4], "completion": [CHAT[4]]},
+        {"prompt": CHAT[:2], "completion": [CHAT[2]]},
+    ]
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    expected = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    assert conversations([shared]).to_list() == expected
+    pd.DataFrame([shared]).to_parquet(tmp_path / "b.parquet")
+    assert conversations(tmp_path / "b.parquet").to_list() == expected
+
+
+def test_more_rows_than_are_held_as_objects(monkeypatch):
+    monkeypatch.setattr(sys.modules[conversations.__module__], "CHUNK", 3)
+    rows = [{"prompt": f"p{i} ", "response": f"r{i}"} for i in range(10)]
+    found = conversations(rows)
+    assert found.to_list() == [{"prompt": f"p{i} ", "completion": f"r{i}"} for i in range(10)]
+
+
+def test_hub_data_set(monkeypatch):
+    asked = []
+
+    def load_dataset(name, configuration, split, streaming):
+        asked.append((name, configuration, split, streaming))
+        table = datasets.Dataset.from_list([{"messages": CHAT[i : i + 2]} for i in (1, 3)])
+        return datasets.DatasetDict(train=table) if split is None else table.to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert conversations("owner/name").to_list() == [{"messages": CHAT[1:3]}, {"messages": CHAT[3:5]}]
+    assert conversations("owner/name:x", split="test", limit=1).to_list() == [{"messages": CHAT[1:3]}]
+    assert asked == [("owner/name", None, None, False), ("owner/name", "x", "test", True)]
+
+
+BAD = [
+    ([{"text": "a"}], "no columns of conversations. Got: 'text'. Expected: messages"),
+    ([{"prompt": "a", "response": None}], "'response' is empty .null., expected text"),
+    ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], "row 2 has no 'response'"),
+    ([{"prompt": "a", "response": " "}], "no row with a response"),
+    ([], "no row with a response"),
+    ([{"messages": "hello"}], "'messages' is of type str, expected a list"),
+    ([{"messages": [{"role": "assitant", "content": "a"}]}], "message 1 'assitant'. Did you mean 'assistant'"),
+    ([{"messages": [{"role": "user"}]}], "message 1 has no 'content'"),
+    ([{"messages": [{"role": "user", "content": None}]}], "'content' is empty"),
+    (["a"], "must hold mappings"),
+    (3, "type int"),
+    ("./gone", "no file or folder ./gone"),
+    ("gone.jsonl", "no file or folder gone.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), BAD, ids=[message[:20] for _, message in BAD])
+def test_bad_input(data, message):
+    with pytest.raises(FulldepthError, match=message):
+        conversations(data)
+
+
+def test_a_chat_needs_a_chat_template(plain, templated):
+    with pytest.raises(FulldepthError, match="tokenizer has no chat template"):
+        conversations([{"messages": CHAT}], plain)
+    assert conversations([{"messages": CHAT}], templated).num_rows == 1
+    with pytest.raises(FulldepthError, match="limit 0"):
+        conversations([{"messages": CHAT}], limit=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["template", "plain", "per response"])
+def test_trl_counts_the_loss_on_responses_alone(tmp_path, plain, templated, kind):
+    trl = pytest.importorskip("trl")
+    tokenizer = plain if kind == "plain" else templated
+    rows = [{"messages": CHAT}] if kind == "per response" else [{"prompt": "One and one?", "response": "Two."}]
+    data = conversations(rows, tokenizer, per_response=kind == "per response")
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, eos_token_id=0
+    )
+    arguments = trl.SFTConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False)
+    trainer = trl.SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    counted = [tokenizer.decode(row[row != -100]) for row in torch.as_tensor(batch["labels"])]
+    end = "<|endoftext|>"
+    assert sorted(counted) == (["Three." + end, "Two." + end] if kind == "per response" else ["Two." + end])
