@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers as tf
 
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+
 VOCAB, WIDTH, HEADS, LAYERS = 96, 32, 4, 3
 
 DECODER = {
@@ -73,12 +75,27 @@ def _clip(name: str) -> tf.PreTrainedModel:
     return getattr(tf, name)(config)
 
 
+def _depth_llama(**switches: Any) -> tf.PreTrainedModel:
+    model = DepthLlamaForCausalLM(DepthLlamaConfig(**DECODER, **switches))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # what starts as a Llama has parts that do nothing yet
+                parameter.normal_(std=0.05)
+    return model
+
+
 GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "pad_token_id": 0}
 NEOX = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
 
 BUILDERS: dict[str, Any] = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER)),
     "llama-classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**DECODER, num_labels=3)),
+    "depth_llama": _depth_llama,
+    "depth_llama-tree": lambda: _depth_llama(residual="tree", tree={1: (-1, 0), 2: (0, 1)}),
+    "depth_llama-hyper": lambda: _depth_llama(residual="hyper", num_streams=2),
+    "depth_llama-static": lambda: _depth_llama(memory="static"),
+    "depth_llama-dynamic": lambda: _depth_llama(memory="dynamic", residual="tree"),
+    "depth_llama-kv": lambda: _depth_llama(memory="kv", kv_init="public"),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**DECODER)),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**DECODER)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**DECODER)),

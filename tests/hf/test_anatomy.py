@@ -68,6 +68,7 @@ def clip(tower: str, norm: str, *, task: str = "representation", bare: bool = Fa
 EXPECTED = {
     ("llama", None): LLAMA,
     ("llama-classifier", None): Parts(**{**LLAMA.__dict__, "task": "text-classification"}),
+    **{(name, None): LLAMA for name in tiny_models.BUILDERS if name.startswith("depth_llama")},
     ("mistral", None): LLAMA,
     ("qwen2", None): LLAMA,
     ("qwen3", None): LLAMA,
@@ -172,7 +173,8 @@ def test_a_table_family_has_one_proven_verdict_and_the_finder_has_the_others(nam
     assert (len(candidates) == 1) is listed
     found = verify(candidates, tiny_models.inputs(model, tower=tower))
     assert found.branches
-    assert found.chained is (name != "detr-auxiliary")  # there each block reads the normed state of the one before
+    # the blocks of that DETR read the normed state of the one before, those of a tree the sum of two earlier ones
+    assert found.chained is (name not in ("detr-auxiliary", "depth_llama-tree", "depth_llama-dynamic"))
     assert (found.classifier is not None) is EXPECTED[name, tower].head
 
 

@@ -11,6 +11,10 @@ from fulldepth.metrics import Observation, Readout, Setup
 
 WORDS = ("is", "are", "was")
 EVERYTHING = (12,)
+HEADS, STREAMS = 2, 3
+"""Key/value heads of the memory, residual streams."""
+SHARES = ((0.1, 0.2, 0.3, 0.4), (0.4, 0.1, 0.1, 0.4), (0.05, 0.15, 0.5, 0.3), (0.25,) * 4) * 4
+"""Of each layer, how much each of four query heads counts."""
 SPLITS = (EVERYTHING, (1,) * 12, (5, 1, 4, 2))
 
 
@@ -29,6 +33,8 @@ class World:
     labels: torch.Tensor
     words: torch.Tensor
     first_tokens: bool = True
+    coefficients: dict = field(default_factory=dict)
+    """site -> layer -> the model's own weights: `[N, T, ...]` where they depend on the token, else a constant."""
     options: dict = field(default_factory=dict)
     """Further settings for `Setup`."""
 
@@ -53,6 +59,9 @@ class World:
             "first_tokens": self.first_tokens,
             "words": WORDS,
             "projections": ("self_attn.q_proj", "mlp.down_proj"),
+            "routed_heads": HEADS,
+            "head_shares": SHARES[: self.layers],
+            "num_streams": STREAMS,
         }
         return Setup(**{**settings, **self.options, **options})
 
@@ -66,6 +75,10 @@ class World:
                 batch = values[:, chosen].clone()
                 batch[:, ~self.mask[chosen]] = garbage
                 states[site] = F.pad(batch, (0, 0, *pad), value=garbage)
+            coefficients = {
+                site: {layer: self._batch(weights, chosen, pad, garbage) for layer, weights in found.items()}
+                for site, found in self.coefficients.items()
+            }
             yield Observation(
                 states=states,
                 attention_mask=F.pad(self.mask[chosen], pad, value=False),
@@ -74,7 +87,16 @@ class World:
                 labels=self.labels[chosen],
                 words=F.pad(self.words[chosen], pad, value=-1),
                 readout=lambda chosen=chosen: self.readout(chosen),
+                coefficients=coefficients,
             )
+
+    def _batch(self, weights, chosen, pad, garbage):
+        """The weights of some sequences, with garbage where there is padding."""
+        if weights.ndim < 4:
+            return weights
+        batch = weights[chosen].clone()
+        batch[~self.mask[chosen]] = garbage
+        return F.pad(batch, (0, 0, 0, 0, *pad), value=garbage)
 
     def readout(self, chosen):
         targets = self.targets[chosen]
@@ -111,6 +133,28 @@ def table(rows):
     return keyed
 
 
+def invent_coefficients(layers, count, longest):
+    """Routers of all three kinds by turns, and connections that depend on the token or not."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    kinds = (
+        lambda layer: normal(count, longest, HEADS, layer).softmax(-1),
+        lambda layer: normal(HEADS, layer, HEADS),
+        lambda layer: normal(HEADS, layer).softmax(-1),
+    )
+    mixing = {
+        site: {
+            layer: normal(*((count, longest) if layer % 2 else ()), STREAMS, STREAMS + 2)
+            for layer in range(1, layers + 1)
+        }
+        for site in ("attention_mixing", "mlp_mixing")
+    }
+    return {"routing": {layer: kinds[layer % 3 - 2](layer) for layer in range(2, layers + 1)}, **mixing}
+
+
 def invent(generator, lengths=(9, 4, 7, 9, 1, 6, 9, 3, 8, 5, 9, 2), layers=3, width=6, value_width=4, vocabulary=5):
     """A residual stream that walks, with a common mean and a loud first token, over ragged sequences."""
     count, longest = len(lengths), max(lengths)
@@ -141,6 +185,7 @@ def invent(generator, lengths=(9, 4, 7, 9, 1, 6, 9, 3, 8, 5, 9, 2), layers=3, wi
         logits=logits,
         labels=torch.where(torch.arange(count) == 7, -100, torch.tensor([0, 1, 2, 0, 1])[torch.arange(count) % 5]),
         words=words.masked_fill(~mask, -1),
+        coefficients=invent_coefficients(layers, count, longest),
     )
 
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 NAMES = tuple(METRICS)
 ISSUE = (
     "displacement jump_rate coherence cosine cka norm_ratio lens_accuracy lens_loss saturation effective_depth nc1 "
-    "renyi_entropy separability spectral_norm mmd"
+    "renyi_entropy separability spectral_norm mmd retrieval_weight expected_retrieval stream_mixing"
 )
 TWINS = {"displacement", "cosine", "cka", "norm_ratio"}
 """Measures whose result without the first token stands beside the other."""
@@ -162,7 +162,7 @@ def test_rows_can_be_read_while_more_data_come(name, wordy_world, weights, same_
 
 
 def batch_of(observation):
-    fields = ("states", "attention_mask", "counted", "sequence", "labels", "words")
+    fields = ("states", "attention_mask", "counted", "sequence", "labels", "words", "coefficients")
     batch = {name: getattr(observation, name) for name in fields}
     return {
         **batch,

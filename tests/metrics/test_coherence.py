@@ -146,6 +146,19 @@ def test_rows_against_explicit_sums(even_world, same_rows, expect):
         same_rows(even_world.rows(Coherence, split), rows)
 
 
+def test_attention_is_compared_with_what_it_read(even_world, generator, same_rows, expect):
+    """Where a layer reads something else than the layer before gave (a tree), attention's input is given apart."""
+    inputs = torch.randn(even_world.states["attention_output"].shape, generator=generator)
+    world = even_world.with_states(attention_input=inputs).replace(options={"chained": False})
+    plain = {key: (row.value, row.count) for key, row in even_world.rows(Coherence).items() if key[0] == "residual"}
+    for layer in (1, 2, 3):
+        cells = oracle(inputs[layer - 1].numpy(), world.states["attention_output"][layer - 1].numpy())
+        plain |= {("attention", layer, None, s): (v, cells.size) for s, v in statistics(cells, len(inputs[0])).items()}
+    rows = world.rows(Coherence)
+    expect(rows, plain, rtol=1e-4, atol=1e-5)
+    same_rows(world.rows(Coherence, (5, 1, 4, 2)), rows)
+
+
 def test_rows_leave_constant_channels_out(even_world):
     residual = even_world.states["residual"].clone()
     residual[1, :, :, 2] = 0.1

@@ -92,6 +92,31 @@ class Anatomy:
         """Whether every layer has a module with this role."""
         return all(self.part(layer, role) is not None for layer in range(1, self.num_layers + 1))
 
+    def layers_with(self, role: str) -> list[int]:
+        """The 1-based layers that have a module with this role."""
+        return [layer for layer in range(1, self.num_layers + 1) if self.part(layer, role) is not None]
+
+    def reader(self, layer: int) -> nn.Module:
+        """The module whose input is the x of a 1-based layer: the block, unless it adds x up of earlier states."""
+        norm = self.part(layer, "attention_norm") if self.part(layer, "input_norms") is not None else None
+        return self.blocks[layer - 1] if norm is None else norm
+
+    def router_vectors(self, layer: int) -> Tensor | None:
+        """[heads, sources, D] what a dynamic router multiplies a state with; None where a 1-based layer has none."""
+        weight = getattr(self.part(layer, "router"), "weight", None)
+        if weight is None or weight.ndim != 2 or weight.device.type == "meta":
+            return None
+        return weight.detach().unflatten(0, (-1, layer))
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether blocks hold several residual streams."""
+        return self.family.attention_connection is not None and self.part(1, "attention_connection") is not None
+
+    def stream(self, states: Tensor) -> Tensor:
+        """[B, T, D] the residual stream out of what a block is given or gives: the sum where there are several."""
+        return states.sum(-2) if self.has_streams else states
+
     @property
     def final_norm(self) -> nn.Module | None:
         """The norm after the last block; None for families without one."""

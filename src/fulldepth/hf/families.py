@@ -60,6 +60,18 @@ class Family:
     """Norm after the last block, from the body."""
     branch_scale: str | None = None
     """Attribute of the configuration that multiplies both branches."""
+    input_norms: str | None = None
+    """Norms of the earlier states that a block adds up to its x (tree), from the block; such a block has x at its
+    `attention_norm`, others are given it."""
+    output: str | None = None
+    """Projection that joins the attention heads (W_O), from the block."""
+    router: str | None = None
+    """Module that gives the weights of the attention's memory, from the block; layer 1 and other models have none."""
+    attention_connection: str | None = None
+    """Module that mixes the residual streams before attention (Hyper-Connections), from the block. Blocks that have it
+    hold several streams, `[B, T, n, D]`; wherever the stream is read their sum is meant, which the final norm reads."""
+    mlp_connection: str | None = None
+    """The same before the MLP."""
     body: str | None = None
     """Path from the model to the body; the model's own base model unless named."""
     tower: Literal["text", "vision"] | None = None
@@ -109,6 +121,19 @@ LLAMA = Family(
     heads=LANGUAGE_HEADS,
 )
 """Llama's names, which most later decoders keep."""
+
+DEPTH_LLAMA = replace(
+    LLAMA,
+    name="depth_llama",
+    value="self_attn.value_states",
+    input_norms="tree_norms",
+    output="self_attn.o_proj",
+    router="self_attn.router",
+    attention_connection="attention_connection",
+    mlp_connection="mlp_connection",
+)
+"""This package's Llama with a tree, streams or a memory; without its switches it is Llama. Values are read after the
+memory has routed them."""
 
 GEMMA = replace(
     LLAMA,
@@ -226,6 +251,7 @@ DETR = Family(
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "llama": (LLAMA,),
+    "depth_llama": (DEPTH_LLAMA,),
     "mistral": (replace(LLAMA, name="mistral"),),
     "qwen2": (replace(LLAMA, name="qwen2"),),
     "qwen3": (replace(LLAMA, name="qwen3"),),

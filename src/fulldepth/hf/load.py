@@ -15,7 +15,14 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers import logging as transformers_logging
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, unknown
@@ -167,9 +174,13 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     found = getattr(transformers, names[0], None) if names else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None:
         return found
+    for auto in (AutoModelForCausalLM, AutoModel):  # classes of others that transformers was told of
+        registered = auto._model_mapping.get(type(config), None)
+        if names and getattr(registered, "__name__", None) == names[0]:
+            return registered
     if trust_remote_code and getattr(config, "auto_map", None):
-        auto = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
-        return getattr(transformers, auto, AutoModelForCausalLM)
+        name = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
+        return getattr(transformers, name, AutoModelForCausalLM)
     if names and getattr(config, "auto_map", None):
         raise FulldepthError(f"{names[0]} is code that the checkpoint carries; it runs only with --trust-remote-code.")
     if names:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulldepth.capture import Verified, body_inputs, capture, read_layers
+from fulldepth.capture import COEFFICIENTS, Verified, body_inputs, capture, read_layers
 from fulldepth.data import Batch
 from fulldepth.errors import FulldepthError
 from fulldepth.measure.grid import lens_grid
@@ -49,6 +49,8 @@ class Pass:
 
     clock: Clock
     grid: dict[str, object] | None = None
+    router_tokens: dict[str, object] | None = None
+    """What dynamic routers answer to; from the weights, not from the data."""
 
 
 @torch.inference_mode()
@@ -76,15 +78,17 @@ def run_pass(
     """
     result = Pass(Clock())
     threshold = _lens_threshold(subject, settings)
+    sites = plan.sites | {"residual"}
     with ExitStack() as stack:
-        tape = stack.enter_context(capture(subject.anatomy, plan.sites | {"residual"}))
+        tape = stack.enter_context(capture(subject.anatomy, sites))
         other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, me.rank, me.world):
             inputs = model_inputs(batch, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             with result.clock("states"):
-                states = {site: tape.stack(site, plan.setup.device) for site in plan.sites | {"residual"}}
+                states = {site: tape.stack(site, plan.setup.device) for site in sites - COEFFICIENTS.keys()}
+                coefficients = {site: tape.coefficients(site) for site in sites & COEFFICIENTS.keys()}
             tape.clear()
             if reference is not None and other is not None:
                 with result.clock("forward (reference)"):
@@ -92,6 +96,7 @@ def run_pass(
                 states["reference"] = other.stack("residual", plan.setup.device)
                 other.clear()
             observation = observe(subject, batch, states, threshold, settings.seed)
+            observation.coefficients = coefficients
             feed(plan, observation, result.clock)
             if result.grid is None and me.is_main and settings.grid_samples:
                 result.grid = lens_grid(subject, batch, observation, settings.grid_samples)

@@ -10,6 +10,9 @@ from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.metrics import METRICS, Measure, Setup
 
+UNUSUAL = {"routing", "streams"}
+"""What only some models are built with: measures of it are left out of others without a word."""
+
 
 @dataclass
 class Plan:
@@ -53,14 +56,15 @@ def make_plan(
     for name, measure in METRICS.items():
         if names is not None and name not in names:
             continue
-        why = [reasons[need] for need in sorted(measure.needs) if need in reasons]
+        needs = sorted(measure.needs & reasons.keys())
+        why = "; ".join(reasons[need] for need in needs)
         if why and names is not None:
-            raise FulldepthError(f"{name} was asked for but cannot be measured: {'; '.join(why)}.")
+            raise FulldepthError(f"{name} was asked for but cannot be measured: {why}.")
         if why:
-            plan.left_out.append({"measure": name, "reason": "; ".join(why)})
+            plan.left_out += [] if UNUSUAL & set(needs) else [{"measure": name, "reason": why}]
             continue
         plan.measures[name] = measure(setup)
-        plan.sites |= {site for site in measure.sites if _available(site, verified, has_reference)}
+        plan.sites |= {site for site in measure.sites if _available(site, verified)}
         plan.left_out += [
             {"measure": f"{name} ({site})", "reason": reason}
             for site in measure.sites
@@ -75,16 +79,10 @@ def make_plan(
 
 def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:
     """What a measure may need and is not there -> why."""
-    anatomy = verified.anatomy
-    reasons = {}
-    if verified.classifier is None:
-        reasons["targets"] = f"{type(anatomy.model).__name__} has no language-model or classification head known here"
-    elif anatomy.task == "representation":
-        reasons["targets"] = "the head's targets are not in this data"
-    elif not verified.classifier.per_token and not sequences.num_classes:
-        reasons["targets"] = "the data have no labels"
-    elif verified.classifier.per_token and not sequences.num_targets:
-        reasons["targets"] = "no position has a target"
+    reasons = _missing_in_model(setup, verified)
+    targets = _no_targets(verified, sequences)
+    if targets is not None:
+        reasons["targets"] = targets
     if (sequences.num_classes or 0) < 2:
         reasons["labels"] = "the data have no labels of two or more classes"
     if not setup.words:
@@ -98,13 +96,38 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
     return reasons
 
 
+def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
+    """Why there is nothing to predict, or None."""
+    anatomy, classifier = verified.anatomy, verified.classifier
+    if classifier is None:
+        return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
+    if anatomy.task == "representation":
+        return "the head's targets are not in this data"
+    if not classifier.per_token and not sequences.num_classes:
+        return "the data have no labels"
+    if classifier.per_token and not sequences.num_targets:
+        return "no position has a target"
+    return None
+
+
+def _missing_in_model(setup: Setup, verified: Verified) -> dict[str, str]:
+    """What only models of some build have, where this one has not."""
+    kind = type(verified.anatomy.model).__name__
+    reasons = {}
+    if not setup.routed_heads:
+        reasons["routing"] = f"{kind} has no memory of earlier layers"
+    elif not setup.head_shares:
+        reasons["head_shares"] = "the output projections of its attention cannot be read"
+    if setup.num_streams < 2:
+        reasons["streams"] = f"{kind} has a single residual stream"
+    return reasons
+
+
 def _unavailable(site: str, verified: Verified) -> str | None:
     """Why this model cannot give a site, or None."""
     anatomy = verified.anatomy
     if site == "attention_output" and not verified.branches:
         return "attention and MLP of this family are not known"
-    if site == "attention_output" and not verified.chained:
-        return "blocks do not read exactly what the block before gave"
     if site == "value" and not anatomy.has("value"):
         return "this family's value projection is not known"
     if site == "final_normed" and anatomy.final_norm is None:
@@ -112,6 +135,8 @@ def _unavailable(site: str, verified: Verified) -> str | None:
     return None
 
 
-def _available(site: str, verified: Verified, has_reference: bool) -> bool:
+def _available(site: str, verified: Verified) -> bool:
     """Whether a site is to be captured from the measured model (`reference` comes from the other one)."""
+    if site == "attention_input" and (verified.chained or not verified.branches):
+        return False  # it is the layer before, or nothing is measured inside the layer
     return site != "reference" and _unavailable(site, verified) is None

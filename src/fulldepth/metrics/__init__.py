@@ -8,6 +8,7 @@ from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
 from fulldepth.metrics.displacement import Displacement, displacement
 from fulldepth.metrics.effective_depth import EffectiveDepth, effective_depth
+from fulldepth.metrics.expected_retrieval import ExpectedRetrieval, expected_retrieval, head_shares
 from fulldepth.metrics.jump_rate import JumpRate, jump_rate
 from fulldepth.metrics.lens_accuracy import LensAccuracy, lens_accuracy
 from fulldepth.metrics.lens_loss import LensLoss, lens_loss
@@ -16,9 +17,11 @@ from fulldepth.metrics.nc1 import Nc1, nc1
 from fulldepth.metrics.norm_ratio import NormRatio, norm_ratio
 from fulldepth.metrics.renyi_entropy import RenyiEntropy, renyi_entropy
 from fulldepth.metrics.reservoir import Reservoir
+from fulldepth.metrics.retrieval_weight import RetrievalWeight, retrieval_share, retrieval_weight
 from fulldepth.metrics.saturation import Saturation, saturation_layer
 from fulldepth.metrics.separability import Separability, separability
 from fulldepth.metrics.spectral_norm import SpectralNorm, spectral_norm
+from fulldepth.metrics.stream_mixing import StreamMixing, stream_mixing
 
 METRICS: dict[str, type[Measure]] = {
     "displacement": Displacement,
@@ -36,6 +39,9 @@ METRICS: dict[str, type[Measure]] = {
     "separability": Separability,
     "spectral_norm": SpectralNorm,
     "mmd": Mmd,
+    "retrieval_weight": RetrievalWeight,
+    "expected_retrieval": ExpectedRetrieval,
+    "stream_mixing": StreamMixing,
 }
 """Every measure by its public name. A new measure is one file, one line here, one test."""
 
@@ -46,6 +52,7 @@ __all__ = [
     "Cosine",
     "Displacement",
     "EffectiveDepth",
+    "ExpectedRetrieval",
     "JumpRate",
     "LensAccuracy",
     "LensLoss",
@@ -57,16 +64,20 @@ __all__ = [
     "Readout",
     "RenyiEntropy",
     "Reservoir",
+    "RetrievalWeight",
     "Row",
     "Saturation",
     "Separability",
     "Setup",
     "SpectralNorm",
+    "StreamMixing",
     "cka_matrix",
     "coherence",
     "cosine_matrix",
     "displacement",
     "effective_depth",
+    "expected_retrieval",
+    "head_shares",
     "jump_rate",
     "lens_accuracy",
     "lens_loss",
@@ -75,7 +86,10 @@ __all__ = [
     "nc1",
     "norm_ratio",
     "renyi_entropy",
+    "retrieval_share",
+    "retrieval_weight",
     "saturation_layer",
     "separability",
     "spectral_norm",
+    "stream_mixing",
 ]

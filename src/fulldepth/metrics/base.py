@@ -46,6 +46,15 @@ class Setup:
     """D: channels of the residual stream."""
     value_width: int = 0
     """Channels of the value states (number of key/value heads times head size); 0 where there are none."""
+    chained: bool = True
+    """Whether every layer reads just what the layer before gave (not so with a tree of residual paths)."""
+    routed_heads: int = 0
+    """Key/value heads whose keys and values a memory router mixes; 0 without a memory."""
+    head_shares: tuple[tuple[float, ...], ...] = ()
+    """Of each layer 1..L, the norm of every query head's slice of the output projection over the sum of them; empty
+    where it is not known."""
+    num_streams: int = 1
+    """Residual streams between layers."""
     sequence_length: int = 0
     """T: tokens of the longest sequence, special tokens included."""
     num_sequences: int = 0
@@ -98,8 +107,8 @@ class Observation:
     """One batch, as the measures see it. `B` sequences padded to `T`; derived tensors are computed once and shared."""
 
     states: Mapping[str, Tensor]
-    """site -> [S, B, T, D]: `residual` has S = L+1 (layers 0..L), `attention_output` and `value` S = L (layers 1..L),
-    `final_normed` S = 1 (layer L), `reference` as `residual`, from the reference model."""
+    """site -> [S, B, T, D]: `residual` has S = L+1 (layers 0..L), `attention_input`, `attention_output` and `value`
+    S = L (layers 1..L), `final_normed` S = 1 (layer L), `reference` as `residual`, from the reference model."""
     attention_mask: Tensor
     """[B, T] bool, False = padding."""
     counted: Tensor
@@ -112,6 +121,9 @@ class Observation:
     """[B, T] int64: index into `Setup.words` of the word that ends at this position, -1 elsewhere."""
     readout: Callable[[], Readout] | None = None
     """Applies the head to every layer, when a measure asks for it."""
+    coefficients: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    """site -> layer -> the model's own weights there: `routing` (see `retrieval_weight`), `attention_mixing` and
+    `mlp_mixing` (see `stream_mixing`)."""
 
     @cached_property
     def lens(self) -> Readout:
@@ -185,7 +197,8 @@ class Measure(Metric):
     sites: ClassVar[tuple[str, ...]] = ("residual",)
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of `targets, labels, words, equal_lengths, several_sequences, reference, weights`."""
+    """Of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing, head_shares,
+    streams`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()

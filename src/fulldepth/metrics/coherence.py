@@ -89,11 +89,12 @@ class Coherence(Measure):
         ("mean", "mean_corrected", "share_0.3_0.7", *(f"bin_{index}" for index in range(BINS))),
         "1",
     )
-    sites = ("residual", "attention_output")
+    sites = ("residual", "attention_input", "attention_output")
     needs = frozenset({"equal_lengths", "several_sequences"})
     cross_residual: Tensor
     cross_attention: Tensor
     power_residual: Tensor
+    power_input: Tensor
     power_attention: Tensor
     sequences: Tensor
 
@@ -103,12 +104,14 @@ class Coherence(Measure):
         self.add_sum("cross_residual", layers, *cells, dtype=torch.complex128)
         self.add_sum("cross_attention", layers, *cells, dtype=torch.complex128)
         self.add_sum("power_residual", layers + 1, *cells)
+        self.add_sum("power_input", 0 if setup.chained else layers, *cells)
         self.add_sum("power_attention", layers, *cells)
         self.add_sum("sequences")
 
     def update(self, observation: Observation) -> None:
         """Add one batch; every state is transformed once and forgotten after the next layer."""
         residual, attention = observation.states["residual"], observation.states.get("attention_output")
+        inputs = None if self.setup.chained else observation.states.get("attention_input")
         self._check(residual, observation.attention_mask)
         device = self.power_residual.device
         before = characteristic_function(residual[0])
@@ -118,7 +121,12 @@ class Coherence(Measure):
             if attention is not None:
                 inside = characteristic_function(attention[layer])
                 self.power_attention[layer] += _power(inside).to(device)
-                self.cross_attention[layer] += _sum_products(before, inside).to(device)
+                read = before
+                if inputs is not None:
+                    read = characteristic_function(inputs[layer])
+                    self.power_input[layer] += _power(read).to(device)
+                    read.conj_physical_()
+                self.cross_attention[layer] += _sum_products(read, inside).to(device)
             after = characteristic_function(state)
             self.power_residual[layer + 1] += _power(after).to(device)
             self.cross_residual[layer] += _sum_products(before, after).to(device)
@@ -138,9 +146,10 @@ class Coherence(Measure):
         sequences = int(self.sequences)
         _check_sequences(sequences)
         power_in = self.power_residual[:-1]
+        power_read = power_in if self.setup.chained else self.power_input
         pairs = (
             *zip(self.cross_residual, power_in, self.power_residual[1:], strict=True),
-            *zip(self.cross_attention, power_in, self.power_attention, strict=True),
+            *zip(self.cross_attention, power_read, self.power_attention, strict=True),
         )
         columns = [_statistics(_ratio(*pair, sequences), sequences) for pair in pairs]
         return {name: torch.stack([column[name] for column in columns]).view(2, -1) for name in columns[0]}
@@ -161,7 +170,8 @@ class Coherence(Measure):
     def memory(cls, setup: Setup) -> int:
         """Bytes held: complex and real sums for each layer, channel and frequency, whatever the number of sequences."""
         layers, cells = setup.num_layers, setup.width * (setup.sequence_length // 2 + 1)
-        return (2 * layers * 16 + (2 * layers + 1) * 8) * cells + 8
+        powers = 2 * layers + 1 + (0 if setup.chained else layers)
+        return (2 * layers * 16 + powers * 8) * cells + 8
 
 
 def _check_sequences(sequences: int) -> None:
