@@ -1,4 +1,4 @@
-"""Results as real runs give them, made from closed forms: one language model, a series, a classifier, a comparison."""
+"""Results as real runs give them, made from closed forms: measurements, training runs, and comparisons of both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.compare import compare
 from fulldepth.results import Results, tabulate
 
 TOKENS = 16384
@@ -273,6 +274,94 @@ def comparison(depth: str = "layer") -> Results:
         "zeta_L": {"value": -20.0, "unit": "%", "sentence": "jump-penalty jumps 20 points less than baseline."}
     }
     return Results(pd.concat(tables), document)
+
+
+def training_rows(step: int, layers: int, jump: float, level: float, terms: dict[str, float]) -> list[tuple[Any, ...]]:
+    """One evaluation: losses that fall like a power of the step, a jump that grows, a speed that wavers."""
+    fallen = math.exp(-step / 60)
+    loss = level + (7.6 - level) * fallen
+    means = [psi(layer, layers, jump * (1 - fallen)) for layer in range(1, layers + 1)]
+    rows: list[tuple[Any, ...]] = [("validation_loss", "model", None, None, "mean", loss, 4064, "nats")]
+    if step:
+        rows.append(("train_loss", "model", None, None, "mean", loss - 0.05 + 0.3 * fallen, 101_600, "nats"))
+        rows += [
+            ("penalty", term, None, None, "mean", size * (1 - 0.6 * step / 300), 800, "nats" if size > 1 else "1")
+            for term, size in terms.items()
+        ]
+        rows.append(("learning_rate", "model", None, None, "value", 2e-3 * (0.1 + 0.9 * (1 - step / 300)), None, "1"))
+    rows += [("displacement", "residual", n, None, "mean", mean, 4096, "1") for n, mean in enumerate(means, start=1)]
+    total = 0.0
+    for layer in range(layers, layers - 3, -1):
+        total += 100 * max(0.0, means[layer - 1] - means[layer - 2])
+        rows.append(("jump_rate", "residual", layer, None, "value", total, 4096, "%"))
+    return rows
+
+
+def training(
+    name: str = "tiny-jreg",
+    layers: int = 12,
+    steps: tuple[int, ...] = (0, 50, 100, 150, 200, 250, 300),
+    jump: float = 0.06,
+    level: float = 3.42,
+    second: float = 0.4,
+    terms: dict[str, float] | None = None,
+    **settings: Any,
+) -> Results:
+    """A training run of 2,048 tokens a step and `second` seconds a step, every other interval 5 % slower."""
+    penalties = {"jump": 0.09} if terms is None else terms
+    tables, clock = [], 0.0
+    for index, step in enumerate(steps):
+        rows = training_rows(step, layers, jump, level, penalties)
+        if step:
+            pace = second * (1.05 if index % 2 else 1.0)
+            clock += pace * (step - steps[index - 1])
+            rows.append(("throughput", "model", None, None, "mean", 2048 / pace, None, "tokens/s"))
+        rows.append(("elapsed", "model", None, None, "value", clock, None, "s"))
+        rows.append(("peak_memory", "model", None, None, "value", 900 + 700 * second, None, "MiB"))
+        tables.append(tabulate(rows, step=step))
+    objective = {"energy_warmup": 800, "aligned": None, **{term: {"weight": 1.0} for term in penalties}}
+    document = {
+        "schema_version": 1, "kind": "training", "recipe": name, "complete": True, "warnings": [],
+        "settings": {
+            "about": "tiny-llama with one thing changed.", "method": "jreg" if penalties else "standard",
+            "model": {"type": "llama", "hidden_size": 128, "num_hidden_layers": layers}, "objective": objective,
+            "data": {"name": "corpus:builtin/train", "validation_share": 0.05, "across_documents": True},
+            "tokenizer": "builtin:2048", "steps": 300, "global_batch_size": 16, "sequence_length": 128, "seed": 0,
+            "learning_rate": 2e-3, "min_learning_rate": 2e-4, "warmup_steps": 30, "weight_decay": 0.1, "clip": 1.0,
+            "schedule": "cosine", "precision": "float32", "eval_every": 50, "report_to": [], **settings,
+        },
+        "model": {
+            "name": name, "class": "LlamaForCausalLM", "model_type": "llama", "parameters": 197_376 * layers + 262_272,
+            "num_layers": layers,
+        },
+        "data": {
+            "name": "corpus:builtin/train", "hash": "sha256:" + "cd" * 32, "tokens": 614_400, "documents": 1203,
+            "train_sequences": 4768, "validation_sequences": 32,
+        },
+        "versions": {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"},
+        "headline": {
+            "validation_loss": {"value": 3.448, "unit": "nats", "sentence": "The validation loss fell to 3.448 nats."},
+            "zeta_L": {"value": 5.3, "unit": "%", "sentence": "The last layer jumps by 5.3 %: no large jump."},
+            "throughput": {"value": 5120.0, "unit": "tokens/s", "sentence": ""},
+            "peak_memory": {"value": 1180.0, "unit": "MiB", "sentence": ""},
+        },
+    }  # fmt: skip
+    return Results(pd.concat(tables, ignore_index=True), document)
+
+
+def trainings() -> list[Results]:
+    """A baseline; one slightly worse, with two penalties; one better and slow; one shallow, stopped early."""
+    return [
+        training("tiny-llama", jump=0.3, level=3.40, terms={}),
+        training("tiny-jreg", jump=0.06, level=3.42, second=0.404, terms={"jump": 0.09, "orthogonality": 0.4}),
+        training("tiny-lime", jump=0.2, level=3.31, second=0.58, terms={}, router_learning_rate=1e-2),
+        training("half-depth", layers=6, steps=(0, 50, 100, 150, 200), jump=0.25, level=3.6, second=0.23, terms={}),
+    ]
+
+
+def training_comparison() -> Results:
+    """Those four on one page."""
+    return compare(trainings(), names=["tiny-llama", "tiny-jreg", "tiny-lime", "half-depth"])
 
 
 def minimal() -> Results:

@@ -274,7 +274,7 @@ def test_a_phone_does_not_scroll_sideways(pages, visit, ready, kind):
 def test_paper(pages, visit):
     page = visit(pages("series"), color_scheme="dark")
     page.emulate_media(media="print")
-    page.wait_for_timeout(200)
+    page.wait_for_function("() => !document.querySelector('.method:not([open]):not([hidden])')")
     assert set(page.evaluate(BACKGROUNDS)) == {"rgb(255, 255, 255)"}
     widths = page.locator(".plot .main-svg:first-child").evaluate_all("(all) => all.map((svg) => svg.clientWidth)")
     assert max(widths) <= 340
@@ -282,7 +282,7 @@ def test_paper(pages, visit):
     assert page.locator("#step-name").inner_text() == "3,000"
     assert page.locator(".method:not([open]):not([hidden])").count() == 0
     page.emulate_media(media="screen")
-    page.wait_for_timeout(200)
+    page.wait_for_function("() => !document.querySelector('.method[open]')")
     assert page.locator(".method[open]").count() == 0
     assert set(page.evaluate(BACKGROUNDS)) == {"rgb(20, 23, 27)"}
     assert page.pdf(format="A4")[:5] == b"%PDF-"

@@ -1,4 +1,4 @@
-"""Reads measurements, puts them under one another, and says how each differs from the baseline."""
+"""Reads measurements or training runs, puts them under one another, and says how each differs from the baseline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from fulldepth import __version__
-from fulldepth.compare import verdict
+from fulldepth.compare import training, verdict
 from fulldepth.compare.align import Depth, differences
 from fulldepth.compare.settings import CompareSettings
 from fulldepth.errors import FulldepthError, unknown
@@ -26,7 +26,7 @@ def compare(
     baseline: int | str = 0,
     depth: str | None = None,
 ) -> Results:
-    r"""Compare measurements of several models (or of one model on several data).
+    r"""Compare measurements of several models (or of one model on several data), or several training runs.
 
     The table holds the rows of every model, labelled in the column `model`; the column `difference` is the value minus
     the baseline's value at the same depth, in the row's unit (NaN for the baseline itself, and where it has no such
@@ -34,10 +34,12 @@ def compare(
 
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
-    which is positive where a layer does more than in the baseline.
+    which is positive where a layer does more than in the baseline. Training runs keep their column `step`, and their
+    differences are taken at equal steps: see `fulldepth.compare.training.compare_runs`.
 
     Args:
-        results: two or more result folders, or `Results`. A series of checkpoints enters with its last step.
+        results: two or more result folders, or `Results`. A series of checkpoints enters with its last step. Training
+            runs cannot be mixed with measurements.
         names: one label for each; by default the folders' names, made unique.
         baseline: position or label of the measurement that the others are compared with.
         depth: `"layer"` compares equal layer numbers; `"relative"` equal shares l/L of the depth, interpolating the
@@ -49,35 +51,44 @@ def compare(
         policy or sequence length make the numbers incomparable.
 
     Raises:
-        FulldepthError: for fewer than two results, a folder that holds none, a comparison among them, repeated or too
-            few names, or an unknown baseline.
+        FulldepthError: for fewer than two results, a folder that holds none, a comparison among them, training runs
+            mixed with measurements, runs without a step in common, repeated or too few names, or an unknown baseline.
 
     Source: "JREG: final-layer jumps", Eq. 7.
     """
     settings = layer(CompareSettings, {"names": names and list(names), "baseline": baseline, "depth": depth})
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
-    measured = [_last_step(_measurement(item)) for item in results]
+    loaded = [_readable(item) for item in results]
     labels = _labels(results, settings.names)
-    first = _position(settings.baseline, labels)
-    same = len({_depth(found) for found in measured}) == 1
+    are_runs, first = _are_runs(loaded, labels), _position(settings.baseline, labels)
+    same = len({_depth(found) for found in loaded}) == 1
     resolved: Depth = settings.depth or ("layer" if same else "relative")
-    table = _table(measured, labels, first, resolved)
-    models = [_entry(found.meta, label, label == labels[first]) for found, label in zip(measured, labels, strict=True)]
-    meta = {
+    document = {
         "schema_version": SCHEMA_VERSION,
         "kind": "comparison",
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "complete": True,
         "settings": {"names": labels, "baseline": labels[first], "depth": resolved},
         "versions": {"fulldepth": __version__, "python": platform.python_version()},
-        "models": models,
         "baseline": labels[first],
         "depth": resolved,
-        "headline": verdict.headline(table, models),
-        "warnings": verdict.warnings(table, models) + _own_warnings(measured, labels),
     }
-    return Results(table, meta)
+    if not are_runs:
+        loaded = [_last_step(item) for item in loaded]
+    table, found = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
+    found["warnings"] += _own_warnings(loaded, labels)
+    return Results(table, document | found)
+
+
+def _compare_measurements(
+    measured: list[Results], labels: list[str], first: int, depth: Depth
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The table, and what the document says of it."""
+    table = _table(measured, labels, first, depth)
+    models = [_entry(found.meta, label, label == labels[first]) for found, label in zip(measured, labels, strict=True)]
+    said = {"headline": verdict.headline(table, models), "warnings": verdict.warnings(table, models)}
+    return table, {"models": models, **said}
 
 
 def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
@@ -96,16 +107,33 @@ def _depth(found: Results) -> int:
     return int(found.meta["model"]["num_layers"])
 
 
-def _measurement(item: Results | str | Path) -> Results:
-    """Loads a measurement, and refuses anything else."""
+def _readable(item: Results | str | Path) -> Results:
+    """Loads a measurement or a training run, and refuses anything else."""
     found = item if isinstance(item, Results) else Results.load(item)
     where = "The result" if isinstance(item, Results) else str(item)
     if found.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
     layers = found.meta.get("model", {}).get("num_layers")
-    if found.meta.get("kind") != "measure" or not isinstance(layers, int):
+    if found.meta.get("kind") not in ("measure", "training") or not isinstance(layers, int):
         raise FulldepthError(f"{where} is not a measurement: its kind is {found.meta.get('kind')!r}.")
     return found
+
+
+def _are_runs(loaded: list[Results], labels: list[str]) -> bool:
+    """Whether all are training runs; refuses runs beside measurements."""
+    runs = [label for found, label in zip(loaded, labels, strict=True) if found.meta["kind"] == "training"]
+    others = [label for label in labels if label not in runs]
+    if runs and others:
+        raise FulldepthError(
+            f"Training runs cannot be compared with measurements: {', '.join(runs)} {_is(runs, 'a training run')}, "
+            f"{', '.join(others)} {_is(others, 'a measurement')}. Compare runs with runs, or measure the runs first: "
+            "fulldepth measure RUN --data ... --output ..."
+        )
+    return bool(runs)
+
+
+def _is(names: list[str], what: str) -> str:
+    return f"is {what}" if len(names) == 1 else f"are {what.removeprefix('a ')}s"
 
 
 def _last_step(found: Results) -> Results:
@@ -171,6 +199,7 @@ def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
     lines = []
     for found, label in zip(measured, labels, strict=True):
         if not found.meta.get("complete", True):
-            lines.append(f"{label}: the measurement is not complete.")
+            what = "run" if found.meta["kind"] == "training" else "measurement"
+            lines.append(f"{label}: the {what} is not complete.")
         lines += [f"{label}: {warning}" for warning in found.meta.get("warnings", [])]
     return lines

@@ -106,15 +106,22 @@ def warnings(table: pd.DataFrame, models: list[dict[str, Any]]) -> list[str]:
         pair = f"{model['label']} and {baseline['label']}"
         if reasons := list(_unlike(model, baseline)):
             lines.append(f"{pair}: the numbers are not comparable because {'; '.join(reasons)}.")
-        if model["model"]["num_layers"] != baseline["model"]["num_layers"]:
-            lines.append(
-                f"{pair} have {model['model']['num_layers']} and {baseline['model']['num_layers']} layers: what one "
-                "layer does (displacement, norm_ratio, saturation counts) shrinks as layers are added."
-            )
+        lines += depth_warning(model, baseline)
         for one, other in ((model, baseline), (baseline, model)):
             if lacking := sorted(measured[other["label"]] - measured[one["label"]]):
                 lines.append(f"{one['label']} has no {', '.join(lacking)}; {other['label']} has.")
     return lines
+
+
+def depth_warning(model: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    """The line on models of unequal depth; none where they are equal."""
+    layers = [entry["model"]["num_layers"] for entry in (model, baseline)]
+    if layers[0] == layers[1]:
+        return []
+    return [
+        f"{model['label']} and {baseline['label']} have {layers[0]} and {layers[1]} layers: what one "
+        "layer does (displacement, norm_ratio, saturation counts) shrinks as layers are added."
+    ]
 
 
 def _unlike(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:

@@ -11,7 +11,18 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures import coherence, comparison, displacement, geometry, lens, series, similarity
+from fulldepth.figures import (
+    coherence,
+    comparison,
+    displacement,
+    geometry,
+    lens,
+    memory,
+    series,
+    similarity,
+    training,
+    trainings,
+)
 from fulldepth.figures.rows import num_layers
 from fulldepth.figures.style import Figures
 
@@ -21,6 +32,7 @@ TOPICS: tuple[Callable[[pd.DataFrame, int], Figures], ...] = (
     lens.figures,
     coherence.figures,
     geometry.figures,
+    memory.figures,
 )
 """What is drawn of one model at one step, in reading order: (table, number of layers) -> figures."""
 
@@ -29,18 +41,22 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """Every figure that the table has data for, in reading order.
 
     Args:
-        table: tidy rows of one model, of a series (column `step`) or of a comparison (columns `model`, `difference`).
-            Any measure or statistic may be missing; NaN leaves a gap.
-        meta: the document beside the table; only names and depths are read from it.
+        table: tidy rows of one model, of a series or a training run (column `step`) or of a comparison (columns
+            `model`, `difference`; with `step` too, a comparison of training runs). Any measure or statistic may be
+            missing; NaN leaves a gap.
+        meta: the document beside the table; only kind, names, depths and penalties' weights are read from it.
 
     Returns:
         Name -> figure. `name:variant` is another reading of the figure `name` (raw instead of centred, another
-        model). A series gives the figures of its last step, then the curves over steps (`steps_...`); a comparison
-        gives one line or one map a model, and what it differs by from the baseline (`difference_...`).
+        model). A series gives the figures of its last step, then the curves over steps (`steps_...`); a training run
+        its losses and costs over steps; a comparison one line or one map a model, and what it differs by from the
+        baseline (`difference_...`).
     """
     if "model" in table.columns:
-        return comparison.figures(table, meta)
+        return (trainings if "step" in table.columns else comparison).figures(table, meta)
     layers = num_layers(table, meta.get("model"))
+    if meta.get("kind") == "training":
+        return training.figures(table, meta, layers)
     if "step" not in table.columns:
         return layerwise(table, layers)
     last = table[table["step"] == table["step"].max()]

@@ -88,6 +88,9 @@ FIXED = (
     Quantity("norm_ratio", "norm_ratio", "mean", "Residual dominance", "‖h‖ / ‖update‖", form=".3f"),
     Quantity("nc1", "nc1", "value", "Class collapse (NC1)", "NC1", form=".3~g", settings={"type": "log"}),
     Quantity("separability", "separability", "mean", "Linear separability", "Accuracy", form=".1%", settings=SHARE),
+    Quantity(
+        "expected_retrieval", "expected_retrieval", "value", "Expected retrieved state", "State m", site="routing"
+    ),
     Quantity("mmd", "mmd", "value", "Distance from the reference model", "MMD²", form=".4~g"),
 )
 SITES = {"residual": "residual stream", "value": "value states"}

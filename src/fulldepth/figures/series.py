@@ -9,6 +9,7 @@ from fulldepth.figures.draw import shade_key
 from fulldepth.figures.lens import median_layer, tolerances
 from fulldepth.figures.quantities import Quantity, quantities
 from fulldepth.figures.rows import Curve, curve
+from fulldepth.figures.steps import STEP_AXIS, change, step_line
 from fulldepth.figures.style import SEQUENTIAL, Figures, by_depth, categorical, figure, layer_name
 
 FOLLOWED = (
@@ -38,32 +39,6 @@ def figures(table: pd.DataFrame, layers: int) -> Figures:
     return made
 
 
-STEP_AXIS = {"title": {"text": "Training step"}, "tickformat": ",d", "nticks": 7}
-
-
-def _line(
-    steps: list[int], values: list[float | None], name: str, color: str, form: str, dash: str = "solid"
-) -> go.Scatter:
-    return go.Scatter(
-        x=steps,
-        y=values,
-        name=name,
-        mode="lines+markers",
-        line={"color": color, "dash": dash, "width": 2},
-        marker={"color": color, "size": 5},
-        hovertemplate=f"%{{y:{form}}}",
-    )
-
-
-def _change(name: str, steps: list[int], values: list[float | None], form: str) -> str:
-    """One sentence: from the first step's value to the last one's."""
-    known = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-    if not known:
-        return f"{name}: no finite value."
-    (start, first), (end, last) = known[0], known[-1]
-    return f"{name}: {first:{form}} at step {start:,}, {last:{form}} at step {end:,}."
-
-
 def _jump_rate(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
     steps = list(tables)
     rates = {step: _by_layer(curve(rows, "jump_rate", "value")) for step, rows in tables.items()}
@@ -72,14 +47,14 @@ def _jump_rate(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None
         values = [rates[step].get(layers - back) for step in steps]
         if any(value is not None for value in values):
             name = "ζ of the last layer" if not back else f"ζ of the last {back + 1} layers"
-            traces.append(_line(steps, values, name, form=".2f", **categorical(back)))
+            traces.append(step_line(steps, values, name, form=".2f", **categorical(back)))
     if not traces:
         return None
     return figure(
         traces,
         title="Jump rate over training",
         subtitle="Accumulated growth of the displacement over the last layers, in per cent",
-        alt=_change("Jump rate of the last layer in per cent", steps, list(traces[0].y), ".1f"),
+        alt=change("Jump rate of the last layer in per cent", steps, list(traces[0].y), ".1f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},
     )
@@ -100,7 +75,7 @@ def _depth(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
     if not lines:
         return None
     traces = [
-        _line(steps, values, name, form=".0f", **categorical(index))
+        step_line(steps, values, name, form=".0f", **categorical(index))
         for index, (name, values) in enumerate(lines.items())
     ]
     name, values = next(iter(lines.items()))
@@ -108,7 +83,7 @@ def _depth(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
         traces,
         title="Depth in use over training",
         subtitle=f"Out of {layers} layers",
-        alt=_change(name, steps, values, ".0f"),
+        alt=change(name, steps, values, ".0f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "Layer"}, "range": [0, layers * 1.05]},
     )
@@ -123,7 +98,7 @@ def _by_depth(quantity: Quantity, tables: dict[int, pd.DataFrame], layers: int) 
     values = {step: _by_layer(quantity.curve(rows, layers)) for step, rows in tables.items()}
     depths = sorted({layer for found in values.values() for layer in found})
     traces = [
-        _line(
+        step_line(
             steps,
             [values[step].get(layer) for step in steps],
             layer_name(layer),
@@ -132,7 +107,12 @@ def _by_depth(quantity: Quantity, tables: dict[int, pd.DataFrame], layers: int) 
         )
         for layer in depths
     ]
-    traces = [trace.update(showlegend=False) for trace in traces if any(value is not None for value in trace.y)]
+    hover = f"%{{fullData.name}}, step %{{x:,}}<br><b>%{{y:{quantity.form}}}</b><extra></extra>"
+    traces = [
+        trace.update(showlegend=False, hovertemplate=hover)
+        for trace in traces
+        if any(value is not None for value in trace.y)
+    ]
     if not traces:
         return None
     last = list(traces[-1].y)
@@ -140,12 +120,9 @@ def _by_depth(quantity: Quantity, tables: dict[int, pd.DataFrame], layers: int) 
         [*traces, shade_key("Layer", SEQUENTIAL[2:], depths[0], layers)],
         title=f"{quantity.title} of every layer over training",
         subtitle="One line a layer, stronger = deeper",
-        alt=_change(f"{quantity.title} of {layer_name(depths[-1]).lower()}", steps, last, ".3f"),
+        alt=change(f"{quantity.title} of {layer_name(depths[-1]).lower()}", steps, last, ".3f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": quantity.axis}, **quantity.settings},
         variant=quantity.variant,
         hovermode="closest",
-    ).update_traces(
-        hovertemplate=f"%{{fullData.name}}, step %{{x:,}}<br><b>%{{y:{quantity.form}}}</b><extra></extra>",
-        selector={"showlegend": False, "mode": "lines+markers"},
     )

@@ -197,6 +197,6 @@ def extremes(what: str, layers: Sequence[int], values: Sequence[float | None], f
 
 
 def minus(value: float, form: str) -> str:
-    """The number in Python's format `form`, with a true minus sign."""
+    """The number in Python's format `form`, with a true minus sign, and with no sign where it is shown as zero."""
     text = f"{value:{form}}"
-    return text.removeprefix("-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")
+    return text.lstrip("+-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")

@@ -10,8 +10,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth import figures
+from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
-from fulldepth.report import lens, tables, verdict
+from fulldepth.report import lens, routers, tables, training, verdict
 from fulldepth.report.sections import arrange
 from fulldepth.results import Results
 
@@ -32,18 +33,20 @@ def payload(results: Results) -> dict[str, Any]:
     meta, table = results.meta, results.table
     vocabulary = lens.Vocabulary()
     shown: Packed = {name: pack(drawn) for name, drawn in figures.build(table, meta).items()}
-    views = _steps(table, meta, shown, vocabulary) if results.is_series else [_view(meta, meta, vocabulary)]
+    kind = kind_of(results)
+    views = _steps(table, meta, shown, vocabulary) if kind == "series" else [_view(meta, meta, vocabulary)]
+    runs = kind in ("training", "trainings")
     return {
-        "kind": "comparison" if results.is_comparison else "series" if results.is_series else "single",
+        "kind": kind,
         "title": verdict.title(meta),
         "byline": verdict.byline(meta),
-        "models": verdict.side_by_side(meta),
+        "models": training.side_by_side(meta) if kind == "trainings" else verdict.side_by_side(meta),
         "about": verdict.about(meta),
         "remarks": verdict.remarks(meta),
-        "sections": arrange(shown),
+        "sections": arrange(shown, runs, training.tables(table, meta) if runs else routers.tables(meta)),
         "figures": shown,
         "views": views,
-        "checkpoints": int(table["step"].nunique()) if results.is_series else 0,
+        "checkpoints": int(table["step"].nunique()) if kind == "series" else 0,
         "words": list(vocabulary.index),
         "measures": sorted({str(name) for name in table["measure"].unique()}),
         "table": tables.pack(table),
@@ -52,10 +55,24 @@ def payload(results: Results) -> dict[str, Any]:
     }
 
 
+def kind_of(results: Results) -> str:
+    """What the page is of: `single`, `series`, `comparison`, one `training` run, or several `trainings`."""
+    if results.is_comparison:
+        return "trainings" if results.is_series else "comparison"
+    if results.meta.get("kind") == "training":
+        return "training"
+    return "series" if results.is_series else "single"
+
+
 def _view(entry: Mapping[str, Any], meta: Mapping[str, Any], vocabulary: lens.Vocabulary) -> dict[str, Any]:
     """Verdict and lens grids of one step, or of the whole run."""
     headline = entry.get("headline") or {}
-    said, more = verdict.sentences_of_comparison(headline) if meta.get("models") else (verdict.sentences(headline), [])
+    if meta.get("of") == "training":
+        said, more = training.sentences(headline)
+    elif meta.get("models"):
+        said, more = verdict.sentences_of_comparison(headline)
+    else:
+        said, more = verdict.sentences(headline), []
     grids = [{"label": "", "samples": lens.pack(entry.get("lens_grid"), vocabulary)}]
     if meta.get("models"):
         grids = [
@@ -113,13 +130,6 @@ def _numbers(value: Any) -> int:
     if isinstance(value, dict):
         return sum(_numbers(part) for part in value.values())
     return sum(_numbers(part) for part in value) if isinstance(value, list) else 1
-
-
-def thin(steps: list[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly spread, the first and the last among them."""
-    if len(steps) <= most:
-        return steps
-    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
 
 
 def pack(drawn: go.Figure) -> dict[str, Any]:

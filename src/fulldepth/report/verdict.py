@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from fulldepth.report import training
 from fulldepth.report.words import HEADLINES, data_line, figure_of, model_line, seconds, short, size
 
 Headline = Mapping[str, Mapping[str, Any]]
@@ -14,10 +15,10 @@ Headline = Mapping[str, Mapping[str, Any]]
 def title(meta: Mapping[str, Any]) -> str:
     """Name of what the page is about."""
     if meta.get("models"):
-        return " against ".join(short(entry.get("label", "?"), 60) for entry in meta["models"][:4]) + (
-            " and others" if len(meta["models"]) > 4 else ""
-        )
-    name = str((meta.get("model") or {}).get("name") or "Unnamed model")
+        first, *others = [short(entry.get("label", "?"), 60) for entry in meta["models"]]
+        return f"{first} against {', '.join(others[:3])}" + (" and others" if len(others) > 3 else "")
+    run = meta.get("recipe") if meta.get("kind") == "training" else None
+    name = str(run or (meta.get("model") or {}).get("name") or "Unnamed model")
     if name.startswith("/"):  # of a long path the end says most; the whole stands under "What was measured"
         name = "/".join(PurePosixPath(name).parts[-2:]).lstrip("/") or name
     return short(name, 160)
@@ -73,18 +74,22 @@ def _number(entry: Mapping[str, Any], name: str) -> tuple[str, str]:
 def byline(meta: Mapping[str, Any]) -> str:
     """What stands under the title: the model, or the models' data, in one line."""
     if meta.get("models"):
-        depth = "relative depth" if meta.get("depth") == "relative" else "layer by layer"
-        return f"{len(meta['models'])} models, compared by {depth}".replace("by layer by", "layer by")
-    data = (meta.get("data") or {}).get("name")
-    return model_line(meta.get("model") or {}) + (f" · measured on {short(data, 100)}" if data else "")
+        depth = "by relative depth" if meta.get("depth") == "relative" else "layer by layer"
+        if meta.get("of") == "training":
+            return f"{len(meta['models'])} training runs, compared at step {meta['step']:,}, {depth}"
+        return f"{len(meta['models'])} models, compared {depth}"
+    data, verb = (meta.get("data") or {}).get("name"), "trained" if meta.get("kind") == "training" else "measured"
+    return model_line(meta.get("model") or {}) + (f" · {verb} on {short(data, 100)}" if data else "")
 
 
 def about(meta: Mapping[str, Any]) -> list[list[str]]:
     """[what, text] pairs on the models, the data and the run; only what the document says."""
     pairs: list[tuple[str, str]] = []
-    if meta.get("models"):
+    if meta.get("of") == "training":
+        pairs += training.shared(meta)
+    elif meta.get("models"):
         subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in meta["models"]]
-        for what in ("Model", "Data", "Tokens", "Fingerprints"):
+        for what in subjects[0][1]:
             texts = {subject[what] for _, subject in subjects}
             shared = len(texts) == 1
             pairs += (
@@ -93,7 +98,7 @@ def about(meta: Mapping[str, Any]) -> list[list[str]]:
                 else [(f"{what} of {name}", subject[what]) for name, subject in subjects]
             )
     else:
-        pairs += _subject(meta)
+        pairs += training.about(meta) if meta.get("kind") == "training" else _subject(meta)
     pairs += _run(meta)
     return [[what, text] for what, text in pairs if text]
 
@@ -133,7 +138,10 @@ def _run(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Time", " · ".join(f"{seconds(value)} {what}" for what, value in spent if value is not None)),
         ("Memory", " · ".join(f"{size(v)} {short(k, 30)}" for k, v in memory.items() if v is not None)),
         ("Versions", " · ".join(f"{short(k, 30)} {short(v, 30)}" for k, v in versions.items())),
-        ("Measured", short(meta.get("created") or "", 40)),
+        (
+            "Written" if "training" in (meta.get("kind"), meta.get("of")) else "Measured",
+            short(meta.get("created") or "", 40),
+        ),
     ]
 
 

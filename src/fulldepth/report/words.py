@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HEADLINES = {
+    "validation_loss": ("Validation loss", "at the last evaluation"),
+    "train_loss": ("Training loss", "since the evaluation before"),
     "zeta_L": ("Jump of the last layer", "ζ of layer L"),
     "zeta_L-1": ("Jump over the last two layers", "ζ of layer L − 1"),
     "zeta_L-2": ("Jump over the last three layers", "ζ of layer L − 2"),
@@ -15,6 +17,10 @@ HEADLINES = {
     "mean_coherence": ("Mean coherence", "over layers"),
     "median_saturation": ("Median saturation layer", "half of all have settled"),
     "effective_depth": ("Effective depth", "layers needed"),
+    "time_per_step": ("Time per step", ""),
+    "throughput": ("Tokens per second", "since the evaluation before"),
+    "elapsed": ("Training time", ""),
+    "peak_memory": ("Peak memory", ""),
 }
 """Name in `results.json` -> what it is called, and its symbol or place."""
 TASKS = {
@@ -58,7 +64,21 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
     if unit in ("layers", "tokens"):
         digits = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
         return digits, f"of {layers}" if unit == "layers" and isinstance(layers, int) else unit
+    if unit == "tokens/s":  # the caption says what is counted
+        return scaled(value), ""
+    if unit in SCALES:
+        digits, _, shown = SCALES[unit](value).partition(" ")
+        return digits, shown
     return f"{value:.3f}", "" if unit == "1" else short(unit, 16)
+
+
+def quantity(value: Any, unit: str) -> str:
+    """A number with its unit in one string: `3.412 nats`, `4.2 %`, `9.41 M`; "–" where there is none."""
+    if unit == "1" and isinstance(value, int) and value >= 1000:
+        return scaled(value)
+    if unit == "tokens/s" and isinstance(value, int | float):
+        return f"{scaled(value)} tokens/s"
+    return " ".join(figure_of({"value": value, "unit": unit})).strip()
 
 
 def scaled(value: Any) -> str:
@@ -82,7 +102,11 @@ def seconds(value: Any) -> str:
     """A duration: `3.4 s`, `12 min`; "?" where unknown."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "?"
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min"
+    if 0 < value < 1:
+        return f"{1000 * value:.3g} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def model_line(model: Mapping[str, Any]) -> str:
@@ -117,3 +141,10 @@ def data_line(data: Mapping[str, Any]) -> str:
     if data.get("num_classes"):
         parts.append(f"{short(data['num_classes'], 12)} classes")
     return " · ".join(parts)
+
+
+SCALES: dict[str, Callable[[float], str]] = {
+    "s": seconds,
+    "MiB": lambda value: size(value * 2**20),
+}
+"""Unit -> how a number in it is written."""

@@ -42,3 +42,21 @@ function readable(value) {
 
 /** Labels for plotly write markup characters as entities; this reads them back. */
 const plain = (text) => String(text).replace(/<br>/g, " ").replace(/&#123;/g, "{").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
+
+/** A name that may break after its dots and underscores. */
+const breakable = (name) => el("bdi", {}, ...String(name).split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]));
+
+/** A table whose first column names the rows; scrolls sideways on its own where it is too wide. */
+function scrollingTable({ title, columns, rows, corner = "", text = false }) {
+  const head = el("tr", {}, el("th", { scope: "col" }, corner), ...columns.map((name) => el("th", { scope: "col" }, breakable(name))));
+  const body = rows.map(([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, breakable(name)), ...cells.map((cell) => el("td", {}, isolated(cell)))));
+  const table = el("table", { class: text ? "data text" : "data" }, ...(columns.some(Boolean) ? [el("thead", {}, head)] : []), el("tbody", {}, ...body));
+  return el("div", { class: "verdict-table", tabindex: "0", role: "region", "aria-label": title }, table);
+}
+
+/** The same under its title, with a note; behind its title where it is long. */
+function titledTable(table) {
+  const note = table.note ? [el("p", { class: "subtitle" }, table.note)] : [];
+  if (table.folded) return el("details", { class: "titled about" }, el("summary", {}, table.title), ...note, scrollingTable(table));
+  return el("div", { class: "titled" }, el("h3", {}, table.title), ...note, scrollingTable(table));
+}

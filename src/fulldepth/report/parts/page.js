@@ -5,7 +5,7 @@ function drawVerdict() {
   byId("sentences").replaceChildren(...now.sentences.map((sentence) => el("p", {}, isolated(sentence))));
   const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
   const parts = now.cards.length ? [el("ul", { class: "cards" }, ...now.cards.map(card))] : [];
-  byId("cards").replaceChildren(...parts, ...(DATA.models ? [modelTable(DATA.models)] : []), ...inWords(now.more_sentences));
+  byId("cards").replaceChildren(...parts, ...(DATA.models ? [scrollingTable({ title: "Models side by side", ...DATA.models }), el("p", { class: "subtitle" }, DATA.models.note || "")] : []), ...inWords(now.more_sentences));
   const title = now.step == null ? "Verdict" : `Verdict at step ${counted(now.step)}`;
   byId("verdict-title").textContent = title;
   drawRemarks(now);
@@ -15,12 +15,6 @@ function inWords(sentences) {
   if (!sentences.length) return [];
   const items = sentences.map((sentence) => el("li", {}, isolated(sentence)));
   return [el("details", { class: "about in-words" }, el("summary", {}, "The table in words"), el("ul", {}, ...items))];
-}
-
-function modelTable({ columns, rows }) {
-  const head = el("tr", {}, el("th", { scope: "col" }, ""), ...columns.map((name) => el("th", { scope: "col" }, isolated(name))));
-  const body = rows.map(([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell))));
-  return el("div", { class: "verdict-table", tabindex: "0", role: "region", "aria-label": "Models side by side" }, el("table", { class: "data" }, el("thead", {}, head), el("tbody", {}, ...body)));
 }
 
 function drawRemarks(now) {
@@ -74,12 +68,13 @@ function turnToPaper({ matches }) {
 }
 
 function start() {
-  const kinds = { single: "Layer report", series: "Layer report over training", comparison: "Comparison of models" };
+  const kinds = { single: "Layer report", series: "Layer report over training", comparison: "Comparison of models", training: "Training run", trainings: "Comparison of training runs" };
   document.title = `${DATA.title} – fulldepth`;
   byId("kind").textContent = `· ${kinds[DATA.kind]}`;
   byId("title").append(isolated(DATA.title));
   byId("byline").append(isolated(DATA.byline));
   byId("about").append(...DATA.about.flatMap(([what, text]) => [el("dt", {}, isolated(what)), el("dd", {}, isolated(text))]));
+  byId("about-title").textContent = DATA.kind.startsWith("training") ? "What was trained" : "What was measured";
   byId("about-box").hidden = !DATA.about.length;
   const shown = DATA.views.length;
   byId("foot").textContent = "Everything on this page is inside this file; it asks the network for nothing." + (DATA.checkpoints > shown ? ` The slider has ${shown} of ${DATA.checkpoints} checkpoints, the curves over training have all.` : "");

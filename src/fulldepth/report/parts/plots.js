@@ -1,6 +1,7 @@
 // Figures: one slot each, with a switch between readings; redrawn when the step, the colours or the paper change.
 
 const CONFIG = { displaylogo: false, displayModeBar: false, responsive: false, doubleClick: false };
+const STEPS = "Training step"; // title of the axis on which the chosen step is marked
 const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
 const slots = []; // { plots: [{ div, name, alt, box }] }
 let round = 0;
@@ -28,7 +29,7 @@ function layoutFor(name, div, data) {
   const isMap = data.some((trace) => trace.type === "heatmap");
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
   if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
-  if (name.startsWith("steps_")) base.shapes = [...(base.shapes || []), stepLine()];
+  if (base.xaxis.title?.text === STEPS && view().step != null) base.shapes = [...(base.shapes || []), stepLine()];
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
   return {
     ...base,
@@ -108,6 +109,7 @@ function fillNumbers(plot) {
   const matrix = traces.length === 1 && traces[0].z;
   const across = matrix ? traces[0].x : traces.map((trace) => plain(trace.name || "Value"));
   const down = matrix ? traces[0].y : [...new Set(traces.flatMap((trace) => trace.x))];
+  if (!matrix && down.every((at) => typeof at === "number")) down.sort((a, b) => a - b);
   const columns = matrix ? null : traces.map((trace) => new Map(trace.x.map((at, index) => [at, trace.y[index]])));
   const cell = (at, row) => (matrix ? traces[0].z[row] : columns.map((column) => column.get(at)));
   const head = el("tr", {}, el("th", { scope: "col" }, plain(DATA.figures[plot.name].layout.xaxis.title.text)), ...across.map((name) => el("th", { scope: "col", class: "num" }, String(name))));
@@ -163,5 +165,6 @@ function makeSection(section) {
   const figures = section.slots.map((names, index) => makeSlot(names, `${first}-${index}`));
   const intro = section.intro ? [el("p", { class: "intro" }, section.intro)] : [];
   const heading = el("h2", { id: `${section.id}-title` }, section.title);
-  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, el("div", { class: "figures" }, ...figures));
+  const drawn = figures.length ? [el("div", { class: "figures" }, ...figures)] : [];
+  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map(titledTable), ...drawn);
 }

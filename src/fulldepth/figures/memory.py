@@ -1,0 +1,220 @@
+"""Models that read more than the layer before: what memory routers retrieve, how residual streams are mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from fulldepth.figures.draw import line
+from fulldepth.figures.rows import Curve, counted, curve, number, select
+from fulldepth.figures.style import (
+    CATEGORICAL,
+    MUTED,
+    SIGNED_SCALE,
+    UNIT_SCALE,
+    Figures,
+    extremes,
+    figure,
+    layer_axis,
+    layer_name,
+    minus,
+)
+
+SITE = "routing"
+HEAD = "head_"
+ROUNDING = 1e-3
+"""Differences below this come from the precision in which a model gives its weights."""
+READINGS = {
+    "input": ("Read", "How much of each stream the branch reads"),
+    "output": ("Written", "How much of the branch each stream takes up"),
+    "kept": ("Kept", "How much of each stream stays in it"),
+    "given": ("Given", "How much of each stream flows into the others"),
+}
+"""Statistic of `stream_mixing` -> what the reading is called, and its subtitle; the first is the default."""
+
+
+@dataclass
+class Grid:
+    """Cells over layers (columns) and named rows; None where there is nothing. False without a finite value."""
+
+    layers: list[int]
+    names: list[str]
+    cells: dict[tuple[int, int], tuple[float | None, str]] = field(default_factory=dict)
+    """(row, layer) -> value and count."""
+
+    def __bool__(self) -> bool:
+        return bool(self.known)
+
+    @property
+    def known(self) -> list[float]:
+        """Every finite value."""
+        return [value for value, _ in self.cells.values() if value is not None]
+
+    def differs(self, other: Grid) -> bool:
+        """Whether some value is another one there, beyond rounding."""
+        pairs = [(value, other.cells.get(cell, (None, ""))[0]) for cell, (value, _) in self.cells.items()]
+        return any(abs(a - b) > ROUNDING for a, b in pairs if a is not None and b is not None)
+
+    def rows(self, part: int) -> list[list[Any]]:
+        """Values (`part` 0) or counts (1) by row and layer."""
+        nothing = (None, "?")
+        return [
+            [self.cells.get((row, layer), nothing)[part] for layer in self.layers] for row in range(len(self.names))
+        ]
+
+
+def figures(table: pd.DataFrame, layers: int) -> Figures:
+    """`retrieval_weight`, `expected_retrieval`, `self_retrieval`, `stream_mixing`; further readings as `name:...`."""
+    made: Figures = {}
+    shares, masses = (_retrieval(table, statistic) for statistic in ("share", "mean"))
+    signed = shares.differs(masses)  # a router whose weights are no distribution
+    if shares:
+        made["retrieval_weight"] = _retrieval_map(shares, "Share of absolute weight" if signed else "")
+    if masses and signed:
+        made["retrieval_weight:mean"] = _retrieval_map(masses, "Signed weight")
+    if (drawn := _expected(table, layers)) is not None:
+        made["expected_retrieval"] = drawn
+    if heads := _self_retrieval(table):
+        made["self_retrieval"] = _grid_map(
+            heads,
+            axis="Head",
+            quantity="weight",
+            title="Self-retrieval per head",
+            subtitle="Weight of the newest source, m = r − 1; attention without a memory has 1",
+            alt=_range("Self-retrieval", heads),
+        )
+    for statistic in READINGS:
+        if grid := _streams(table, statistic):
+            made["stream_mixing" if "stream_mixing" not in made else f"stream_mixing:{statistic}"] = _stream_map(
+                grid, statistic
+            )
+    return made
+
+
+def _retrieval(table: pd.DataFrame, statistic: str) -> Grid:
+    """Sources (rows) of the layers that retrieve."""
+    rows = select(table, "retrieval_weight", statistic, SITE).dropna(subset=["layer", "other"])
+    layers = sorted({int(layer) for layer in rows["layer"]})
+    grid = Grid(layers, [layer_name(source, short=True) for source in range(max(layers, default=0))])
+    for layer, source, value, count in zip(rows["layer"], rows["other"], rows["value"], rows["count"], strict=True):
+        grid.cells[int(source), int(layer)] = (number(value), counted(count))
+    return grid
+
+
+def _retrieval_map(grid: Grid, variant: str) -> go.Figure:
+    newest = [grid.cells.get((layer - 1, layer), (None, "?"))[0] for layer in grid.layers]
+    return _grid_map(
+        grid,
+        axis="Retrieved state m",
+        quantity="weight",
+        title="Retrieval weight",
+        subtitle="Mean over heads and tokens; the topmost cell of a column is the newest state, m = r − 1",
+        alt=extremes("Weight of the newest state", grid.layers, newest, ".2f"),
+        variant=variant,
+    )
+
+
+def _expected(table: pd.DataFrame, layers: int) -> go.Figure | None:
+    expected = curve(table, "expected_retrieval", "value", SITE)
+    if not expected:
+        return None
+    plain = Curve(expected.layers, [float(layer - 1) for layer in expected.layers], ["1"] * len(expected.layers))
+    return figure(
+        [
+            line(expected, "Expected state", CATEGORICAL[0], form=".2f"),
+            line(plain, "Attention without a memory, m = r − 1", MUTED, "dot", ".0f"),
+        ],
+        title="Expected retrieved state",
+        subtitle="Mean m from which a layer takes keys and values, over heads, by the norm of their output projection",
+        alt=extremes("Expected state", expected.layers, expected.values, ".2f"),
+        xaxis=layer_axis(layers),
+        yaxis={"title": {"text": "State m"}, "rangemode": "tozero"},
+    )
+
+
+def _self_retrieval(table: pd.DataFrame) -> Grid:
+    """Heads (rows) of the layers that retrieve."""
+    rows = select(table, "retrieval_weight", "share").dropna(subset=["layer", "site"])
+    rows = rows[rows["site"].astype(str).str.fullmatch(rf"{HEAD}\d+")]
+    heads = [int(str(site).removeprefix(HEAD)) for site in rows["site"]]
+    grid = Grid(
+        sorted({int(layer) for layer in rows["layer"]}), [str(head) for head in range(max(heads, default=-1) + 1)]
+    )
+    for head, layer, value, count in zip(heads, rows["layer"], rows["value"], rows["count"], strict=True):
+        grid.cells[head, int(layer)] = (number(value), counted(count))
+    return grid
+
+
+def _streams(table: pd.DataFrame, statistic: str) -> Grid:
+    """Streams (rows) of both connections of every layer."""
+    rows = select(table, "stream_mixing", statistic).dropna(subset=["layer", "site"])
+    sites = sorted(rows["site"].unique(), key=lambda site: (str(site).split("_")[0], int(str(site).rpartition("_")[2])))
+    names = {"attention": "Attention", "mlp": "MLP"}
+    named = [f"{names.get(site.split('_')[0], '?')} {site.rpartition('_')[2]}" for site in map(str, sites)]
+    grid = Grid(sorted({int(layer) for layer in rows["layer"]}), named)
+    for site, layer, value, count in zip(rows["site"], rows["layer"], rows["value"], rows["count"], strict=True):
+        grid.cells[sites.index(site), int(layer)] = (number(value), counted(count))
+    return grid
+
+
+def _stream_map(grid: Grid, statistic: str) -> go.Figure:
+    reading, subtitle = READINGS[statistic]
+    return _grid_map(
+        grid,
+        axis="Branch and stream",
+        quantity="weight",
+        title="Mixing of residual streams",
+        subtitle=f"{subtitle}; mean over tokens",
+        alt=_range(f"{reading} weights", grid),
+        variant=reading,
+    )
+
+
+def _range(what: str, grid: Grid) -> str:
+    """One sentence on the smallest and the largest value."""
+    return f"{what}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
+
+
+def _grid_map(grid: Grid, *, axis: str, quantity: str, alt: str, **about: Any) -> go.Figure:
+    """A map with layers to the right and rows upwards; from 0 to the largest value, or as far to both sides of it."""
+    top = max(map(abs, grid.known)) or 1.0
+    signed = min(grid.known) < 0
+    named = layer_axis(grid.layers[-1])
+    bare = {"ticks": "", "showgrid": False, "showline": False}
+    gap = 1 if max(len(grid.layers), len(grid.names)) <= 40 else 0
+    trace = go.Heatmap(
+        x=grid.layers,
+        y=grid.names,
+        z=grid.rows(0),
+        customdata=[[[name, count] for count in row] for name, row in zip(grid.names, grid.rows(1), strict=True)],
+        zmin=-top if signed else 0,
+        zmax=top,
+        colorscale=SIGNED_SCALE if signed else UNIT_SCALE,
+        xgap=gap,
+        ygap=gap,
+        hoverongaps=False,
+        hovertemplate=f"Layer %{{x}}, {axis.lower()} %{{customdata[0]}}<br>{quantity} <b>%{{z:.4f}}</b>"
+        "<br>n = %{customdata[1]}<extra></extra>",
+        colorbar={
+            "thickness": 10,
+            "len": 1,
+            "outlinewidth": 0,
+            "xpad": 8,
+            "ticklen": 3,
+            "nticks": 6,
+            "tickfont": {"size": 11, "color": MUTED},
+        },
+    )
+    shown = grid.names[:: max(1, len(grid.names) // 16)]
+    return figure(
+        [trace],
+        alt=alt,
+        xaxis={"title": {"text": "Layer"}, "tickvals": named["tickvals"], "ticktext": named["ticktext"], **bare},
+        yaxis={"title": {"text": axis}, "type": "category", "tickvals": shown, **bare},
+        height=480,
+        hovermode="closest",
+        **about,
+    )
