@@ -1,5 +1,5 @@
-"""`fulldepth demo`: train a small model, measure its checkpoints. Composes the verbs' public functions."""
+"""`fulldepth demo`: train two small models, measure them, compare them. Composes the verbs' public functions."""
 
-from fulldepth.demo.run import RESULTS, demo
+from fulldepth.demo.run import COMPARISON, demo
 
-__all__ = ["RESULTS", "demo"]
+__all__ = ["COMPARISON", "demo"]

@@ -1,0 +1,206 @@
+"""What happens beside the steps: progress, evaluation, the record, checkpoints and their seals, a clean end."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fulldepth.hf import seal
+from fulldepth.losses import Tally
+from fulldepth.progress import Watcher
+from fulldepth.train.evaluation import Evaluation, Evaluator
+from fulldepth.train.record import Record, Stopwatch
+from fulldepth.train.settings import TrainSettings
+
+
+class Conductor(TrainerCallback):
+    """Drives a run: evaluates, records, asks for checkpoints, seals them, and stops when told to.
+
+    Args:
+        settings: of the run.
+        record: where the rows go.
+        evaluator: on the held-out windows.
+        watcher: told what happens.
+        notes: of the checkpoint that the run goes on from (`elapsed`, `tally`); empty at the start.
+        after_evaluation: called with the run folder when its results have changed, on the first process.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        record: Record,
+        evaluator: Evaluator,
+        watcher: Watcher,
+        notes: dict[str, Any],
+        after_evaluation: Callable[[Path], object] | None = None,
+    ) -> None:
+        self.settings, self.record, self.evaluator, self.watcher = settings, record, evaluator, watcher
+        self.after_evaluation = after_evaluation
+        self.tally = Tally()
+        self.carried: dict[str, list[float]] = notes.get("tally", {}) if rank() == 0 else {}
+        self.clock = Stopwatch(float(notes.get("elapsed", 0.0)))
+        self.trainer: Any = None
+        self.stop_asked = False
+        self._evaluated = int(notes.get("evaluated", 0))
+        self._rate = 0.0
+
+    def join(self, trainer: Any) -> None:
+        """Take part in a trainer's run."""
+        self.trainer = trainer
+        trainer.tallies["record"] = self.tally
+        trainer.add_callback(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Evaluate a new run before its first step."""
+        self.clock.stop()
+        self.watcher.begin("Training", self.settings.steps)
+        self.watcher.advance(state.global_step)
+        if state.global_step == 0:
+            self._evaluate(0)
+        self.clock.start()
+        return control
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Note the learning rate that this step is taken with; the scheduler moves on right after."""
+        self._rate = self.trainer._get_learning_rate()
+        return control
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Evaluate and ask for a checkpoint where it is due."""
+        step, last = state.global_step, state.global_step >= self.settings.steps
+        self.clock.stop()
+        self.watcher.advance(1)
+        if step % self.settings.eval_every == 0 or last:
+            self._evaluate(step)
+        stop = self._agreed()
+        control.should_training_stop |= stop
+        control.should_save = step % self.settings.save_every == 0 or last or stop
+        if not control.should_save:
+            self.clock.start()
+        return control
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Seal the checkpoint that has just been written."""
+        mine = self._gathered(self._means(reset=False))
+        if together():
+            distributed.barrier()  # every process has written its part
+        if args.should_save:
+            notes = {"elapsed": self.clock.elapsed, "tally": mine, "evaluated": self._evaluated}
+            seal(self.record.folder / f"checkpoint-{state.global_step}", notes)
+        self.clock.start()
+        return control
+
+    def _agreed(self) -> bool:
+        """Whether any process was asked to stop; all hear of it after the same step."""
+        if together():
+            flag = torch.tensor(float(self.stop_asked), device=self.trainer.args.device)
+            distributed.all_reduce(flag)
+            self.stop_asked = bool(flag)
+        return self.stop_asked
+
+    def _evaluate(self, step: int) -> None:
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        found = self.evaluator(model)
+        means = self._gathered(self._means(reset=True))
+        seconds, steps = self.clock.lap(), step - self._evaluated
+        self._evaluated = step
+        speed = None
+        if steps and seconds > 0:
+            tokens = steps * self.settings.global_batch_size * self.settings.sequence_length
+            speed = (tokens / seconds, "mean", "tokens/s")
+        facts = {
+            "learning_rate": (self._rate, "value", "1") if step else None,
+            "throughput": speed,
+            "elapsed": (self.clock.elapsed, "value", "s"),
+            "peak_memory": (peak_memory(), "value", "MiB"),
+        }
+        if self.trainer.args.should_save:
+            self.record.add(step, found, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
+            if self.after_evaluation is not None:
+                self.after_evaluation(self.record.folder)
+        self.watcher.say(_line(step, found, means, speed))
+
+    def _means(self, reset: bool) -> dict[str, list[float]]:
+        """Part -> [sum, count] since the last evaluation, the part before a resumption included."""
+        for name, (total, count) in self.tally.take().items():
+            before = self.carried.get(name, [0.0, 0.0])
+            self.carried[name] = [before[0] + total, before[1] + count]
+        means = self.carried
+        if reset:
+            self.carried = {}
+        return means
+
+    def _gathered(self, means: dict[str, list[float]]) -> dict[str, list[float]]:
+        """The same over all processes."""
+        if not together():
+            return means
+        everyone: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, means)
+        names = list(dict.fromkeys(name for part in everyone for name in part))
+        return {n: [sum(part.get(n, [0.0, 0.0])[i] for part in everyone) for i in (0, 1)] for n in names}
+
+
+def together() -> bool:
+    """Whether several processes train."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def rank() -> int:
+    """This process's number."""
+    return distributed.get_rank() if together() else 0
+
+
+@contextmanager
+def stopping(conductor: Conductor) -> Iterator[None]:
+    """SIGTERM ends the run after the current step instead of in the middle of it."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        conductor.stop_asked = True
+
+    try:
+        before = signal.signal(signal.SIGTERM, ask)
+    except ValueError:  # not in the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def peak_memory() -> float:
+    """MiB at most so far: of the accelerator, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def _line(step: int, found: Evaluation, means: dict[str, list[float]], speed: tuple[float, str, str] | None) -> str:
+    """One evaluation in one line."""
+    parts = [f"step {step}:", f"validation {found.loss:.4f}"]
+    for name, (total, count) in means.items():
+        parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
+    if found.jump_rates:
+        parts.append(f"jump rate {found.jump_rates[0]:.2f} %")
+    if speed is not None:
+        parts.append(f"{speed[0]:,.0f} tokens/s")
+    return ("  ".join(parts)).replace(":  ", ": ")

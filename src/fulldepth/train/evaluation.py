@@ -1,0 +1,93 @@
+"""What a run looks at while it trains: validation loss and the displacement profile, on the held-out windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from fulldepth.capture import capture
+from fulldepth.hf import Anatomy, anatomy_candidates
+from fulldepth.metrics import displacement, jump_rate
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The state of a model on the validation windows."""
+
+    loss: float
+    """Mean cross-entropy in nats."""
+    targets: int
+    displacement: list[float]
+    """Mean displacement of layers 1..L."""
+    tokens: int
+    jump_rates: list[float]
+    """zeta_L, zeta_{L-1}, zeta_{L-2} in per cent, as many as there are layers for."""
+
+
+class Evaluator:
+    """Evaluates a model on held-out sequences; every process takes its share.
+
+    Args:
+        data: items for `collate`.
+        collate: makes a batch out of items: `input_ids`, `labels`, where there is padding `attention_mask`.
+        batch_size: sequences in one forward pass.
+    """
+
+    def __init__(self, data: Sequence[Any], collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int) -> None:
+        self.data, self.collate, self.batch_size = data, collate, batch_size
+
+    @torch.no_grad()
+    def __call__(self, model: Any) -> Evaluation:
+        """Evaluate `model`, and leave it as it was."""
+        anatomy: Anatomy = anatomy_candidates(model)[0]
+        device = next(model.parameters()).device
+        sums = torch.zeros(anatomy.num_layers + 3, dtype=torch.float64, device=device)
+        training = model.training
+        model.eval()
+        try:
+            with capture(anatomy, ["residual"]) as tape:
+                for batch, counts in self._share(device):
+                    outputs = model(**batch, use_cache=False)
+                    if counts:
+                        sums += _sums(outputs.loss, batch, tape["residual"])
+                    tape.clear()
+        finally:
+            model.train(training)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(sums)
+        return _evaluation(sums.tolist())
+
+    def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        """This process's batches, and whether each counts: all processes run equally many, as sharding needs."""
+        together = distributed.is_available() and distributed.is_initialized()
+        rank, world = (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
+        starts = range(0, len(self.data), self.batch_size)
+        for first in range(0, len(starts), world):
+            counts = first + rank < len(starts)
+            start = starts[first + rank] if counts else 0
+            items = [self.data[i] for i in range(start, min(start + self.batch_size, len(self.data)))]
+            batch = self.collate(items)
+            yield {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}, counts
+
+
+def _sums(loss: Tensor, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
+    """Displacement sums of every layer, tokens, loss sum, targets."""
+    targets = (batch["labels"][:, 1:] != -100).sum()
+    home, mask = states[-1].device, batch.get("attention_mask")
+    counted = torch.ones(states[-1].shape[:2], dtype=torch.bool, device=home) if mask is None else mask.to(home).bool()
+    profile = [displacement(a.to(home), b.to(home))[counted].double().sum() for a, b in pairwise(states)]
+    rest = [counted.sum(), loss.double() * targets, targets]
+    return torch.stack([value.to(loss.device, torch.float64) for value in (*profile, *rest)])
+
+
+def _evaluation(sums: list[float]) -> Evaluation:
+    *profile, tokens, loss, targets = sums
+    psi = [total / tokens for total in profile]
+    starts = range(-1, -min(3, len(psi) - 1) - 1, -1)
+    rates = [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
+    return Evaluation(loss / targets, round(targets), psi, round(tokens), rates)

@@ -1,0 +1,271 @@
+"""`fulldepth train`: from settings to a run folder, resumable, the same numbers on one process or many."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+from transformers import logging as transformers_logging
+
+from fulldepth import __version__
+from fulldepth.data import builtin_texts, open_documents, pack, train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import load_tokenizer, notes_of, sealed_checkpoints
+from fulldepth.losses import DepthTrainer
+from fulldepth.progress import Watcher
+from fulldepth.results import Results
+from fulldepth.train.arguments import training_arguments
+from fulldepth.train.callback import Conductor, stopping
+from fulldepth.train.evaluation import Evaluator
+from fulldepth.train.folder import TOKENIZER, TOKENS, claim, open_run
+from fulldepth.train.methods import make_objective, resolved
+from fulldepth.train.model import build_config, build_model, special_tokens
+from fulldepth.train.optimiser import GroupsMixin
+from fulldepth.train.record import Record
+from fulldepth.train.settings import TrainSettings
+from fulldepth.train.sft import sft_arguments, sft_data, sft_trainer
+
+EVALUATION_BATCH = 8
+SMALL_CORPUS = 1 << 25
+"""Tokens of a corpus that is always read as a whole."""
+
+
+class PackedTrainer(GroupsMixin, DepthTrainer):
+    """The Trainer of packed text."""
+
+
+def train(
+    settings: TrainSettings,
+    output: str | Path,
+    *,
+    resume: bool = False,
+    recipe: str = "settings",
+    watcher: Watcher | None = None,
+    after_evaluation: Callable[[Path], object] | None = None,
+) -> Results:
+    """Train a model as the settings say, into a run folder.
+
+    The folder holds `settings.yaml`, `checkpoint-N` (weights, tokenizer, optimiser, everything that resuming needs),
+    `results.parquet` and `results.json` (losses, penalties, displacement, jump rates at every evaluation). Under
+    torchrun every process trains its share of each batch, and the first one writes.
+
+    Args:
+        settings: resolved settings.
+        output: the run folder; made if absent.
+        resume: go on after the last whole checkpoint; with none yet, start at the beginning.
+        recipe: name of the recipe, for the record.
+        watcher: told what happens.
+        after_evaluation: called with the folder whenever its results have changed.
+
+    Raises:
+        FulldepthError: if the folder holds another run, the settings do not fit each other, or the loss is not finite.
+    """
+    settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
+    checkpoint = open_run(folder, settings, resume)
+    with _quiet_library(), _readable_ending(folder):
+        return _train(settings, folder, checkpoint, recipe, watcher, after_evaluation)
+
+
+def _train(
+    settings: TrainSettings,
+    folder: Path,
+    checkpoint: Path | None,
+    recipe: str,
+    watcher: Watcher,
+    after_evaluation: Callable[[Path], object] | None,
+) -> Results:
+    arguments = training_arguments(settings, folder)  # joins the other processes
+    if arguments.should_save:
+        claim(folder, settings)
+    tokenizer = _tokenizer(settings, folder, arguments, watcher)
+    config = build_config(
+        settings.model,
+        vocab_size=len(tokenizer),
+        positions=settings.sequence_length,
+        special_tokens=special_tokens(tokenizer),
+    )
+    prepare = _conversations if settings.stage == "sft" else _packed
+    trainer, facts = prepare(settings, folder, tokenizer, config, arguments, watcher)
+    held_out = trainer.eval_dataset
+    meta = _meta(settings, recipe, trainer.model, {**facts, "validation_sequences": len(held_out)})
+    step = int(checkpoint.name.partition("-")[2]) if checkpoint else 0
+    conductor = Conductor(
+        settings,
+        Record.reopen(folder, meta, step) if checkpoint else Record(folder, meta),
+        Evaluator(held_out, trainer.data_collator, EVALUATION_BATCH),
+        watcher,
+        notes_of(checkpoint) if checkpoint else {},
+        after_evaluation,
+    )
+    return conduct(trainer, conductor, checkpoint)
+
+
+def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Results:
+    """Run a trainer to its end, or to where it was told to stop.
+
+    Raises:
+        FulldepthError: if it was stopped (SIGTERM); the message names the last whole checkpoint.
+    """
+    settings, record, watcher = conductor.settings, conductor.record, conductor.watcher
+    meta = record.meta
+    for callback in list(trainer.callback_handler.callbacks):
+        if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
+            trainer.remove_callback(callback)
+    conductor.join(trainer)
+    watcher.say(
+        f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
+        f"{settings.steps * settings.global_batch_size * settings.sequence_length / 1e6:.2f} M tokens in "
+        f"{settings.steps} steps" + (f"; going on after {checkpoint.name}." if checkpoint else ".")
+    )
+    if checkpoint is None or int(checkpoint.name.partition("-")[2]) < settings.steps:
+        with stopping(conductor):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if conductor.stop_asked and trainer.state.global_step < settings.steps:
+        raise FulldepthError(f"Stopped after step {trainer.state.global_step}. {_last_good(record.folder)}")
+    record.complete = True
+    if trainer.args.should_save:
+        record.save()
+    return record.results()
+
+
+def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArguments, watcher: Watcher) -> Any:
+    """The tokenizer of the run; one that is trained here is kept in the run folder."""
+    name = settings.tokenizer or settings.model.checkpoint
+    if name is None:
+        raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
+    if not name.startswith("builtin:"):
+        return load_tokenizer(name)
+    size = name.partition(":")[2]
+    if not size.isdigit() or int(size) < 300:
+        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, at least 300.")
+    home = folder / TOKENIZER
+    with arguments.main_process_first(desc="tokenizer"):
+        if not (home / "tokenizer_config.json").is_file():
+            watcher.say(f"Training a tokenizer of {size} tokens")
+            train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(home)
+    return load_tokenizer(home)
+
+
+def _packed(
+    settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of packed text, and what its data are; one process makes the tokens, the others wait."""
+    data = settings.data
+    documents = open_documents(
+        data.name, column=data.column, config=data.config, split=data.split, streaming=data.streaming
+    )
+    packed = pack(
+        documents,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        cache=Path(data.cache) if data.cache else folder / TOKENS,
+        validation=open_documents(data.validation, column=data.column) if data.validation else None,
+        max_tokens=_budget(settings),
+        validation_share=data.validation_share,
+        validation_sequences=data.validation_sequences,
+        seed=settings.seed,
+        across_documents=data.across_documents,
+        vocab_size=config.vocab_size,
+        watcher=watcher,
+    )
+    packed.require_documents(arguments.world_size)
+    trainer = PackedTrainer(
+        build_model(config, settings),
+        arguments,
+        objective=make_objective(settings),
+        settings=settings,
+        train_dataset=packed.train,
+        eval_dataset=packed.validation,
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+    facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
+    return trainer, {**facts, "train_sequences": len(packed.train)}
+
+
+def _budget(settings: TrainSettings) -> int:
+    """Training tokens to make at most: all of a small corpus, of a large one as many as the run reads."""
+    return max(SMALL_CORPUS, settings.steps * settings.global_batch_size * settings.sequence_length)
+
+
+def _conversations(
+    settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of conversations, and what its data are."""
+    data = sft_data(settings, tokenizer)
+    trainer = sft_trainer(
+        build_model(config, settings),
+        sft_arguments(settings, folder, data),
+        data,
+        tokenizer,
+        settings,
+        make_objective(settings),
+    )
+    count = len(data["train"])
+    return trainer, {"documents": count + len(data["validation"]), "train_sequences": count}
+
+
+def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: dict[str, Any]) -> dict[str, Any]:
+    config = model.config
+    return {
+        "kind": "training",
+        "recipe": recipe,
+        "settings": settings.model_dump(mode="json"),
+        "model": {
+            "name": recipe,
+            "class": type(model).__name__,
+            "model_type": config.model_type,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "num_layers": config.num_hidden_layers,
+        },
+        "data": {"name": settings.data.name, **data},
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "warnings": [],
+    }
+
+
+def _last_good(folder: Path) -> str:
+    found = sealed_checkpoints(folder)
+    if not found:
+        return "There is no whole checkpoint yet; --resume starts at the beginning."
+    return f"The last whole checkpoint is {found[-1][1]}; --resume goes on from it."
+
+
+@contextmanager
+def _readable_ending(folder: Path) -> Iterator[None]:
+    """A full disk ends with what is left, in words."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if not full or isinstance(error, FulldepthError):
+            raise
+        raise FulldepthError(f"The disk is full. {_last_good(folder)}") from error
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Silence the Trainer's own logs and bars; a run has a bar of its own."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

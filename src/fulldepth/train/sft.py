@@ -1,0 +1,92 @@
+"""Supervised fine-tuning on conversations, through TRL: chat templates, loss on the responses only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fulldepth.data import conversations
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import Objective, ObjectiveMixin
+from fulldepth.train.arguments import training_arguments
+from fulldepth.train.optimiser import GroupsMixin
+from fulldepth.train.settings import TrainSettings
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'].capitalize() + ': ' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""For tokenizers without a chat template of their own; it marks what the assistant says."""
+
+
+def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
+    """`{"train": ..., "validation": ...}`: conversations, a seeded share of them held out.
+
+    A tokenizer without a chat template gets `TEMPLATE`. Under a template that does not mark the assistant's turns each
+    response becomes an example of its own, so that the loss can be kept to it.
+
+    Raises:
+        FulldepthError: if the data hold no conversations, or too few to hold some out.
+    """
+    data = settings.data
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = TEMPLATE
+    marked = "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template
+    found = conversations(data.name, tokenizer, config=data.config, split=data.split, per_response=not marked)
+    if len(found) < 2:
+        raise FulldepthError(f"{data.name} holds {len(found)} conversations; training and validation need two.")
+    held_out = min(max(1, round(len(found) * data.validation_share)), data.validation_sequences)
+    parts = found.train_test_split(test_size=held_out, seed=settings.seed)
+    return {"train": parts["train"], "validation": parts["test"]}
+
+
+def sft_arguments(settings: TrainSettings, folder: Path, data: Any) -> Any:
+    """TRL's arguments for a run: the loss on the responses only.
+
+    Raises:
+        FulldepthError: if trl is not installed.
+    """
+    chats = "messages" in data["train"].column_names
+    return training_arguments(
+        settings,
+        folder,
+        _trl().SFTConfig,
+        max_length=settings.sequence_length,
+        packing=False,
+        assistant_only_loss=chats,
+        completion_only_loss=None if chats else True,
+    )
+
+
+def sft_trainer(
+    model: PreTrainedModel, arguments: Any, data: Any, tokenizer: Any, settings: TrainSettings, objective: Objective
+) -> Any:
+    """TRL's trainer with the objective and the optimiser of the settings."""
+
+    class ConversationTrainer(GroupsMixin, ObjectiveMixin, _trl().SFTTrainer):  # type: ignore[misc]
+        """TRL's SFTTrainer with an objective."""
+
+    return ConversationTrainer(
+        model,
+        arguments,
+        objective=objective,
+        settings=settings,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+    )
+
+
+def _trl() -> Any:
+    try:
+        import trl  # noqa: PLC0415
+    except ImportError as error:
+        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
+    return trl
