@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.package ## Train a small model, measure its checkpoints, write the page (about five minutes)
+demo: .venv/.package ## Train a small model with and without JREG, measure both, compare (about six minutes)
 	$(BIN)/fulldepth demo --output demo-run
 
 test: .venv/.dev ## Run every test
@@ -34,8 +34,9 @@ lint: .venv/.dev ## Check style, types and the layout of the source
 docs: .venv/.dev ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: .venv/.dev ## Time the measures against a plain forward pass
+bench: .venv/.dev ## Time measuring against a plain forward pass, and training against plain training
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/training.py
 
 clean: ## Remove everything that make has made, .venv included
 	rm -rf .venv build dist site demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -50,5 +51,5 @@ clean: ## Remove everything that make has made, .venv included
 
 .venv/.dev: .venv/.package
 	@echo "Adding the tools for tests and documentation"
-	@$(PIP) --editable ".[dev,docs]"
+	@$(PIP) --editable ".[dev,docs,sft]"
 	@touch $@
