@@ -229,7 +229,7 @@ def parse() -> tuple[Options, list[str]]:
     parser.add_argument("--quick", action="store_true", help="12x256, short sequences, few rounds, no verdict on times")
     parser.add_argument("--only", default=",".join(everything), help="comma-separated (default: %(default)s)")
     parser.add_argument("--sizes", nargs="+", metavar="LxD", help="default: 12x256 12x768; quick: 12x256")
-    parser.add_argument("--batch", type=int, help="sequences (default: 4, and 2 from 512 channels on; quick: 2)")
+    parser.add_argument("--batch", type=int, help="sequences (default: 4; quick: 2)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default: 256; quick: 128)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="default: %(default)s")
     parser.add_argument("--threads", type=int, help="default: torch's")
@@ -244,7 +244,7 @@ def parse() -> tuple[Options, list[str]]:
     sizes = []
     for text in given.sizes or (["12x256"] if given.quick else ["12x256", "12x768"]):
         layers, width = (int(number) for number in text.split("x"))
-        batch = given.batch or (2 if given.quick or width >= 512 else 4)
+        batch = given.batch or (2 if given.quick else 4)
         length = given.length or (128 if given.quick else 256)
         sizes.append(Size(layers, width, batch, length, given.vocabulary))
     return Options(sizes, given.device, given.autocast, given.quick), chosen

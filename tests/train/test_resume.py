@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -144,3 +145,22 @@ def test_a_folder_in_use_is_refused(recipe: Any, tmp_path: Path, monkeypatch: An
     assert leaving.value.code == 2
     assert "already holds a run" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_full_disk_names_the_last_whole_checkpoint(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    save, path = torch.save, recipe()
+
+    def full(what: Any, file: Any, *more: Any, **options: Any) -> None:
+        if "checkpoint-6" in str(file) and "optimizer" in str(file):
+            Path(file).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(what, file, *more, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(FulldepthError, match=r"disk is full.*checkpoint-3; --resume"):
+        train(settings(path), tmp_path / "run")
+    assert not is_sealed(tmp_path / "run" / "checkpoint-6")
+    monkeypatch.undo()
+    train(settings(path), tmp_path / "run", resume=True)
+    train(settings(path), tmp_path / "whole")
+    assert same_weights(tmp_path / "run", tmp_path / "whole")

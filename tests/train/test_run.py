@@ -92,6 +92,20 @@ def test_training_learns_and_the_penalty_does_what_it_says(recipe: Any, tmp_path
     assert values(turned, "displacement", 30)[-1] < 0.5 * values(plain, "displacement", 30)[-1]
 
 
+def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
+    """`kv` at its initial value reads each layer's own keys and values: no jump in the loss at step 0."""
+    path = recipe(model={"num_key_value_heads": 2})
+    before = train(settings(path), tmp_path / "llama")
+    chosen = yaml.safe_load(path.read_text())
+    chosen["model"] = {"type": "depth_llama", "checkpoint": str(tmp_path / "llama"), "memory": "kv"}
+    path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
+    after = train(settings(path), tmp_path / "kv")
+    assert values(after, "validation_loss", 0) == pytest.approx(values(before, "validation_loss", 8), rel=1e-6)
+    assert values(after, "validation_loss", 8)[0] < values(after, "validation_loss", 0)[0]
+    names = list(AutoModelForCausalLM.from_pretrained(tmp_path / "kv" / "checkpoint-8").state_dict())
+    assert sum("router" in name for name in names) == 3  # layers 2 to 4
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     from fulldepth.train import run as room
 

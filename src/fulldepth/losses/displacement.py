@@ -9,18 +9,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.jump_penalty import (
+    Parts,
+    Shares,
     check_states,
-    displacement_gradient,
     displacement_parts,
+    gradient_shares,
     jump_weights,
     mean_over_tokens,
+    weighted_sum,
 )
 
 
@@ -49,8 +52,12 @@ class Displacements:
         self._weights = jump_weights(len(states) - 1, alpha).tolist()
         self._upstream: Tensor | None = None
         self._factor: Tensor | float = 0.0
+        self._above: tuple[int, Shares] | None = None
         with torch.no_grad():
-            self._parts = [displacement_parts(before, after) for before, after in pairwise(states)]
+            self._parts: list[Parts] = []
+            for before, after in pairwise(states):
+                known = self._parts[-1].norm_current if self._parts else None
+                self._parts.append(displacement_parts(before, after, known))
             home = states[-1].device
             self._mask = None if mask is None else mask.to(home)
             means = [mean_over_tokens(parts.displacement, mask).to(home) for parts in self._parts]
@@ -81,26 +88,33 @@ class Displacements:
         """The gradient of `h_layer` with the penalty's share; None (unchanged) outside the combined loss."""
         if self._upstream is None:
             return None
-        shares = [self._share(layer, "current", gradient), self._share(layer + 1, "previous", gradient)]
+        below, above = self._shares(layer), self._shares(layer + 1)
+        own = [
+            share.to(gradient.device)
+            for share in (below and below.current, above and above.previous)
+            if share is not None
+        ]
+        terms = [(self._state(layer), torch.stack(own).sum(0))] if own else []
+        terms += [(self._state(layer - 1), below.other)] if below else []
+        terms += [(self._state(layer + 1), above.other)] if above else []
         if layer + 1 < len(self._states):
             self._states[layer + 1] = None  # its own gradient came before: nobody reads it again
-        for share in shares:
-            if share is not None:
-                gradient = share.add_(gradient)
-        return gradient
+        self._above = None if below is None else (layer, below)
+        return weighted_sum(terms, None if self._mask is None else ~self._mask, gradient) if terms else None
 
-    def _share(self, layer: int, wrt: Literal["previous", "current"], gradient: Tensor) -> Tensor | None:
-        """`[B, T, D]` gradient of one layer's displacement with respect to the state before or after it."""
+    def _shares(self, layer: int) -> Shares | None:
+        """The factors of the gradient of one layer's displacement; None for a layer that has none."""
         if not 1 <= layer < len(self._states) or self._weights[layer - 1] == 0:
             return None
+        if self._above is not None and self._above[0] == layer:
+            return self._above[1]
         assert self._upstream is not None
         parts = self._parts[layer - 1]
         scale = (self._upstream * self._factor).to(parts.cos.device) * self._weights[layer - 1]
         weight = scale / token_count(parts.cos, self._mask)
         if self._mask is not None:
             weight = weight * self._mask.to(weight.device)
-        before, after = self._state(layer - 1), self._state(layer)
-        return displacement_gradient(before, after, parts, weight, wrt).to(gradient.dtype)
+        return gradient_shares(parts, weight)
 
     def _state(self, index: int) -> Tensor:
         state = self._states[index]

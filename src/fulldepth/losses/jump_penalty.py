@@ -88,12 +88,13 @@ class Parts(NamedTuple):
 
 
 @torch.no_grad()
-def displacement_parts(previous: Tensor, current: Tensor) -> Parts:
+def displacement_parts(previous: Tensor, current: Tensor, norm_previous: Tensor | None = None) -> Parts:
     """Cosine of every token's two states and their norms, without gradient; see `displacement_gradient`.
 
     Args:
         previous: `[..., D]`, on any device.
         current: `[..., D]`.
+        norm_previous: `[...]` norms of `previous`, where they are known already.
 
     Returns:
         `(cos, norm_previous, norm_current)`, each `[...]` on the device of `current`, float32 (float64 if a state is).
@@ -106,8 +107,11 @@ def displacement_parts(previous: Tensor, current: Tensor) -> Parts:
     cos, norm_x, norm_y = torch.empty(3, len(y), dtype=dtype, device=device)
     for rows in blocks(len(y), y.shape[-1], device):
         a, b = x[rows].to(device, dtype), y[rows].to(device, dtype)
-        norm_x[rows], norm_y[rows] = torch.linalg.vector_norm(a, dim=-1), torch.linalg.vector_norm(b, dim=-1)
-        cos[rows] = (a * b).sum(-1)
+        cos[rows], norm_y[rows] = (a * b).sum(-1), torch.linalg.vector_norm(b, dim=-1)
+        if norm_previous is None:
+            norm_x[rows] = torch.linalg.vector_norm(a, dim=-1)
+    if norm_previous is not None:
+        norm_x.copy_(norm_previous.flatten())
     cos.div_(norm_x).div_(norm_y).clamp_(-1.0, 1.0).masked_fill_((norm_x == 0) | (norm_y == 0), 0.0)
     return Parts(*(part.view(current.shape[:-1]) for part in (cos, norm_x, norm_y)))
 
@@ -138,24 +142,60 @@ def displacement_gradient(
     """
     if wrt not in ("previous", "current"):
         raise FulldepthError(f"wrt must be 'previous' or 'current', got {wrt!r}")
+    own, other = (previous, current) if wrt == "previous" else (current, previous)
+    shares = gradient_shares(Parts(*parts), weight)
+    terms = [(own, shares.previous if wrt == "previous" else shares.current), (other, shares.other)]
+    return weighted_sum(terms, shares.other == 0)
+
+
+class Shares(NamedTuple):
+    """What the states enter the gradient of `sum(weight * Psi)` with, each `[...]`; see `displacement_gradient`."""
+
+    previous: Tensor
+    """Factor of the previous state in its own gradient."""
+    current: Tensor
+    """Factor of the current state in its own gradient."""
+    other: Tensor
+    """Factor of each state in the gradient of the other."""
+
+
+@torch.no_grad()
+def gradient_shares(parts: Parts, weight: Tensor | float) -> Shares:
+    """The gradient's factors; 0 where the weight or a norm is 0."""
     cos, norm_x, norm_y = parts
-    x, y = previous, current
-    if wrt == "current":
-        x, y, norm_x, norm_y = y, x, norm_y, norm_x
     half = torch.as_tensor(weight, dtype=cos.dtype, device=cos.device).expand(cos.shape) / 2
     dead = (half == 0) | (norm_x == 0) | (norm_y == 0)
-    along_x = (half * cos / norm_x / norm_x).masked_fill_(dead, 0.0)
-    along_y = (-half / norm_x / norm_y).masked_fill_(dead, 0.0)
-    scalars = [part.reshape(-1, 1).to(x.device) for part in (along_x, along_y, dead)]
+    other = (-half / norm_x).div_(norm_y).masked_fill_(dead, 0.0)
+    half = half * cos
+    previous, current = ((half / norm).div_(norm).masked_fill_(dead, 0.0) for norm in (norm_x, norm_y))
+    return Shares(previous, current, other)
 
-    gradient = x.new_empty(x.shape)
-    flat, x, y = (tensor.view(-1, x.shape[-1]) for tensor in (gradient, x.contiguous(), y.contiguous()))
-    device, dtype = x.device, cos.dtype
-    for rows in blocks(len(x), x.shape[-1], device):
-        share_x, share_y, none = (scalar[rows] for scalar in scalars)
-        part = (x[rows].to(device, dtype) * share_x).addcmul_(y[rows].to(device, dtype), share_y)
-        flat[rows] = part.masked_fill_(none, 0.0)
-    return gradient
+
+@torch.no_grad()
+def weighted_sum(terms: Sequence[tuple[Tensor, Tensor]], dead: Tensor | None, base: Tensor | None = None) -> Tensor:
+    """`base + sum(factor * state)`, a tile at a time; half precision is summed in the factors' float32.
+
+    Args:
+        terms: states `[..., D]` and factors `[...]`.
+        dead: `[...]` bool: there the result is `base`, whatever the states hold (NaN included).
+        base: `[..., D]`; None = 0.
+
+    Returns:
+        `[..., D]` with the dtype and device of `base`, or else of the first state.
+    """
+    like = terms[0][0] if base is None else base
+    result, device, dtype = like.new_empty(like.shape), like.device, terms[0][1].dtype
+    flat, start = (None if x is None else x.reshape(-1, like.shape[-1]) for x in (result, base))
+    rows_of = [(x.reshape(-1, x.shape[-1]), factor.reshape(-1, 1).to(device)) for x, factor in terms]
+    dead = None if dead is None else dead.reshape(-1, 1).to(device)
+    assert flat is not None
+    for rows in blocks(len(flat), flat.shape[-1], device):
+        before = flat.new_zeros((), dtype=dtype) if start is None else start[rows].to(dtype)
+        total = before
+        for state, factor in rows_of:
+            total = torch.addcmul(total, state[rows].to(device, dtype), factor[rows])
+        flat[rows] = total if dead is None else torch.where(dead[rows], before, total)
+    return result
 
 
 class _Displacement(torch.autograd.Function):
