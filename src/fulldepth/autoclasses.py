@@ -8,7 +8,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-MODEL_TYPES = {"depth_llama": "fulldepth.architectures"}
+STOCK = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
+"""Stock decoders that have a class without skipped parts."""
+MODEL_TYPES = dict.fromkeys(
+    ("depth_llama", *(f"fulldepth_skipped_{name}" for name in STOCK)), "fulldepth.architectures"
+)
 """`model_type` in a checkpoint's config.json -> the room that holds its class."""
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 

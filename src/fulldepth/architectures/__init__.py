@@ -1,15 +1,36 @@
 """Model classes of this project, known to transformers' Auto classes once this room is imported."""
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from fulldepth.architectures.depth_llama import DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel, build_tree
+from fulldepth.architectures.skipped import SKIPPED, DeciLMConfig, DeciLMForCausalLM
 
-AutoConfig.register(DepthLlamaConfig.model_type, DepthLlamaConfig, exist_ok=True)
-AutoModel.register(DepthLlamaConfig, DepthLlamaModel, exist_ok=True)
-AutoModelForCausalLM.register(DepthLlamaConfig, DepthLlamaForCausalLM, exist_ok=True)
-# Checkpoints carry their modelling files, for `trust_remote_code` where this package is absent.
-DepthLlamaConfig.register_for_auto_class()
-DepthLlamaModel.register_for_auto_class("AutoModel")
-DepthLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
-__all__ = ["DepthLlamaConfig", "DepthLlamaForCausalLM", "DepthLlamaModel", "build_tree"]
+def _register(config: Any, model: Any, causal_lm: Any) -> None:
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, model, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    # Checkpoints carry their modelling files, for `trust_remote_code` where this package is absent.
+    config.register_for_auto_class()
+    model.register_for_auto_class("AutoModel")
+    causal_lm.register_for_auto_class("AutoModelForCausalLM")
+
+
+_register(DepthLlamaConfig, DepthLlamaModel, DepthLlamaForCausalLM)
+for _model in SKIPPED.values():
+    _register(_model.config_class, _model.model_class, _model)  # type: ignore[attr-defined]
+# Unknown to the Auto classes here: other checkpoints of this type carry code that knows more than this project's.
+DeciLMConfig.register_for_auto_class()
+DeciLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+__all__ = [
+    "SKIPPED",
+    "DeciLMConfig",
+    "DeciLMForCausalLM",
+    "DepthLlamaConfig",
+    "DepthLlamaForCausalLM",
+    "DepthLlamaModel",
+    "build_tree",
+]

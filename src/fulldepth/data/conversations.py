@@ -80,15 +80,11 @@ def conversations(
         FulldepthError: if there is nothing to read, rows are of another kind, a role is not known, no row has a
             response, or chats meet a tokenizer without chat template.
     """
-    if limit is not None and limit < 1:
-        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    name, rows = _open(data, config, split, limit)
+    name, rows = open_rows(data, config, split, limit)
     chunks: list[datasets.Dataset] = []
     waiting: list[dict[str, Any]] = []
-    shape, left_out = None, 0
-    for where, row in islice(rows, limit):
-        shape = shape or _shape(row, where, tokenizer, per_response)
-        examples = _examples(row, where, shape)
+    left_out = 0
+    for _, examples in read_conversations(rows, tokenizer, per_response=per_response):
         left_out += not examples
         waiting.extend(examples)
         if len(waiting) >= CHUNK:
@@ -101,6 +97,44 @@ def conversations(
     if left_out:
         (watcher or Watcher()).say(f"{left_out} of the rows of {name} have no response and are left out.")
     return datasets.concatenate_datasets(chunks)
+
+
+def read_conversations(
+    rows: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Any = None, *, per_response: bool = False
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What `conversations` makes of each row, beside where the row stands: nothing if the row has no response.
+
+    Args:
+        rows: from `open_rows`; the first decides how all are read.
+        tokenizer: as for `conversations`.
+        per_response: as for `conversations`.
+
+    Raises:
+        FulldepthError: as `conversations`, when the reading gets there.
+    """
+    shape = None
+    for where, row in rows:
+        shape = shape or _shape(row, where, tokenizer, per_response)
+        yield where, _examples(row, where, shape)
+
+
+def is_conversation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the columns of a chat, or of a prompt with its response."""
+    return any(column in row for column in CHAT_COLUMNS) or any(set(pair) <= set(row) for pair in PROMPT_COLUMNS)
+
+
+def open_rows(
+    data: Any, config: str | None = None, split: str | None = None, limit: int | None = None
+) -> tuple[str, Iterator[tuple[str, Mapping[str, Any]]]]:
+    """A name for the data (see `conversations`), and its rows one by one, each with where it stands.
+
+    Raises:
+        FulldepthError: if there is nothing to read, or `limit` is less than 1.
+    """
+    if limit is not None and limit < 1:
+        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
+    name, rows = _open(data, config, split, limit)
+    return name, islice(rows, limit)
 
 
 def _open(data: Any, config: str | None, split: str | None, limit: int | None) -> tuple[str, Iterable[Any]]:

@@ -13,14 +13,19 @@ from fulldepth.hf.checkpoints import (
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device, pick_dtype
+from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
 
 __all__ = [
     "FAMILIES",
+    "GRANULARITIES",
     "Anatomy",
     "Checkpoint",
     "Classifier",
     "Family",
     "Head",
+    "Scalars",
+    "Switches",
     "anatomy_candidates",
     "checkpoint_of",
     "find_checkpoints",
@@ -35,4 +40,5 @@ __all__ = [
     "pick_dtype",
     "seal",
     "sealed_checkpoints",
+    "skipping",
 ]

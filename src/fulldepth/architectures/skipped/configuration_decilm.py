@@ -1,0 +1,71 @@
+"""The configuration of DeciLM (`nemotron-nas`), as vLLM, llama.cpp's converter and mlx-lm read it.
+
+Carried by checkpoints in that layout, so that `trust_remote_code` finds a class for it. Written for this project: it
+knows blocks with a part left out and grouped-query attention that is the same in every block, and no other variation.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers.models.llama.configuration_llama import LlamaConfig
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_decilm.DeciLMConfig",
+    "AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM",
+}
+"""The published names of the files and classes."""
+
+
+class DeciLMConfig(LlamaConfig):
+    """A Llama whose blocks are described one by one.
+
+    Args:
+        block_configs: for each block `attention` (`no_op`, `n_heads_in_group`, ...) and `ffn` (`no_op`, `ffn_mult`,
+            ...); read as attributes, `block_configs[0].attention.no_op`.
+
+    Raises:
+        ValueError: unless there is one for every block.
+    """
+
+    model_type = "nemotron-nas"
+    block_configs: list[Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.block_configs = [_attributes(block) for block in self.block_configs or []]
+        super().__post_init__(**({"auto_map": dict(AUTO_MAP)} | kwargs))
+        if len(self.block_configs) != self.num_hidden_layers:
+            raise ValueError(f"{len(self.block_configs)} block_configs for {self.num_hidden_layers} blocks")
+
+    @property
+    def skipped_attention(self) -> list[int]:
+        """Blocks without attention, 1..L."""
+        return [n for n, block in enumerate(self.block_configs or [], start=1) if block.attention.no_op]
+
+    @property
+    def skipped_mlp(self) -> list[int]:
+        """Blocks without an MLP, 1..L."""
+        return [n for n, block in enumerate(self.block_configs or [], start=1) if block.ffn.no_op]
+
+    @property
+    def stream_scale(self) -> None:
+        """The layout has no word for it."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stock, with blocks as plain dictionaries."""
+        values = super().to_dict()
+        values["block_configs"] = [_plain(block) for block in self.block_configs or []]
+        return values
+
+
+def _attributes(value: Any) -> Any:
+    return SimpleNamespace(**{k: _attributes(v) for k, v in value.items()}) if isinstance(value, dict) else value
+
+
+def _plain(value: Any) -> Any:
+    return {k: _plain(v) for k, v in vars(value).items()} if isinstance(value, SimpleNamespace) else value
+
+
+__all__ = ["DeciLMConfig"]

@@ -1,0 +1,183 @@
+"""Configurations of `fulldepth_skipped_*`: decoders whose skipped attention blocks and MLPs do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+NO_ATTENTION, NO_MLP = "fulldepth_no_attention", "fulldepth_no_mlp:"
+"""Entry of a saved `layer_types` for a layer without attention, and what stands before that of one without MLP. Stock
+configurations refuse to load them, so that `LlamaForCausalLM.from_pretrained` cannot make another model (with what is
+missing at random) of such a checkpoint."""
+
+
+class SkippedConfig:
+    """What the configurations below add to a stock one. Layers are numbered 1..L, as in a skip plan.
+
+    Args:
+        skipped_attention: layers without attention: no norm before it, no weights, no entry in the cache.
+        skipped_mlp: layers without an MLP.
+        stream_scale: what the residual stream was divided by where norms read it: before attention and before the MLP
+            of every layer, then before the final norm. The norms' eps follows, so that they give what they gave
+            before. None: it is as it was.
+
+    Raises:
+        ValueError: for a layer that does not exist, scales that are not positive or not 2 L + 1, or a GPT-2 with
+            cross-attention.
+    """
+
+    model_type: ClassVar[str]
+    num_hidden_layers: int
+    layer_types: Any
+    skipped_attention: list[int] | None
+    skipped_mlp: list[int] | None
+    stream_scale: list[float] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs = {"auto_map": _auto_map(type(self).__name__)} | kwargs
+        self.skipped_attention = _layers("skipped_attention", self.skipped_attention, self.num_hidden_layers)
+        self.skipped_mlp = _layers("skipped_mlp", self.skipped_mlp, self.num_hidden_layers)
+        if getattr(self, "layer_types", None) is not None:
+            self.layer_types = self._plain(self.layer_types)
+        else:
+            kwargs.pop("layer_types", None)  # only marks, where the stock configuration has no such field
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        if getattr(self, "layer_types", None) is not None:  # perhaps chosen by the stock class
+            self.layer_types = self._plain(self.layer_types)
+        expected = 2 * self.num_hidden_layers + 1
+        if self.stream_scale is not None and not (len(self.stream_scale) == expected and min(self.stream_scale) > 0):
+            raise ValueError(f"stream_scale must be {expected} numbers above 0, got {self.stream_scale}")
+        if getattr(self, "add_cross_attention", False):
+            raise ValueError("a decoder with cross-attention cannot have layers without attention here")
+
+    def _plain(self, types: list[str]) -> list[str]:
+        """Layer types without marks; a layer without attention gets one that another layer needs anyway."""
+        gone = set(self.skipped_attention or ())
+        types = [kind.removeprefix(NO_MLP) for kind in types]
+        kept = [kind for layer, kind in enumerate(types, start=1) if layer not in gone]
+        free = kept[0] if kept else "full_attention"
+        return [free if layer in gone else kind for layer, kind in enumerate(types, start=1)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stock, with layers that lack a part marked in `layer_types`."""
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        no_attention, no_mlp = set(self.skipped_attention or ()), set(self.skipped_mlp or ())
+        if no_attention or no_mlp:
+            types = getattr(self, "layer_types", None) or ["full_attention"] * self.num_hidden_layers
+            types = [NO_ATTENTION if layer in no_attention else kind for layer, kind in enumerate(types, start=1)]
+            marked = [NO_MLP + kind if layer in no_mlp else kind for layer, kind in enumerate(types, start=1)]
+            values["layer_types"] = marked
+        return values
+
+
+def _auto_map(config: str) -> dict[str, str]:
+    """Auto class -> what it finds among the modelling files that a checkpoint carries."""
+    base = config.removesuffix("Config")
+    return {
+        "AutoConfig": f"configuration_skipped.{config}",
+        "AutoModel": f"modeling_skipped.{base}Model",
+        "AutoModelForCausalLM": f"modeling_skipped.{base}ForCausalLM",
+    }
+
+
+def _layers(name: str, layers: Iterable[int] | None, num_layers: int) -> list[int]:
+    """Layers sorted, each once."""
+    found = sorted(set(layers or ()))
+    wrong = [layer for layer in found if not (isinstance(layer, int) and 1 <= layer <= num_layers)]
+    if wrong:
+        raise ValueError(f"{name} names layer {wrong[0]}, but layers are numbered 1 to {num_layers}")
+    return found
+
+
+class SkippedLlamaConfig(SkippedConfig, LlamaConfig):
+    """All fields of `LlamaConfig` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_llama"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedMistralConfig(SkippedConfig, MistralConfig):
+    """All fields of `MistralConfig` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_mistral"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedQwen2Config(SkippedConfig, Qwen2Config):
+    """All fields of `Qwen2Config` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_qwen2"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedQwen3Config(SkippedConfig, Qwen3Config):
+    """All fields of `Qwen3Config` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_qwen3"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedGemma2Config(SkippedConfig, Gemma2Config):
+    """All fields of `Gemma2Config` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_gemma2"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedGemma3TextConfig(SkippedConfig, Gemma3TextConfig):
+    """All fields of `Gemma3TextConfig` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_gemma3_text"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedGPT2Config(SkippedConfig, GPT2Config):
+    """All fields of `GPT2Config` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_gpt2"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+class SkippedGPTNeoXConfig(SkippedConfig, GPTNeoXConfig):
+    """All fields of `GPTNeoXConfig` and those of `SkippedConfig`."""
+
+    model_type = "fulldepth_skipped_gpt_neox"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    stream_scale: list[float] | None = None
+
+
+__all__ = [
+    "SkippedConfig",
+    "SkippedGPT2Config",
+    "SkippedGPTNeoXConfig",
+    "SkippedGemma2Config",
+    "SkippedGemma3TextConfig",
+    "SkippedLlamaConfig",
+    "SkippedMistralConfig",
+    "SkippedQwen2Config",
+    "SkippedQwen3Config",
+]

@@ -1,0 +1,22 @@
+"""The command line. Each file adds its commands to the program; `--help` lists them in the order of these imports."""
+
+# ruff: noqa: I001
+from fulldepth.cli.door import DEBUG, app, main
+from fulldepth.cli.measure import MEASURES, measure_command
+from fulldepth.cli.train import train_command
+from fulldepth.cli.pages import compare_command, demo_command, report_command
+from fulldepth.cli.skip import apply_command, search_command
+
+__all__ = [
+    "DEBUG",
+    "MEASURES",
+    "app",
+    "apply_command",
+    "compare_command",
+    "demo_command",
+    "main",
+    "measure_command",
+    "report_command",
+    "search_command",
+    "train_command",
+]

@@ -1,0 +1,70 @@
+"""`fulldepth compare`, `report` and `demo`: from results to pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulldepth import console
+from fulldepth.cli.door import DEBUG, Debug, app, refuse_existing
+
+
+@app.command("compare")
+def compare_command(
+    folders: Annotated[list[Path], typer.Argument(help="Two or more result folders; the first is the baseline.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    names: Annotated[
+        str | None, typer.Option(help="Comma-separated names of the models. [default: the folders' names]")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Name of the model that the others are compared with. [default: the first]")
+    ] = None,
+    depth: Annotated[
+        str | None,
+        typer.Option(
+            help="layer: compare layer by layer; relative: by share of the depth. [default: layer if depths are equal]"
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Put measured models side by side, with their differences (redundancy change, JREG Eq. 7)."""
+    DEBUG["on"] |= debug
+    from fulldepth import report
+    from fulldepth.compare import compare
+
+    refuse_existing(output, overwrite)
+    results = compare(folders, names=names(names), baseline=baseline or 0, depth=depth)
+    results.save(output)
+    console.finish(results, report.write(output))
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="A result folder.")],
+    debug: Debug = False,
+) -> None:
+    """Rebuild the page of a result folder from its two data files."""
+    DEBUG["on"] |= debug
+    from fulldepth import report
+
+    typer.echo(f"Page: {report.write(folder)}")
+
+
+@app.command("demo")
+def demo_command(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the runs and their results. [default: demo-run]")
+    ] = Path("demo-run"),
+    steps: Annotated[int, typer.Option(help="Training steps of each model. [default: 160]")] = 160,
+    debug: Debug = False,
+) -> None:
+    """Train a small Llama with and without JREG, measure the checkpoints of both, and compare them on one page."""
+    DEBUG["on"] |= debug
+    from fulldepth.demo import COMPARISON, demo
+
+    with console.watching() as watcher:
+        results = demo(output, steps=steps, watcher=watcher)
+    console.finish(results, output / COMPARISON / "report.html")

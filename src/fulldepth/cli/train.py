@@ -1,0 +1,78 @@
+"""`fulldepth train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulldepth import console
+from fulldepth.cli.door import DEBUG, Debug, app
+from fulldepth.errors import FulldepthError
+
+
+@app.command("train")
+def train_command(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe (see --list), or a YAML file of settings.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Settings over the recipe's: steps=500 model.hidden_size=256."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; made if absent.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last whole checkpoint in the run folder.")
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Train the recipe's model with: standard, jreg, cr, aligned, similarity. [default: its own]"),
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the recipes and leave.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the time it will take, and leave."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned.
+
+    RECIPE holds every number; `key=value` changes some of them. The run folder gets checkpoints, `settings.yaml`,
+    `results.parquet` (losses, penalties, displacement and jump rates at every evaluation) and `report.html`; look at
+    the checkpoints with `fulldepth measure RUN --data text.txt --output out/`, and at several runs on one page with
+    `fulldepth compare RUN RUN --output out/`.
+
+    Example: `fulldepth train tiny-jreg steps=300 --output jreg-run/`
+
+    Several processes: `torchrun --nproc-per-node 2 -m fulldepth train tiny-jreg --output jreg-run/`
+    """
+    DEBUG["on"] |= debug
+    from fulldepth import recipes
+
+    if listing:
+        console.table([(name, recipes.read(name, "train").get("about", "")) for name in recipes.names("train")])
+        return
+    if recipe is None:
+        raise FulldepthError(f"Which recipe? {', '.join(recipes.names('train'))}, or a YAML file.")
+    from fulldepth import report
+    from fulldepth.train import TrainSettings, dry_run_lines, train
+
+    over = {"method": method} if method else {}
+    resolved = recipes.layer(TrainSettings, recipes.read(recipe, "train"), over, recipes.assignments(settings or []))
+    if dry_run:
+        console.table(dry_run_lines(resolved))
+        return
+    if output is None:
+        raise FulldepthError("Where to? Name a run folder: --output RUN.")
+    with console.watching() as watcher:
+        results = train(
+            resolved,
+            output,
+            resume=resume,
+            recipe=Path(recipe).stem,
+            watcher=watcher,
+            after_evaluation=report.write,
+        )
+    if console.is_main():
+        console.finish(results, report.write(output))

@@ -1,0 +1,197 @@
+"""Successive elimination: candidates are scored on more and more of the data, and leave once they are surely worse.
+
+Two candidates are compared by their differences on the same sequences. With sums of losses `a_i, b_i` over the `n_i`
+tokens of the `m` sequences seen out of `N`, the difference of their mean losses is estimated by
+
+    r = sum(a_i - b_i) / sum(n_i),    se = sqrt(m / (m - 1) sum((a_i - b_i - r n_i)^2) (1 - m / N)) / sum(n_i)
+
+the ratio estimator of a sample without replacement (Cochran 1977, section 6.4): chunks are random parts of the held-out
+data, and what is asked is which candidate is best on all of them, so that the error ends at 0 with the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from fulldepth.skip.flops import Variant
+from fulldepth.skip.ledger import Ledger
+from fulldepth.skip.score import BASE
+
+LEAST = 8
+"""Sequences before the first candidate may leave."""
+ENOUGH_CHUNKS = 8
+"""Chunks from which on a budget is kept by default: fewer cannot be divided well, and the data are small."""
+SHARE = 0.25
+"""That budget, of the FLOPs of the plain loop."""
+
+
+class Difference(NamedTuple):
+    """By how much one candidate is worse than another."""
+
+    mean: float
+    """In nats per token."""
+    error: float
+    """Standard error as an estimate for all held-out data; 0 once all were seen."""
+    free_error: float
+    """Standard error as an estimate for any such data."""
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """How one block was chosen."""
+
+    pick: int
+    """1-based layer."""
+    decided_by: str
+    """`bounds`: the others were surely worse; `data`: the best of those compared on all data; `budget`: the best so far
+    when the budget of the round was spent."""
+    sure: bool
+    """Whether other data of the same kind would lead to the same pick, at the confidence asked for."""
+    closest: int | None
+    """The candidate that came closest, in standard errors; None if there was no other."""
+    margin: float | None
+    """By how much that one is worse, in nats per token, on the sequences on which both were scored."""
+    standard_error: float | None
+    """Of the margin, as an estimate for any such data."""
+    sequences: int
+    """Those sequences."""
+
+    def document(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def difference(ledger: Ledger, kind: str, worse: Variant, better: Variant) -> Difference:
+    """How two variants compare on the chunks on which both are known."""
+    other = set(ledger.known_chunks(kind, better))
+    chunks = [chunk for chunk in ledger.known_chunks(kind, worse) if chunk in other]
+    gap = ledger.rows(kind, worse, chunks) - ledger.rows(kind, better, chunks)
+    return compare(gap, ledger.counts(chunks), ledger.sequences)
+
+
+def compare(gap: np.ndarray, tokens: np.ndarray, population: int) -> Difference:
+    """The ratio estimator above, of `gap = a - b` `[m]` over `tokens` `[m]`, out of `population` sequences."""
+    count, total = len(gap), float(tokens.sum())
+    rate = float(gap.sum()) / total if total else 0.0
+    if count < 2 or not total:
+        return Difference(rate, math.inf if count < population else 0.0, math.inf, count)
+    spread = float(np.sqrt(count / (count - 1) * ((gap - rate * tokens) ** 2).sum())) / total
+    return Difference(rate, spread * math.sqrt(max(0.0, 1 - count / population)), spread, count)
+
+
+def is_worse(found: Difference, risk: float, population: int, *, any_data: bool = False) -> bool:
+    """Whether a candidate is worse with an error probability of at most `risk`, by Student's t."""
+    if not any_data and found.sequences == population:
+        return found.mean > 0
+    if found.sequences < min(LEAST, population) or found.sequences < 2:
+        return False
+    error = found.free_error if any_data else found.error
+    return found.mean > error * float(stats.t.isf(risk, found.sequences - 1))
+
+
+def best(ledger: Ledger, kind: str, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
+    """The variant of the lowest loss on some chunks; of equals the one whose layers come first."""
+    return min(variants, key=lambda variant: (ledger.total(kind, variant, chunks), sorted(variant)))
+
+
+def judge(
+    ledger: Ledger, kind: str, variants: Sequence[Variant], winner: Variant, decided_by: str, confidence: float
+) -> Round:
+    """What is to be said about a round whose candidates were `variants`."""
+    (pick,) = winner - frozenset.intersection(*variants) if len(variants) > 1 else (max(winner),)
+    others = {variant: difference(ledger, kind, variant, winner) for variant in variants if variant != winner}
+    if not others:
+        return Round(pick, decided_by, True, None, None, None, ledger.sequences)
+    risk = (1 - confidence) / len(others)
+    near = min(others, key=lambda v: (_errors(others[v]), sorted(v)))
+    (closest,) = near - winner
+    return Round(
+        pick,
+        decided_by,
+        all(is_worse(found, risk, ledger.sequences, any_data=True) for found in others.values()),
+        closest,
+        others[near].mean,
+        others[near].free_error if math.isfinite(others[near].free_error) else None,
+        others[near].sequences,
+    )
+
+
+def _errors(found: Difference) -> float:
+    """A difference in standard errors."""
+    return found.mean / found.free_error if found.free_error else math.copysign(math.inf, found.mean)
+
+
+def eliminate(
+    ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95, budget: float | None = None
+) -> tuple[list[int], list[Round]]:
+    """Remove blocks one by one, each time the one that costs least with those before it removed.
+
+    A round scores all candidates on the first chunk, those that are left on the next, and so on. A candidate leaves
+    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x chunks)`.
+
+    Args:
+        ledger: what scores.
+        kind: the loss that decides.
+        blocks: k.
+        confidence: that no round loses its best candidate, for each round.
+        budget: FLOPs for everything, the losses of the plan on all data included; None = no bound. A round that has
+            spent its share ends with the best so far.
+
+    Returns:
+        Layers in the order of removal, and how each was chosen.
+    """
+    picks: list[int] = []
+    rounds: list[Round] = []
+    batches = sum(map(len, ledger.chunks))
+    for number in range(blocks):
+        variants = ledger.round_of(picks)
+        ledger.begin(f"Block {number + 1} of {blocks}", len(variants) * batches)
+        limit = math.inf if budget is None else _limit(ledger, kind, picks, blocks, budget)
+        winner, decided_by = _round(ledger, kind, variants, (1 - confidence) / len(variants), limit, picks)
+        ledger.finish()
+        rounds.append(judge(ledger, kind, variants, winner, decided_by, confidence))
+        picks.append(rounds[-1].pick)
+    return picks, rounds
+
+
+def _round(
+    ledger: Ledger, kind: str, variants: Sequence[Variant], risk: float, limit: float, picks: Sequence[int]
+) -> tuple[Variant, str]:
+    """The winner of one round, and what decided."""
+    alive, chunks = list(variants), range(len(ledger.chunks))
+    for chunk in chunks:
+        if chunk and ledger.spent["flops"] + ledger.price(kind, alive, chunk) > limit:
+            return best(ledger, kind, alive, range(chunk)), "budget"
+        ledger.need(kind, alive, chunk)
+        leader = best(ledger, kind, alive, range(chunk + 1))
+        if chunk < len(chunks) - 1:
+            alive = [
+                variant
+                for variant in alive
+                if variant == leader
+                or not is_worse(difference(ledger, kind, variant, leader), risk / len(chunks), ledger.sequences)
+            ]
+        if len(alive) == 1:
+            break
+    return leader, "bounds" if len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1 else "data"
+
+
+def _limit(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, budget: float) -> float:
+    """What may have been spent by the end of this round: a share of what is left, by the number of candidates.
+
+    Set aside is what the plan's losses on all data will cost at most.
+    """
+    chain = [BASE, *(Variant(picks[:number]) for number in range(1, len(picks) + 1))]
+    chunks = range(len(ledger.chunks))
+    aside = sum(ledger.price(kind, chain, chunk) for chunk in chunks)
+    whole = sum(ledger.costs.whole(BASE, batch.shape) for chunk in ledger.chunks for batch in chunk)
+    aside += (blocks - len(picks)) * whole
+    left = [len(ledger.costs.able) - number for number in range(len(picks), blocks)]
+    return ledger.spent["flops"] + max(0.0, budget - aside - ledger.spent["flops"]) * left[0] / sum(left)

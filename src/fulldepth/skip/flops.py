@@ -1,0 +1,140 @@
+"""Floating-point operations of a model and of its variants with skipped parts, exact, before anything is run.
+
+Counted are matrix products, a multiplication and an addition as two operations, with scores and weighted values over
+the full square of positions: what `torch.utils.flop_counter.FlopCounterMode` counts. Norms, softmax, rotary embeddings,
+activation functions and sums are not, nor are experts of which a token uses only some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fulldepth.hf import Anatomy, Classifier
+
+Variant = frozenset[int]
+"""A variant of the model: its 1-based layers whose part is skipped."""
+
+
+class Shape(NamedTuple):
+    """What a pass over one batch costs by: sequences, positions, and positions whose loss is read."""
+
+    batch: int
+    length: int
+    labelled: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Operations of a model's parts, by 1-based layer."""
+
+    granularity: str
+    attention: tuple[float, ...]
+    """Of one token in the projections of each layer's attention: 2 * inputs * outputs each."""
+    keys: tuple[float, ...]
+    """Of one token and one key in each layer's attention: 4 H d_h."""
+    mlp: tuple[float, ...]
+    """Of one token in all other products of each block."""
+    head: float
+    """Of one token in the output head: 2 D V."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.mlp)
+
+    def block(self, layer: int, shape: Shape, skipped: bool = False) -> float:
+        """One block over a batch, with its part (by granularity) skipped or not."""
+        if skipped and self.granularity == "layer":
+            return 0.0
+        tokens = shape.batch * shape.length
+        attention = self.attention[layer - 1] + self.keys[layer - 1] * shape.length
+        mlp = self.mlp[layer - 1]
+        if skipped:
+            attention, mlp = (0.0, mlp) if self.granularity == "attention" else (attention, 0.0)
+        return tokens * (attention + mlp)
+
+    def whole(self, variant: Variant, shape: Shape, *, every_position: bool = False) -> float:
+        """A plain pass of a variant; the head at labelled positions, or at all of them as in a stock model."""
+        rows = shape.batch * shape.length if every_position else shape.labelled
+        blocks = sum(self.block(layer, shape, layer in variant) for layer in range(1, self.num_layers + 1))
+        return blocks + rows * self.head
+
+    def shared(self, variants: Collection[Variant], shape: Shape) -> float:
+        """A pass of several variants at once that runs every block once for each different way to get to it."""
+        total = len(set(variants)) * shape.labelled * self.head
+        for layer in range(1, self.num_layers + 1):
+            ways = {frozenset(skipped for skipped in variant if skipped <= layer) for variant in variants}
+            without = sum(layer in way for way in ways)
+            total += without * self.block(layer, shape, skipped=True)
+            total += (len(ways) - without) * self.block(layer, shape)
+        return total
+
+    def training(self, variant: Variant, shape: Shape, *, divergence: bool = False) -> float:
+        """A forward and a backward pass that trains scalars.
+
+        Frozen weights have no gradient of their own: their products are done twice. Products of two activations (scores
+        and weighted values) are done three times, the head too, whose logits are made again in the backward pass.
+        """
+        head = shape.labelled * self.head
+        kept = [layer for layer in range(1, self.num_layers + 1) if layer not in variant or self.granularity == "mlp"]
+        scores = sum(shape.batch * shape.length**2 * self.keys[layer - 1] for layer in kept)
+        base = self.whole(Variant(), shape) + head if divergence else 0.0
+        return 2 * (self.whole(variant, shape) - head) + scores + 3 * head + base
+
+    def plain(self, picks: Sequence[int], shapes: Iterable[Shape]) -> float:
+        """The loop that runs the model once for every candidate of every round, and once as it is.
+
+        Args:
+            picks: layers in the order of their removal; what is skipped is not computed in the plain loop either.
+            shapes: of all batches.
+        """
+        variants = [Variant(), *(v for number in range(len(picks)) for v in candidates(self, picks[:number]))]
+        return sum(self.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
+
+    def plain_forwards(self, rounds: int) -> int:
+        """Passes over the data in that loop: 1 + L + (L - 1) + ... ."""
+        able = len(self.able)
+        return 1 + sum(able - number for number in range(rounds))
+
+    @property
+    def able(self) -> tuple[int, ...]:
+        """Layers that have the part to be skipped."""
+        parts = {"attention": self.attention, "mlp": self.mlp}.get(self.granularity, self.mlp)
+        return tuple(layer for layer, part in enumerate(parts, start=1) if part or self.granularity == "layer")
+
+
+def candidates(costs: Costs, picks: Sequence[int]) -> list[Variant]:
+    """The variants of one round: those skipped already, and one layer more."""
+    return [Variant(picks) | {layer} for layer in costs.able if layer not in picks]
+
+
+def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str) -> Costs:
+    """The costs of a model with its weights, or on the meta device."""
+    attention, keys, mlp = [], [], []
+    for layer in range(1, anatomy.num_layers + 1):
+        part = anatomy.part(layer, "attention")
+        inside = 0.0 if part is None else sum(_products(module) for module in part.modules())
+        attention.append(inside)
+        keys.append(0.0 if part is None else 4.0 * _channels(anatomy, part))
+        mlp.append(sum(_products(module) for module in anatomy.blocks[layer - 1].modules()) - inside)
+    head = sum(_products(module) for path in classifier.modules for module in path.modules())
+    return Costs(granularity, tuple(attention), tuple(keys), tuple(mlp), head)
+
+
+def _channels(anatomy: Anatomy, attention: nn.Module) -> float:
+    """H d_h: channels of all query heads."""
+    heads = int(getattr(anatomy.config, "num_attention_heads", 0) or 0)
+    per_head = getattr(attention, "head_dim", None) or getattr(anatomy.config, "head_dim", None)
+    return float(heads * per_head if isinstance(per_head, int) else anatomy.width)
+
+
+def _products(module: nn.Module) -> float:
+    """2 * inputs * outputs of a linear layer, 0 of anything else."""
+    if isinstance(module, nn.Linear | Conv1D):  # both hold one matrix
+        return 2.0 * module.weight.numel()
+    return 0.0

@@ -1,0 +1,274 @@
+"""`fold`: the scalars of a plan, multiplied into the model's own weights.
+
+A pre-norm layer reads the residual stream only through norms, which do not see its scale. So the stream may be kept as
+`x / c`, with a running factor c that starts at 1:
+
+    x' = b_att A + s_att x     c' = s_att c    A's last weights  *= b_att / c'
+    y  = b_mlp M + s_mlp x'    c  = s_mlp c'   M's last weights  *= b_mlp / c
+
+A skipped branch has b = 0 and s = 1. Parallel residuals, `y = s_mlp (b_att A + s_att x) + b_mlp M`, have one factor:
+`c = s_mlp s_att c`, A's weights times `s_mlp b_att / c`, M's times `b_mlp / c`. The final norm takes the last c away.
+What is not exact is the norms' eps, which is added to `x^2 / c^2` now.
+
+Source: SPEC section 4 ("Beyond the paper"), for Hopscotch (arXiv 2506.03303).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fulldepth.capture.verify import relative_error
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy, anatomy_candidates
+from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.surgery import skipping
+from fulldepth.skip.plan import Plan
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where the branches of a family end: what their factors go into, by path from the block."""
+
+    attention: str
+    mlp: str
+    offset: float = 0.0
+    """What the family adds to the weights before it uses them (Gemma's norms multiply by `1 + weight`)."""
+
+
+PROJECTIONS = Ends("self_attn.o_proj", "mlp.down_proj")
+POST_NORMS = Ends("post_attention_layernorm", "post_feedforward_layernorm", offset=1.0)
+ENDS = {
+    **dict.fromkeys(("llama", "depth_llama", "mistral", "qwen2", "qwen3"), PROJECTIONS),
+    **dict.fromkeys(("gemma2", "gemma3_text"), POST_NORMS),
+    "gpt2": Ends("attn.c_proj", "mlp.c_proj"),
+    "gpt_neox": Ends("attention.dense", "mlp.dense_4h_to_h"),
+}
+"""`model_type` -> where its branches end, for the families in which folding has been worked out."""
+MOST = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.1}
+"""Largest error that a folded model may have: rounding and eps stay far below, anything else is another model."""
+PROBES, PROBE_LENGTH = 4, 32
+"""Sequences that logits are compared on, and the most tokens in one."""
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What folding did, and how exact it is."""
+
+    logit_error: float
+    """Largest difference of a logit from the model with its scalars outside, relative to the largest logit."""
+    stream_scale: tuple[float, ...]
+    """c where norms read the stream, kept as x / c: before attention and MLP of each layer, then at the end."""
+    note: str
+    """The error and where it comes from, in a sentence."""
+
+
+def fold(model: PreTrainedModel, plan: Plan) -> Folding:
+    """Multiply a plan's scalars into the model's own weights, and zero the skipped branches. In place, for good.
+
+    Args:
+        model: the model that the plan was made for, as loaded.
+        plan: what is skipped, and the scalars.
+
+    Returns:
+        The measured error in logits, on a few sequences of random tokens. About 1e-6 for RMSNorm in float32. LayerNorm
+        (GPT-2, NeoX), whose eps is 1e-5, comes to about 3e-4 with usual scalars.
+
+    Raises:
+        FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of
+            the stream is not positive or differs by channel, or weights are quantised; says which. The model is as it
+            was then.
+    """
+    plan.check_model(model)
+    anatomy = anatomy_candidates(model)[0]
+    with folded(anatomy, plan, heal=False) as folding:
+        return folding
+
+
+@contextmanager
+def folded(anatomy: Anatomy, plan: Plan, *, heal: bool = True, most: float | None = None) -> Iterator[Folding]:
+    """The same inside `with`: afterwards the weights are what they were, bit for bit.
+
+    Args:
+        anatomy: the model; the plan is not compared with its weights.
+        plan: what is skipped, and the scalars.
+        heal: whether to put the weights back at the end, or only if something goes wrong.
+        most: largest error in logits that is accepted; None: `MOST` of the model's precision.
+
+    Raises:
+        FulldepthError: as `fold`, except for another model.
+    """
+    check_foldable(anatomy, plan)
+    ids = probes(anatomy)
+    factors, scales = branch_factors(plan, anatomy.num_layers, parallel=anatomy.family.design == "parallel")
+    changed = dict(_new_weights(anatomy, factors))
+    expected = scaled_logits(anatomy, plan, ids)
+    before = {parameter: parameter.detach().clone() for parameter in changed}
+    done = False
+    try:
+        with torch.no_grad():
+            for parameter, values in changed.items():
+                parameter.copy_(values)
+        changed.clear()
+        error = relative_error(logits(anatomy, ids), expected)
+        if not error <= (MOST[expected.dtype] if most is None else most):
+            raise FulldepthError(
+                f"Folding is refused: the logits of the folded {type(anatomy.model).__name__} miss those of the healed "
+                f"one by {error:.1e} of the largest. {_why(anatomy)}"
+            )
+        yield Folding(error, scales, f"Logits within {error:.1e} of the healed model's, relative. {_why(anatomy)}")
+        done = True
+    finally:
+        if heal or not done:
+            with torch.no_grad():
+                for parameter, values in before.items():
+                    parameter.copy_(values)
+
+
+def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse a model or scalars that cannot be folded exactly.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    family, kind = anatomy.family, type(anatomy.model).__name__
+    reasons = {
+        "its norms come after the sums, so nothing takes a factor out of the stream": family.design == "post",
+        "it has several residual streams, mixed by weights that see their scale": anatomy.has_streams,
+        "layers of its tree read sums of several normalised outputs, where scales do not carry over": bool(
+            anatomy.layers_with("input_norms")
+        ),
+        "its attention mixes the states of several layers, which would have several scales": bool(
+            anatomy.layers_with("router")
+        ),
+        "it has no final norm to take the last factor out": anatomy.final_norm is None,
+        f"it has been worked out for {', '.join(sorted(ENDS))}": anatomy.model.config.model_type not in ENDS,
+    }
+    if why := next((reason for reason, applies in reasons.items() if applies), None):
+        raise FulldepthError(f"The scalars of a {kind} cannot be folded into its weights: {why}.")
+    lists = {key: name for key, own in plan.scalars.items() for name, value in own.items() if isinstance(value, list)}
+    if lists:
+        raise FulldepthError(
+            "Scalars per channel cannot be folded: norms see the direction of the stream, and factors that differ by "
+            "channel turn it. Search again with one scalar each."
+        )
+    for layer, own in plan.scalars.items():
+        for name in ("s_att", "s_mlp"):
+            if not own.get(name, 1.0) > 0:  # type: ignore[operator]
+                raise FulldepthError(
+                    f"{name} of layer {layer} is {own[name]:g}, and folding needs factors of the stream above 0: norms "
+                    "do not see a positive factor, but they do see its sign, and 0 leaves nothing of the stream. Fit "
+                    "the scalars again with a lower learning rate, or use the plan in place."
+                )
+
+
+def branch_factors(
+    plan: Plan, num_layers: int, *, parallel: bool = False
+) -> tuple[list[tuple[float, float]], tuple[float, ...]]:
+    """What each layer's attention and MLP are multiplied with, and the scale c of the stream.
+
+    Args:
+        plan: scalars above 0 where they multiply the stream.
+        num_layers: L.
+        parallel: whether layers add both branches to one x.
+
+    Returns:
+        L pairs (attention, MLP), 0 for a skipped branch; and the 2 L + 1 scales of `Folding.stream_scale`.
+    """
+    factors, scales, scale = [], [], 1.0
+    for layer in range(1, num_layers + 1):
+        own: dict[str, Any] = plan.scalars.get(str(layer), {})
+        gone = plan.granularity if layer in plan.blocks else ""
+        b_att, s_att = (0.0, 1.0) if gone in ("attention", "layer") else (own.get("b_att", 1.0), own.get("s_att", 1.0))
+        b_mlp, s_mlp = (0.0, 1.0) if gone in ("mlp", "layer") else (own.get("b_mlp", 1.0), own.get("s_mlp", 1.0))
+        between, after = scale * s_att, scale * s_att * s_mlp
+        factors.append((b_att * s_mlp / after if parallel else b_att / between, b_mlp / after))
+        scales += [scale, scale if parallel else between]
+        scale = after
+    return factors, (*scales, scale)
+
+
+def _new_weights(anatomy: Anatomy, factors: list[tuple[float, float]]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter that changes, with its new values in its own type."""
+    ends = ENDS[anatomy.model.config.model_type]
+    for layer, pair in enumerate(factors, start=1):
+        for path, factor in zip((ends.attention, ends.mlp), pair, strict=True):
+            if factor == 1.0:
+                continue
+            module = anatomy.blocks[layer - 1].get_submodule(path)
+            for name, parameter in _plain_parameters(module, f"{path} of layer {layer}"):
+                values = torch.full_like(parameter, -ends.offset, dtype=torch.float64)
+                if factor != 0.0:  # 0 times a weight would be -0 for negative ones
+                    values = (parameter.detach().double() + ends.offset) * factor - ends.offset
+                values = values.to(parameter.dtype)
+                if not bool(torch.isfinite(values).all()):
+                    raise FulldepthError(
+                        f"Folding makes {name} of {path} in layer {layer} too large for {parameter.dtype}: its factor "
+                        f"is {factor:.3g}. Load the model in float32."
+                    )
+                yield parameter, values
+
+
+def _plain_parameters(module: nn.Module, where: str) -> list[tuple[str, nn.Parameter]]:
+    """Weight and bias of a module, if they are ordinary numbers."""
+    found = list(module.named_parameters(recurse=False))
+    plain = [
+        p for _, p in found if p.dtype in MOST and not hasattr(p, "__tensor_flatten__") and p.device.type != "meta"
+    ]
+    if not found or len(plain) < len(found):
+        raise FulldepthError(
+            f"The weights at {where} are quantised, or not in memory, and cannot be multiplied exactly. Fold first, "
+            "then quantise."
+        )
+    return found
+
+
+def probes(anatomy: Anatomy) -> Tensor:
+    """[4, T] random tokens that logits are compared on, the same every time."""
+    length = min(PROBE_LENGTH, anatomy.max_positions or PROBE_LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, anatomy.vocab_size or 1, (PROBES, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(anatomy: Anatomy, ids: Tensor) -> Tensor:
+    """[B, T, V] logits of the model as it is, on the CPU; nothing is padding.
+
+    Raises:
+        FulldepthError: if they are not finite.
+    """
+    model = anatomy.model
+    training = model.training
+    model.eval()
+    try:
+        ids = ids.to(model.device)
+        found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.cpu()
+    finally:
+        model.train(training)
+    if not bool(torch.isfinite(found).all()):
+        raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
+    return found
+
+
+def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
+    """[B, T, V] logits of the healed model: blocks skipped in place, scalars outside the weights."""
+    scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity) if plan.scalars else None
+    if scalars is not None:
+        scalars.to(anatomy.model.device)
+    with skipping(anatomy, plan.blocks, plan.granularity, scalars=scalars):
+        return logits(anatomy, ids)
+
+
+def _why(anatomy: Anatomy) -> str:
+    """Where the error of a folded model comes from."""
+    norm = anatomy.final_norm
+    eps = next((float(getattr(norm, name)) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
+    said = "The norms'" if eps is None else f"{'LayerNorm' if isinstance(norm, nn.LayerNorm) else 'RMSNorm'}'s"
+    value = "" if eps is None else f" ({eps:g})"
+    return f"{said} eps{value} is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."

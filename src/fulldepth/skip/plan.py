@@ -1,0 +1,356 @@
+"""`Plan`: which blocks go, in what order, at what loss; one small JSON file that can be checked against a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import GRANULARITIES, Anatomy, anatomy_candidates
+from fulldepth.hf.scalars import FACTORS, factor_names
+from fulldepth.recipes import Settings, layer
+from fulldepth.results import atomic
+from fulldepth.skip.identity import model_hash
+
+FILE = "plan.json"
+SCHEMA_VERSION = 1
+CRITERIA = ("loss", "scaled", "kl")
+"""What candidates are ranked by: loss untrained, loss after a short fit of the scalars, divergence from the model."""
+SEARCHES = ("greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given")
+COSTS = ("forwards", "flops", "seconds")
+HASH = re.compile(r"sha256:[0-9a-f]{64}")
+HASH_FORM = "sha256: and 64 hexadecimal digits"
+LAYER = re.compile(r"[1-9][0-9]{0,8}")
+
+FLOAT32 = 3.4e38
+"""Scalars are float32, which reaches a little farther."""
+
+
+def _must(is_right: Callable[[Any], bool], expected: str) -> pydantic.AfterValidator:
+    """A check of one entry, in the words that errors are made of."""
+
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(expected)
+        return value
+
+    return pydantic.AfterValidator(check)
+
+
+Hash = Annotated[str, _must(lambda text: bool(HASH.fullmatch(text)), HASH_FORM)]
+Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Factor = Annotated[float, _must(lambda number: abs(number) <= FLOAT32, "a finite number (float32)")]
+Name = Annotated[str, _must(bool, "text that is not empty")]
+
+
+class PlannedModel(Settings):
+    """The model that a plan was made for."""
+
+    name: Name
+    """Folder or Hub name, as it was given."""
+    class_name: Name = Field(alias="class")
+    hash: Hash
+    """`model_hash`."""
+
+
+class ControlLoss(Settings):
+    """Held-out losses of what the plan is compared with."""
+
+    scalars_only: Loss
+    """Nothing skipped, scalars trained."""
+
+
+class PlanFields(Settings):
+    """The entries of `plan.json`, each by itself."""
+
+    schema_version: int
+    model: PlannedModel
+    granularity: str
+    criterion: str
+    search: str
+    blocks: list[PositiveInt]
+    """1-based layers in the order of their removal."""
+    losses: list[Loss]
+    """Mean held-out loss in nats of the model itself, and after each removal; not healed, whatever the criterion."""
+    healed_loss: Loss | None
+    """The same with the scalars; None if none were fitted."""
+    control_loss: ControlLoss | None
+    scalars: dict[str, dict[str, Factor | list[Factor]]]
+    """Layer -> name -> factor (per channel: a list). Empty if none were fitted; else every layer that is left."""
+    data: dict[str, JsonValue]
+    """`hash` of the examples, and whatever else tells where they came from."""
+    seed: NonNegativeInt
+    versions: dict[str, str]
+    cost: dict[str, JsonValue]
+    """`forwards`, `flops` and `seconds` of the search, and whatever else is worth knowing about it."""
+
+
+class Plan(PlanFields):
+    """A plan whose entries fit each other. `of` and `load` say in plain words what does not."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        check_entries(self)
+        check_scalars(self)
+        return self
+
+    @classmethod
+    def of(cls, document: Any, where: str = "The plan") -> Plan:
+        """A plan from the plain values of `plan.json`.
+
+        Args:
+            document: what `document` gives.
+            where: words for errors that say what holds it.
+
+        Raises:
+            FulldepthError: for everything that is missing, unknown, of the wrong type or does not fit the rest.
+        """
+        if not isinstance(document, Mapping):
+            raise FulldepthError(f"{where} is no plan: it holds {type(document).__name__}, expected a JSON object.")
+        version = document.get("schema_version")
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise FulldepthError(f"{where} has schema version {version!r}, this fulldepth reads {SCHEMA_VERSION}.")
+        try:
+            layer(PlanFields, document)
+            return cls.model_validate(document, strict=True)
+        except pydantic.ValidationError as error:
+            lines = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        except RecursionError:
+            lines = ["It is nested too deeply."]
+        except FulldepthError as error:
+            _, broken, why = str(error).partition("Invalid JSON: ")  # half a surrogate pair, or nested too deeply
+            lines = [f"It is not JSON: {why}"] if broken else str(error).splitlines()
+        text = "\n".join(lines).replace("Unknown setting", "Unknown entry").replace("class_name", "class")
+        raise FulldepthError(f"{where} is no valid plan. {text}")
+
+    def changed(self, **entries: Any) -> Plan:
+        """The same plan with other entries (plain values, as in the file), checked again.
+
+        Raises:
+            FulldepthError: if they do not fit.
+        """
+        return Plan.of({**self.document(), **entries})
+
+    def document(self) -> dict[str, Any]:
+        """Plain values in the order of the file, layers by number."""
+        found = self.model_dump(mode="json", by_alias=True)
+        found["scalars"] = {
+            key: {name: found["scalars"][key][name] for name in FACTORS if name in found["scalars"][key]}
+            for key in sorted(found["scalars"], key=int)
+        }
+        return found
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan, whole or not at all; the same plan gives the same bytes.
+
+        Args:
+            path: the file, whose folder is made if absent; or a folder that exists, for `plan.json` in it.
+
+        Raises:
+            FulldepthError: if it cannot be written, or was changed in place into nonsense.
+        """
+        document = Plan.of(self.document()).document()
+        target = Path(path)
+        target = target / FILE if target.is_dir() else target
+        text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic(target) as part:
+                part.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FulldepthError(f"Cannot write the plan to {target}: {error.strerror or error}.") from error
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from its file, or from the folder that holds `plan.json`.
+
+        Raises:
+            FulldepthError: if there is none, or it is not valid; says what is wrong with which entry.
+        """
+        target = Path(path)
+        target = target / FILE if target.is_dir() else target
+        try:
+            text = target.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise FulldepthError(f"There is no plan {target}. `fulldepth skip search` writes one.") from error
+        except UnicodeDecodeError as error:
+            raise FulldepthError(f"{target} is no plan: it is not text encoded in UTF-8.") from error
+        except OSError as error:
+            raise FulldepthError(f"Cannot read the plan {target}: {error.strerror or error}.") from error
+        try:
+            document = json.loads(text, object_pairs_hook=_once)
+        except json.JSONDecodeError as error:
+            raise FulldepthError(
+                f"{target} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}."
+            ) from error
+        except (RecursionError, ValueError) as error:
+            raise FulldepthError(f"{target} cannot be read as JSON: {error}") from error
+        return cls.of(document, str(target))
+
+    def check_model(self, model: Anatomy | PreTrainedModel) -> None:
+        """Refuse a model that the plan was not made for.
+
+        Args:
+            model: as loaded: nothing skipped, no scalars folded.
+
+        Raises:
+            FulldepthError: if it is of another class, lacks a layer of the plan, or has other weights.
+        """
+        anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
+        kind = type(anatomy.model).__name__
+        if kind != self.model.class_name:
+            raise FulldepthError(f"The plan is for a {self.model.class_name} ({self.model.name}), this is a {kind}.")
+        check_depth(self, anatomy)
+        if model_hash(anatomy.model) != self.model.hash:
+            raise FulldepthError(
+                f"The plan is for another {kind}: the weights are not those of {self.model.name} that it was made for. "
+                "Give the checkpoint that was searched, in the precision in which it was searched, or search again."
+            )
+
+
+def check_entries(plan: PlanFields) -> None:
+    """Refuse entries that do not fit each other, apart from the scalars.
+
+    Raises:
+        FulldepthError: with what is wrong.
+    """
+    for kind, name, known in (
+        ("granularity", plan.granularity, GRANULARITIES),
+        ("criterion", plan.criterion, CRITERIA),
+        ("search", plan.search, SEARCHES),
+    ):
+        if name not in known:
+            raise unknown(kind, name, known)
+    if not plan.blocks:
+        raise FulldepthError("blocks is empty; a plan removes at least one block.")
+    if twice := sorted(block for block, times in Counter(plan.blocks).items() if times > 1):
+        raise FulldepthError(f"blocks names {_listed(twice)} more than once; a block can be removed once.")
+    if len(plan.losses) != len(plan.blocks) + 1:
+        raise FulldepthError(
+            f"losses has {len(plan.losses)} numbers for {len(plan.blocks)} blocks; expected {len(plan.blocks) + 1}: "
+            "the model itself, then one after each removal."
+        )
+    if (plan.healed_loss is None) != (plan.control_loss is None):
+        raise FulldepthError(
+            "Of healed_loss and control_loss one is null and the other is not; scalars are fitted with their control."
+        )
+    check_open_entries(plan)
+
+
+def check_open_entries(plan: PlanFields) -> None:
+    """Refuse `data` or `cost` without what they must hold, or with what JSON cannot.
+
+    Raises:
+        FulldepthError: with what is wrong.
+    """
+    if not HASH.fullmatch(str(plan.data.get("hash"))):
+        raise FulldepthError(f"data.hash is {plan.data.get('hash')!r}, expected {HASH_FORM}.")
+    for name in COSTS:
+        value = plan.cost.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise FulldepthError(f"cost.{name} is {value!r}, expected a number from 0.")
+    for entry in ("data", "cost"):
+        try:
+            json.dumps(getattr(plan, entry), allow_nan=False)
+        except ValueError as error:
+            raise FulldepthError(f"{entry} holds a number that is not finite.") from error
+
+
+def check_scalars(plan: PlanFields) -> None:
+    """Refuse scalars that do not fit the blocks.
+
+    Raises:
+        FulldepthError: with what is wrong.
+    """
+    _check_names(plan)
+    widths = {len(f) for factors in plan.scalars.values() for f in factors.values() if isinstance(f, list)}
+    flat = any(not isinstance(f, list) for factors in plan.scalars.values() for f in factors.values())
+    if len(widths) > 1 or 0 in widths or (widths and flat):
+        raise FulldepthError("scalars must be one number each, or lists of one length (a number per channel).")
+    if plan.healed_loss is None and not all(
+        value == 1 for factors in plan.scalars.values() for f in factors.values() for value in _values(f)
+    ):
+        raise FulldepthError("Some scalars are not 1, but healed_loss is null: it is not known what they do.")
+    if not plan.scalars and plan.healed_loss is None:
+        return
+    named = {int(key) for key in plan.scalars}
+    depth = max(named | set(plan.blocks))
+    known = named | set(plan.blocks if plan.granularity == "layer" else ())
+    if missing := list(islice((number for number in range(1, depth + 1) if number not in known), 9)):
+        raise FulldepthError(f"scalars has nothing for {_listed(missing)}; every layer that is left needs its own.")
+
+
+def _check_names(plan: PlanFields) -> None:
+    """Which layers have scalars, and which scalars each."""
+    for key, factors in plan.scalars.items():
+        if not LAYER.fullmatch(key):
+            raise FulldepthError(f"scalars names the layer {key!r}; expected a number from 1.")
+        if strange := sorted(set(factors) - set(FACTORS)):
+            raise unknown(f"scalar of layer {key}", strange[0], FACTORS)
+        skipped = int(key) in plan.blocks
+        expected = factor_names(plan.granularity, skipped)
+        if set(factors) != set(expected):
+            part = {"layer": "it"}.get(plan.granularity, f"its {plan.granularity}")
+            why = f"because {part} is skipped" if skipped else "because nothing of it is skipped"
+            raise FulldepthError(
+                f"scalars of layer {key}: got {_names(factors)}, expected {_names(expected)}, {why} (blocks)."
+            )
+
+
+def check_depth(plan: PlanFields, anatomy: Anatomy) -> None:
+    """Refuse a model whose layers are not those of a plan.
+
+    Raises:
+        FulldepthError: if blocks are not there, or scalars are not those of the model's layers.
+    """
+    depth = anatomy.num_layers
+    if beyond := sorted(block for block in plan.blocks if block > depth):
+        raise FulldepthError(f"The plan removes {_listed(beyond)}, but {_kind(anatomy)} has {depth} layers.")
+    role = {"attention": "attention", "mlp": "mlp"}.get(plan.granularity)
+    if role and (bare := sorted(set(plan.blocks) - set(anatomy.layers_with(role)))):
+        raise FulldepthError(f"The plan removes the {role} of {_listed(bare)}, which {_kind(anatomy)} does not have.")
+    if not plan.scalars:
+        return
+    planned = max({int(key) for key in plan.scalars} | set(plan.blocks))
+    if planned != depth:
+        raise FulldepthError(f"The plan has scalars for {planned} layers, but {_kind(anatomy)} has {depth}.")
+    lists = (f for factors in plan.scalars.values() for f in factors.values() if isinstance(f, list))
+    if (first := next(lists, None)) is not None and len(first) != anatomy.width:
+        raise FulldepthError(f"The plan's scalars have {len(first)} channels, {_kind(anatomy)} has {anatomy.width}.")
+
+
+def _values(factor: float | list[float]) -> list[float]:
+    return factor if isinstance(factor, list) else [factor]
+
+
+def _listed(layers: Iterable[int]) -> str:
+    numbers = list(map(str, islice(layers, 9)))
+    shown = ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
+    return f"{'layer' if len(numbers) == 1 else 'layers'} {shown}"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _kind(anatomy: Anatomy) -> str:
+    return f"this {type(anatomy.model).__name__}"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys appear once (json would keep the last one silently)."""
+    keys = [key for key, _ in pairs]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"{twice!r} appears twice")
+    return dict(pairs)

@@ -1,0 +1,76 @@
+"""A program of its own: loads an export as somebody else would, without this package, and says what it computes.
+
+    python -P with_transformers.py FOLDER IDS.pt LOGITS.pt stock|carried
+
+`stock`: without `trust_remote_code`, and the class must be transformers' own. `carried`: transformers must refuse the
+folder without `trust_remote_code`, and its own classes must refuse it too. Writes the logits of the ids; the last line
+of the output is a JSON object with the class and the largest difference of logits with and without a cache, relative.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export stands without it
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+
+def load(folder: str, carried: bool) -> Any:
+    """The model, with every weight from the folder and every weight of the folder in it."""
+    if carried:
+        try:
+            AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        except ValueError:
+            pass
+        else:
+            raise SystemExit("transformers loads it without its code, as another model")
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", trust_remote_code=carried, output_loading_info=True
+    )
+    model, info = found
+    wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
+    if wrong:
+        raise SystemExit(f"the weights do not fit the class {type(model).__name__}: {wrong}")
+    if not carried and not type(model).__module__.startswith("transformers."):
+        raise SystemExit(f"{type(model).__name__} is no class of transformers")
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
+    """[B, T, V] logits, at once, or most of the sequence first and then token by token with a cache."""
+    mask = torch.ones_like(ids)
+    if not cached:
+        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    length = ids.shape[1]
+    start = max(1, length - 4)
+    found, cache = [], None
+    for begin, end in [(0, start), *((at, at + 1) for at in range(start, length))]:
+        outputs = model(
+            input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
+        )
+        cache = outputs.past_key_values
+        found.append(outputs.logits)
+    return torch.cat(found, dim=1)
+
+
+def main(folder: str, ids_file: str, logits_file: str, kind: str) -> None:
+    """Load, compute, write, say."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = load(folder, kind == "carried")
+    ids = torch.load(ids_file, weights_only=True)
+    found = logits(model, ids, cached=False)
+    again = logits(model, ids, cached=True)
+    torch.save(found, logits_file)
+    error = float((found.double() - again.double()).abs().max() / found.double().abs().max().clamp(min=1e-30))
+    print(json.dumps({"class": type(model).__name__, "cache_error": error}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

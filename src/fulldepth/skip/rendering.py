@@ -1,0 +1,85 @@
+"""Prompts and responses as token ids: as plain text, or through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from jinja2 import TemplateError
+
+from fulldepth.data.conversations import Message
+from fulldepth.data.tokens import Frame, plain_ids
+from fulldepth.errors import FulldepthError
+
+Prompt: TypeAlias = str | list[Message]
+"""Plain text, or all messages before the response."""
+
+
+def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
+    """A prompt as `fulldepth.data.conversations` hands it out: messages for a tokenizer with a chat template, else text
+    that ends in white space.
+
+    Raises:
+        FulldepthError: if messages meet a tokenizer without a chat template.
+    """
+    if tokenizer.chat_template:
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        raise FulldepthError("A prompt of messages needs a chat template, which the tokenizer does not have.")
+    return prompt if prompt[-1:].isspace() else prompt + "\n"
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> list[int]:
+    """Token ids after which a response follows.
+
+    Raises:
+        FulldepthError: if the chat template refuses the messages.
+    """
+    if isinstance(prompt, str):
+        return [*Frame.of(tokenizer, [prompt]).prefix, *plain_ids(tokenizer, prompt)]
+    return plain_ids(tokenizer, _render(tokenizer, prompt, where, answer=True))
+
+
+def encode_pair(
+    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair"
+) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of the prompt, of the response, and of what the tokenizer puts behind, where no loss is.
+
+    Prompt and response are tokenised apart, so that the prompt is what the model sees when it answers. Under a chat
+    template the response ends with the end of the turn that the template writes, white space behind it left out.
+
+    Raises:
+        FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
+    """
+    before = encode_prompt(tokenizer, prompt, where)
+    if isinstance(prompt, str):
+        assert isinstance(response, str)
+        return before, plain_ids(tokenizer, response), list(Frame.of(tokenizer, [prompt]).suffix)
+    assert not isinstance(response, str)
+    asked = _render(tokenizer, prompt, where, answer=True)
+    full = _render(tokenizer, [*prompt, response], where, answer=False)
+    start = next((i for i, (a, b) in enumerate(zip(asked, full, strict=False)) if a != b), min(len(asked), len(full)))
+    if start < len(asked):  # templates that open the answer in another way than they write it down
+        if start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
+            raise FulldepthError(
+                f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
+                "is not known where the response begins. Use another chat template, or prompt and response as text."
+            )
+        said = full.rfind(response["content"].strip())
+        start = min(start, said) if said >= 0 else start
+        before = plain_ids(tokenizer, full[:start])
+    return before, _to_end_of_turn(tokenizer, plain_ids(tokenizer, full[start:])), []
+
+
+def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+    except TemplateError as error:
+        raise FulldepthError(f"{where}: the tokenizer's chat template refuses the messages: {error}.") from error
+
+
+def _to_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Without the white space after the end of the turn, which a model that stops there never writes."""
+    if tokenizer.eos_token_id not in ids:
+        return ids
+    last = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
+    return ids if tokenizer.decode(ids[last:]).strip() else ids[:last]

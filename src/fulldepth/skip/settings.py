@@ -1,0 +1,97 @@
+"""What can be set for `fulldepth skip search`; defaults < recipe < command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from fulldepth.errors import FulldepthError
+from fulldepth.recipes import Settings
+
+Criterion = Literal["loss", "scaled", "kl"]
+Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
+Granularity = Literal["attention", "mlp", "layer"]
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+TIME = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
+
+
+class SearchSettings(Settings):
+    """Everything that decides which plan a search gives."""
+
+    blocks: PositiveInt | None = None
+    """k, how many blocks to remove; None = as many as are given."""
+    criterion: Criterion = "loss"
+    """What candidates are ranked by on held-out data: `loss` untrained, `scaled` after one epoch of training the
+    scalars on the other data, `kl` divergence from the unmodified model."""
+    search: Method = "greedy"
+    """`greedy`: one by one, candidates that are surely worse leave early. `exact`: one by one, all on all data. The
+    others rank once."""
+    granularity: Granularity = "attention"
+    """What a removed block is: attention, MLP or a whole layer."""
+    given: list[PositiveInt] | None = None
+    """The layers to remove, for `search: given`."""
+    batch_size: PositiveInt = 8
+    """Sequences run at once while searching."""
+    chunks: PositiveInt = 32
+    """Parts of the held-out data after each of which candidates may leave; fewer where there are fewer batches."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the bounds by which candidates leave, for each round."""
+    budget: PositiveFloat | str | None = None
+    """FLOPs, or a time such as `90s`, `10m`, `2h`, for the search without the fits. None: greedy keeps to a quarter of
+    the plain loop's FLOPs if there are at least 8 chunks."""
+    sequence_length: PositiveInt | None = None
+    """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
+    limit: PositiveInt | None = None
+    """Rows (or windows of text) to read; None = all."""
+    seed: NonNegativeInt = 0
+    """Of the held-out fifth, the chunks, the order of training and `search: random`."""
+    fit: bool = True
+    """Train the scalars afterwards, with the control "scalars only"."""
+    learning_rate: PositiveFloat = 3e-3
+    """Of that training."""
+    epochs: PositiveInt = 10
+    """Passes over the training examples at most."""
+    fit_batch_size: PositiveInt = 32
+    """Examples in an optimiser step."""
+    patience: PositiveInt = 2
+    """Epochs without a better held-out loss before the training ends."""
+    per_channel: bool = False
+    """A factor for each channel, rather than one a layer."""
+    fit_kl: bool = False
+    """Train towards the unmodified model's predictions."""
+    device: str | None = None
+    """Device; None = the first accelerator, else the CPU."""
+    dtype: str = "auto"
+    """Precision to load the model in; auto = the checkpoint's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    tokenizer: str | None = None
+    """Folder or Hub name of the tokenizer, where the model's folder has none."""
+    trust_remote_code: bool = False
+    """Run modelling code that the checkpoint carries."""
+
+
+PLACES = {"device", "tokenizer", "revision", "trust_remote_code"}
+"""Settings that a resumed search may change."""
+
+
+def parse_budget(budget: float | str | None) -> tuple[float | None, float | None]:
+    """FLOPs and seconds of a budget, one of them or none.
+
+    Raises:
+        FulldepthError: for what is neither a positive number of FLOPs nor a time.
+    """
+    if budget is None:
+        return None, None
+    if isinstance(budget, str) and (match := TIME.fullmatch(budget.strip())):
+        return None, float(match[1]) * UNITS[match[2]]
+    try:
+        flops = float(budget)
+    except ValueError:
+        flops = math.nan
+    if not (flops > 0 and math.isfinite(flops)):
+        raise FulldepthError(f"The budget is {budget!r}; expected FLOPs (2e15) or a time (90s, 10m, 2h).")
+    return flops, None

@@ -1,0 +1,110 @@
+"""What is searched: a decoder proven to be understood, its tokenizer and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
+from fulldepth.capture import verify
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, load_checkpoint, load_tokenizer
+from fulldepth.skip.score import Batch, device_of
+
+
+def prove(model: PreTrainedModel | Anatomy, batch: Batch) -> tuple[Anatomy, Classifier]:
+    """The anatomy of a language model, proven on a batch, and its head.
+
+    Args:
+        model: in evaluation mode.
+        batch: a small one.
+
+    Raises:
+        FulldepthError: for what is no causal language model, or an anatomy that cannot be proven.
+    """
+    candidates = [model] if isinstance(model, Anatomy) else anatomy_candidates(model)
+    owner = check_task(candidates[0]).model
+    inputs = {name: tensor[:2].to(device_of(owner)) for name, tensor in batch.inputs.items()}
+    verified = verify(candidates, inputs)
+    if verified.classifier is None:
+        raise FulldepthError(f"{type(owner).__name__} has no prediction head.")
+    return verified.anatomy, verified.classifier
+
+
+def check_task(anatomy: Anatomy) -> Anatomy:
+    """The anatomy of a causal language model.
+
+    Raises:
+        FulldepthError: for anything else.
+    """
+    if anatomy.task != "causal-lm":
+        raise FulldepthError(
+            f"{type(anatomy.model).__name__} is no causal language model (a decoder that predicts the next token), by "
+            "whose loss blocks are scored."
+        )
+    return anatomy
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode; afterwards each module's own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No weight asks for a gradient; afterwards each asks again that did before."""
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in asked:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
+
+
+def open_model(model: str | Path | PreTrainedModel, **options: Any) -> Checkpoint:
+    """The model as passed in, or loaded.
+
+    Args:
+        model: a loaded model, a checkpoint folder or a Hub name.
+        **options: of `load_checkpoint`.
+    """
+    if isinstance(model, PreTrainedModel):
+        return Checkpoint(model, model.name_or_path or type(model).__name__)
+    return load_checkpoint(model, **options)
+
+
+def open_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The tokenizer saved with a checkpoint or beside it.
+
+    Raises:
+        FulldepthError: if there is none, or the model was passed in without having been loaded from anywhere.
+    """
+    name = checkpoint.name
+    folder = Path(name)
+    if folder.is_dir():
+        places = [
+            place
+            for file in ("tokenizer.json", "tokenizer_config.json")
+            for place in (folder, folder.parent, folder.parent / "tokenizer")
+            if (place / file).is_file()
+        ]
+        if not places:
+            raise FulldepthError(f"{folder} holds no tokenizer, nor does its parent; name one with --tokenizer.")
+        name = str(places[0])
+    elif not checkpoint.model.name_or_path:
+        raise FulldepthError("A model that is passed in needs its tokenizer: search(model, data, tokenizer=...).")
+    return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)

@@ -1,0 +1,26 @@
+"""A plan in a few lines, for the person who waited for it."""
+
+from __future__ import annotations
+
+from fulldepth.skip.plan import Plan
+
+
+def lines(plan: Plan) -> list[tuple[str, str, str]]:
+    """Name, value and remark: the losses in the order of removal, what healing gave, what it is compared with."""
+    base = plan.losses[0]
+    rows = [("unmodified", f"{base:.4f} nats", "")]
+    for number, (layer, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
+        rows.append((f"{number}. layer {layer}", f"{loss:.4f} nats", f"{loss - base:+.4f}"))
+    if plan.healed_loss is not None:
+        rows.append(("healed with scalars", f"{plan.healed_loss:.4f} nats", f"{plan.healed_loss - base:+.4f}"))
+    if plan.control_loss is not None:
+        control = plan.control_loss.scalars_only
+        rows.append(("scalars, nothing skipped", f"{control:.4f} nats", f"{control - base:+.4f}"))
+    share = plan.cost.get("share_of_plain")
+    if isinstance(share, float):
+        rows.append(("forward FLOPs", f"{plan.cost['flops']:.3g}", f"{share:.0%} of the plain loop's"))
+    unsure = plan.cost.get("unsure_rounds")
+    if isinstance(unsure, list) and unsure:
+        rounds = ", ".join(str(number) for number in unsure)
+        rows.append(("unsure", f"round {rounds}", "the data do not tell the best two apart; more would"))
+    return rows
