@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import tiny_models
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.plan import Plan
 
@@ -18,14 +19,15 @@ NAMES = ("b_att", "s_att", "b_mlp", "s_mlp")
 
 
 def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high=1.4) -> dict[str, dict[str, float]]:
-    """Scalars as a fit could leave them; `b` also negative now and then."""
+    """Scalars as a fit could leave them."""
     generator = random.Random(seed)
     left = {"attention": NAMES[2:], "mlp": NAMES[:2], "layer": ()}[granularity]
     found = {}
     for layer in range(1, num_layers + 1):
         names = left if layer in blocks else NAMES
         if names:
-            found[str(layer)] = {name: generator.uniform(low, high) for name in names}
+            # A fit leaves float32.
+            found[str(layer)] = {name: torch.tensor(generator.uniform(low, high)).item() for name in names}
     return found
 
 
@@ -109,3 +111,16 @@ class Definition:
         if self.kind.startswith("gemma"):
             return block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x)))
         return block.mlp(block.post_attention_layernorm(x))
+
+
+def plan_of(model, blocks) -> Plan:
+    """A plan with made-up scalars for any model, without asking where its blocks are."""
+    return plan(model, blocks, values=scalars(blocks, tiny_models.LAYERS))
+
+
+def without_last(model) -> Any:
+    """A copy of a model without its last block."""
+    model = copy.deepcopy(model)
+    del layers(model)[-1]
+    model.config.num_hidden_layers -= 1
+    return model

@@ -38,7 +38,7 @@ class Switches:
     A skipped attention computes no norm, no attention and no keys or values; its stream passes unchanged, `x' = x`.
     Only a counter of one number a token goes into its cache entry, for a cache tells its length, and a mask its size,
     by the first entries. So `generate`, loops with a cache, left-padded batches and the forward pass without cache
-    agree for every set of layers. A cache goes on with the set that it was filled with.
+    agree for every set of layers. A cache goes on with the set that it was filled with, or a larger one.
 
     On leaving, also by an exception, every module computes what it did before. In use once at a time, then again.
 

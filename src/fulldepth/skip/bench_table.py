@@ -174,14 +174,21 @@ def headline(measured: Measured) -> dict[str, dict[str, Any]]:
                 f"{label}: {phase} takes {_percent(value)} time than {measured.labels[0]} "
                 f"(over the grid {_percent(min(shares))} to {_percent(max(shares))})"
             )
-            said = [
-                f"{_percent(median([guess[how] for guess in guesses]))} {words}"
-                for how, words in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
-                if guesses and all(how in guess for guess in guesses)
-            ]
-            ending = f"; predicted were {' and '.join(said)}." if said else "."
-            found[f"{phase}_time_saved {label}"] = {"value": value, "unit": "1", "sentence": sentence + ending}
+            ending = _expectation(measured.gone[label], guesses)
+            found[f"{phase}_time_saved {label}"] = {"value": value, "unit": "1", "sentence": f"{sentence}{ending}."}
     return found
+
+
+def _expectation(gone: Gone | None, guesses: Sequence[Mapping[str, float]]) -> str:
+    """What was to be expected, as the end of a sentence."""
+    if gone is not None and not gone.layers:
+        return "; it computes all that the original computes"
+    said = [
+        f"{_percent(median([guess[how] for guess in guesses]))} {words}"
+        for how, words in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
+        if all(how in guess for guess in guesses)
+    ]
+    return f"; predicted: {', '.join(said)}" if said else ""
 
 
 def _percent(share: float) -> str:

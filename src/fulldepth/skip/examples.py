@@ -105,14 +105,7 @@ def read_examples(
         FulldepthError: if there is nothing to read or to hold out, a row lacks prompt or response, pairs are too long
             (says which), or tokens are not in the vocabulary, or there is no tokenizer.
     """
-    for what, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
-        if number is not None and number < least:
-            raise FulldepthError(f"{what} must be at least {least}, got {number}.")
-    if max_positions is not None and sequence_length is not None and sequence_length > max_positions:
-        raise FulldepthError(
-            f"Sequences of {sequence_length} tokens are longer than the model's {max_positions} positions. "
-            f"Set sequence_length to {max_positions} or less."
-        )
+    _check_settings(max_positions, sequence_length, limit)
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
     first = _read(data, tokenizer, longest, window, limit)
@@ -135,6 +128,17 @@ def read_examples(
         "warnings": warnings,
     }
     return Examples(train, second.examples, meta)
+
+
+def _check_settings(max_positions: int | None, sequence_length: int | None, limit: int | None) -> None:
+    for what, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
+        if number is not None and number < least:
+            raise FulldepthError(f"{what} must be at least {least}, got {number}.")
+    if max_positions is not None and sequence_length is not None and sequence_length > max_positions:
+        raise FulldepthError(
+            f"Sequences of {sequence_length} tokens are longer than the model's {max_positions} positions. "
+            f"Set sequence_length to {max_positions} or less."
+        )
 
 
 def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:

@@ -230,10 +230,14 @@ def _plain_parameters(module: nn.Module, where: str) -> list[tuple[str, nn.Param
 
 
 def probes(anatomy: Anatomy) -> Tensor:
-    """[4, T] random tokens that logits are compared on, the same every time."""
+    """[4, T] random tokens that logits are compared on, the same every time; none is padding.
+
+    The embedding of a padding token is often zero, and beside a stream of zeros any eps is large.
+    """
     length = min(PROBE_LENGTH, anatomy.max_positions or PROBE_LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, anatomy.vocab_size or 1, (PROBES, length), generator=generator)
+    vocab_size, padding = anatomy.vocab_size or 1, getattr(anatomy.config, "pad_token_id", None)
+    ids = torch.randint(0, vocab_size, (PROBES, length), generator=torch.Generator().manual_seed(0))
+    return ids if padding is None else ids.where(ids != padding, (padding + 1) % vocab_size)
 
 
 @torch.no_grad()

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scipy import stats
+
 from fulldepth.skip.elimination import Round, best, difference, judge
 from fulldepth.skip.flops import Variant
 from fulldepth.skip.ledger import Ledger
+from fulldepth.skip.score import BASE
 
 SCOUTED = 8
 """One chunk in so many is scored round by round before the first guess."""
-LEAD = 1.0
-"""Standard errors by which the guess must lead to be built upon."""
+RISK = 0.3
+"""Probability of a wrong guess up to which it is built upon: about what sharing saves of a round's cost."""
 ROUNDING = 1e-9
 """By how much, relative, a sum must exceed a rival's: sums in another order differ by less."""
 
@@ -54,40 +57,43 @@ def _together(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> N
     chunks = range(len(ledger.chunks))
     left = [len(ledger.round_of(picks)) - number for number in range(blocks - len(picks))]
     ledger.begin(f"Blocks {len(picks) + 1} to {blocks}", sum(left) * ledger.num_batches)
-    chain = _guess(ledger, kind, picks, blocks, range(-(-len(chunks) // SCOUTED)))
-    finish_first = _finishing_pays(ledger, kind, picks, chain, blocks)
+    starts = _likely(ledger, kind, picks, blocks, range(-(-len(chunks) // SCOUTED)))
+    finish_first = _finishing_pays(ledger, kind, starts)
     for chunk in chunks if finish_first else ():
-        ledger.need(kind, _winners(picks, chain), chunk)
+        ledger.need(kind, [BASE, *_winners(starts)], chunk)
     for chunk in chunks:
-        chain = _guess(ledger, kind, picks, blocks, range(1))
-        ledger.need(kind, [v for of in _rounds(ledger, kind, picks, chain, blocks) for v in of], chunk)
+        starts = _likely(ledger, kind, picks, blocks, range(1))
+        variants = [variant for start in starts for variant in _alive(ledger, kind, start)]
+        ledger.need(kind, [BASE, *variants], chunk)  # the plan needs the base, which is most of the way to the others
     ledger.finish()
 
 
-def _guess(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, scouted: Sequence[int]) -> list[int]:
-    """The next picks as far as what is known tells them; the very last is not needed, for nothing is built on it."""
-    chain: list[int] = []
-    while len(picks) + len(chain) < blocks - 1:
-        variants = _alive(ledger, kind, [*picks, *chain])
+def _likely(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, scouted: Sequence[int]) -> list[list[int]]:
+    """What rounds will start from: the true picks, and sets of picks that will likely come to be, whatever the order.
+
+    The chain of the best so far is followed; at each of its steps every other candidate may turn out to be better. A set
+    is likely if those that are not in it, all steps together, will not be with a probability of `1 - RISK`.
+    """
+    starts, chain, risks = [list(picks)], list(picks), dict.fromkeys(ledger.costs.able, 0.0)
+    while len(chain) < blocks - 1:
+        variants = _alive(ledger, kind, chain)
         for chunk in scouted:
             ledger.need(kind, variants, chunk)
         known = [set(ledger.known_chunks(kind, variant)) for variant in variants]
         leader = best(ledger, kind, variants, sorted(set.intersection(*known)))
-        gaps = [difference(ledger, kind, variant, leader) for variant in variants if variant != leader]
-        if any(gap.mean < LEAD * gap.error for gap in gaps):
-            break
-        chain += leader - {*picks, *chain}
-    return chain
+        for variant in variants:
+            (layer,) = variant.difference(chain)
+            gap = difference(ledger, kind, variant, leader)
+            risks[layer] += 0.0 if variant == leader or not gap.error else float(stats.norm.sf(gap.mean / gap.error))
+        chain += leader.difference(chain)
+        if sum(risk for layer, risk in risks.items() if layer not in chain) <= RISK:
+            starts.append(list(chain))
+    return starts
 
 
-def _winners(picks: Sequence[int], chain: Sequence[int]) -> list[Variant]:
-    return [Variant([*picks, *chain[:number]]) for number in range(1, len(chain) + 1)]
-
-
-def _rounds(ledger: Ledger, kind: str, picks: Sequence[int], chain: Sequence[int], blocks: int) -> list[list[Variant]]:
-    """The candidates of every round that can be run under a guess."""
-    starts = [[*picks, *chain[:number]] for number in range(len(chain) + 1)]
-    return [_alive(ledger, kind, start) for start in starts if len(start) < blocks]
+def _winners(starts: Sequence[Sequence[int]]) -> list[Variant]:
+    """The sets of picks that are guessed."""
+    return [Variant(start) for start in starts[1:]]
 
 
 def _alive(ledger: Ledger, kind: str, picks: Sequence[int]) -> list[Variant]:
@@ -117,20 +123,19 @@ def _settled(ledger: Ledger, kind: str, picks: Sequence[int]) -> bool:
     return len(_finished(ledger, kind, alive)) == len(alive)
 
 
-def _finishing_pays(ledger: Ledger, kind: str, picks: Sequence[int], chain: Sequence[int], blocks: int) -> bool:
+def _finishing_pays(ledger: Ledger, kind: str, starts: Sequence[Sequence[int]]) -> bool:
     """Whether to finish the guessed winners first, as rivals that others can lose to on a part of the data.
 
     The others then leave out what they share with the winners; it pays if enough of them lose early, which is told by
     their losses on the first chunk.
     """
-    winners, count, shape = set(_winners(picks, chain)), len(ledger.chunks), ledger.chunks[0][0].shape
-    rounds = [of for of in _rounds(ledger, kind, picks, chain, blocks) if winners & set(of)]
+    winners, count, shape = set(_winners(starts)), len(ledger.chunks), ledger.chunks[0][0].shape
+    rounds = [of for start in starts if winners & set(of := _alive(ledger, kind, start))]
+    if not rounds:
+        return False
     losses = {v: ledger.total(kind, v, [0]) for of in rounds for v in of}
-    ends = {v: min(losses[w] for w in of if w in winners) / losses[v] for of in rounds for v in of if losses[v] > 0}
+    ends = {v: min(losses[w] for w in of if w in winners) / (losses[v] or 1.0) for of in rounds for v in of}
     rest = [v for v in losses if v not in winners]
-    together = count * ledger.costs.shared(list(losses), shape)
-    apart = count * ledger.costs.shared(list(winners), shape) if winners else together
-    apart += sum(
-        ledger.costs.shared([v for v in rest if ends.get(v, 1.0) * count > chunk], shape) for chunk in range(count)
-    )
-    return apart < together
+    apart = count * ledger.costs.shared([BASE, *winners], shape)
+    apart += sum(ledger.costs.shared([v for v in rest if ends[v] * count > chunk], shape) for chunk in range(count))
+    return apart < count * ledger.costs.shared([BASE, *losses], shape)

@@ -119,31 +119,29 @@ def generate_responses(
     encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(asked, start=1)]
     _check_prompts(asked, encoded, model, max_new_tokens)
     ends = _end_tokens(model, tokenizer)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, eos_token_id=sorted(ends) or None, pad_token_id=0
-    )
+    config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
     order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
     answers: dict[int, list[int]] = {}
-    generate: Any = model.generate
     watcher.begin("Responses", count)
     with _undisturbed(model):
         for start in range(0, count, batch_size):
             chosen = order[start : start + batch_size]
-            noise = LogitsProcessorList([GumbelNoise(temperature, seed, chosen)] if temperature else [])
-            batch = _left_padded([encoded[i] for i in chosen], model.device)
-            sequences = generate(**batch, generation_config=config, logits_processor=noise)
-            for index, ids in zip(chosen, sequences[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
-                answers[index] = ids
+            noise = [GumbelNoise(temperature, seed, chosen)] if temperature else []
+            answers |= zip(chosen, _answers(model, [encoded[i] for i in chosen], config, noise), strict=True)
             watcher.advance(len(chosen))
-    settings = {
-        "prompts": count,
-        "temperature": temperature,
-        "seed": seed,
-        "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size,
-        "chat_template": bool(tokenizer.chat_template),
-    }
+    settings = {"prompts": count, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
+    settings |= {"batch_size": batch_size, "chat_template": bool(tokenizer.chat_template)}
     return _responses(tokenizer, prompts, asked, answers, ends, settings, watcher)
+
+
+def _answers(
+    model: PreTrainedModel, prompts: Sequence[list[int]], config: GenerationConfig, noise: Sequence[LogitsProcessor]
+) -> list[list[int]]:
+    """What follows each prompt of one batch, to the end of the longest answer."""
+    batch = _left_padded(prompts, model.device)
+    generate: Any = model.generate
+    sequences = generate(**batch, generation_config=config, logits_processor=LogitsProcessorList(noise))
+    return sequences[:, batch["input_ids"].shape[1] :].tolist()
 
 
 class GumbelNoise(LogitsProcessor):

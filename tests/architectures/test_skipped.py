@@ -1,0 +1,327 @@
+"""Decoders without some of their attention, against the stock decoder with that attention giving zeros."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+
+import fulldepth.architectures.skipped as room
+import tiny_models
+from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
+from fulldepth.autoclasses import MODEL_TYPES, STOCK
+
+LAYERS = tiny_models.LAYERS
+EVERY_SET = [layers for k in range(LAYERS + 1) for layers in itertools.combinations(range(1, LAYERS + 1), k)]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
+CODE = {path.name for path in Path(room.__file__).parent.glob("*.py")} - {"__init__.py"}
+OWN = ("model_type", "transformers_version", "architectures", "auto_map")
+
+
+def skipped(model, attention=(), mlp=(), **values):
+    """The class without these parts, with the stock model's weights."""
+    kind = SKIPPED[model.config.model_type]
+    stock = {name: value for name, value in model.config.to_dict().items() if name not in OWN}
+    config = kind.config_class(**stock, skipped_attention=list(attention), skipped_mlp=list(mlp), **values)
+    found = kind(config).eval()
+    info = found.load_state_dict(model.state_dict(), strict=False)
+    assert not info.missing_keys
+    return found.to(model.dtype)
+
+
+def blocks(model):
+    return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+
+
+def zeroed(model, attention=(), mlp=()):
+    """A copy of the stock model in which these branches give zeros."""
+    model = copy.deepcopy(model)
+    gemma = model.config.model_type.startswith("gemma")
+    names = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else ("self_attn attn attention", "mlp")
+    for which, layers in zip(names, (attention, mlp), strict=True):
+        for layer in layers:
+            block = blocks(model)[layer - 1]
+            module = next(getattr(block, name) for name in which.split() if hasattr(block, name))
+            module.register_forward_hook(
+                lambda _, __, out: (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else out * 0
+            )
+    return model
+
+
+def tokens(length=14):
+    """More than Gemma's window of 8; row 2 begins with padding."""
+    ids = torch.randint(3, tiny_models.VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    return ids.where(mask == 1, 0), mask
+
+
+def positions(mask):
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def close(got, expected, mask=None):
+    difference = (got - expected).detach().abs()
+    if mask is not None:
+        difference = difference[mask == 1]
+    assert float(difference.max() / expected.detach().abs().max()) < 1e-4
+
+
+@torch.no_grad()
+def in_steps(model, ids, mask, cache, spans=((0, 9), (9, 10), (10, 12), (12, 13), (13, 14))):
+    """Logits of a loop that hands the cache on, a few tokens at a time."""
+    found = []
+    for begin, end in spans:
+        outputs = model(
+            input_ids=ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions(mask)[:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = outputs.past_key_values
+        found.append(outputs.logits)
+    return torch.cat(found, dim=1), cache
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_every_set_of_layers_agrees_with_and_without_any_cache(name):
+    stock = tiny_models.build(name)
+    ids, mask = tokens()
+    for layers in EVERY_SET:
+        model = skipped(stock, layers)
+        expected = zeroed(stock, layers)(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits
+        close(model(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits, expected, mask)
+        given = (DynamicCache(), DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20))
+        for cache in (None, *given):
+            found, cache = in_steps(model, ids, mask, cache)
+            close(found, expected, mask)
+            assert int(cache.get_seq_length()) == ids.shape[1]
+            assert len(cache.layers) == max(1, LAYERS - len(layers))
+
+
+@torch.no_grad()
+def greedy(model, ids, mask, steps):
+    """Generation by its definition: the whole sequence again for every token, no cache. Token 2 would end it."""
+    for _ in range(steps):
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits[:, -1]
+        logits[:, 2] = -torch.inf
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_gives_the_same_tokens_whatever_the_cache(name):
+    stock = tiny_models.build(name)
+    ids, mask = tokens()
+    options = {"attention_mask": mask, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options["eos_token_id"] = 2
+    for layers in [(), (1,), (2,), (1, 3), (1, 2, 3)]:
+        model = skipped(stock, layers)
+        expected = greedy(zeroed(stock, layers), ids, mask, 5)
+        for kind in ({}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}):
+            assert torch.equal(model.generate(ids, **options, **kind), expected)
+        beams = [model.generate(ids, num_beams=2, **options, use_cache=cached) for cached in (True, False)]
+        assert torch.equal(*beams)
+
+
+@pytest.mark.parametrize("layers", [(1,), (1, 2, 3)])
+@torch.no_grad()
+def test_a_cache_can_be_cut_and_used_for_several_calls(layers):
+    stock = tiny_models.build("llama")
+    model = skipped(stock, layers)
+    ids = tokens()[0][:1]
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :10], past_key_values=cache)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 6
+    found = model(input_ids=ids[:, 6:], past_key_values=cache).logits
+    close(found, zeroed(stock, layers)(input_ids=ids).logits[:, 6:])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_early_exit_as_assistant_changes_no_token():
+    model = skipped(tiny_models.build("llama"), (1,))
+    ids = tokens()[0][:1]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    plain = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **options), plain)
+
+
+def test_a_cache_that_another_model_filled_is_refused():
+    stock = tiny_models.build("llama")
+    ids = tokens()[0]
+    cache = stock(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="filled by another model"):
+        skipped(stock, (2,))(input_ids=ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_skipped_attention_does_not_exist(name):
+    stock = tiny_models.build(name)
+    model = skipped(stock, (1, 3))
+    gone = [n for n in stock.state_dict() if n not in model.state_dict()]
+    parts = {n.split(".layers.")[-1].split(".h.")[-1].split(".")[1] for n in gone}
+    norms = {"input_layernorm", "ln_1", "post_attention_layernorm"}
+    assert parts - norms in ({"self_attn"}, {"attn"}, {"attention"})
+    assert {n.split(".")[2] for n in gone} == {"0", "2"}
+    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in stock.parameters())
+    left = dict(blocks(model)[0].named_modules())
+    assert not any("attn" in n or n.startswith("attention") for n in left)
+    assert len(model(input_ids=tokens()[0]).past_key_values.layers) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_skipped_mlps_do_not_exist(name):
+    stock = tiny_models.build(name)
+    ids, _ = tokens()
+    for attention, mlp in [((), (2,)), ((1,), (1, 3))]:
+        model = skipped(stock, attention, mlp)
+        close(model(input_ids=ids).logits, zeroed(stock, attention, mlp)(input_ids=ids).logits)
+        assert not any(f".{layer - 1}.mlp." in n for layer in mlp for n in model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gpt_neox"])
+def test_the_eps_of_every_norm_that_reads_the_stream_follows_its_scale(name):
+    stock = tiny_models.build(name)
+    scales = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.5]
+    model = skipped(stock, (2,), stream_scale=scales)
+    norms = {n: m for n, m in model.base_model.named_modules() if "norm" in n or ".ln_" in n or n == "ln_f"}
+    norms = {n: m for n, m in norms.items() if "q_norm" not in n and "k_norm" not in n}
+
+    def eps(module):
+        return getattr(module, "eps", getattr(module, "variance_epsilon", None))
+
+    usual = min(eps(m) for m in stock.modules() if eps(m) is not None)
+    found = {n: usual / eps(m) for n, m in norms.items()}
+    squares = sorted(value for n, value in found.items() if value != pytest.approx(1.0))
+    assert squares == pytest.approx(sorted(s**2 for s in (2.0, 4.0, 5.0, 6.0, 0.5)))  # layer 2 reads with its MLP only
+    again = type(model.config).from_dict(model.config.to_dict())
+    assert again.stream_scale == scales
+
+
+def test_hidden_states_and_gradients():
+    model = skipped(tiny_models.build("gemma2"), (1,)).train()
+    ids, _ = tokens()
+    outputs = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    assert len(outputs.hidden_states) == LAYERS + 1
+    outputs.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for grad, parameter in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("name", sorted(SKIPPED))
+def test_a_configuration_marks_layers_so_that_nobody_else_loads_it(name, tmp_path):
+    kind = SKIPPED[name].config_class
+    stock = kind.__mro__[2]
+    kind(num_hidden_layers=3, skipped_attention=[3, 1], skipped_mlp=[2]).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == f"fulldepth_skipped_{name}"
+    assert saved["skipped_attention"] == [1, 3]
+    marks = saved["layer_types"]
+    assert marks[0] == marks[2] == "fulldepth_no_attention"
+    assert marks[1].startswith("fulldepth_no_mlp:")
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is kind
+    assert json.loads(again.to_json_string()) == saved
+    assert all("fulldepth" not in mark for mark in getattr(again, "layer_types", None) or [])
+    with pytest.raises(ValueError, match="layer_types"):
+        stock.from_pretrained(tmp_path)
+
+
+def test_layer_types_keep_to_layers_that_attend():
+    """A layer without attention must neither ask for a mask of its own nor shift the others' windows."""
+    kind = SKIPPED["gemma3_text"].config_class
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = kind(num_hidden_layers=3, layer_types=types, skipped_attention=[2])
+    assert config.layer_types == ["sliding_attention"] * 3
+    config = kind(num_hidden_layers=3, layer_types=types, skipped_attention=[1, 3])
+    assert config.layer_types == ["full_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"skipped_attention": [4]}, "names layer 4, but layers are numbered 1 to 3"),
+        ({"skipped_mlp": [0]}, "names layer 0"),
+        ({"stream_scale": [1.0, 2.0]}, "must be 7 numbers above 0"),
+        ({"stream_scale": [1.0] * 6 + [-1.0]}, "must be 7 numbers above 0"),
+    ],
+)
+def test_configurations_without_meaning_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        SKIPPED["llama"].config_class(num_hidden_layers=3, **values)
+
+
+def test_cross_attention_is_refused():
+    with pytest.raises(ValueError, match="cross-attention"):
+        SKIPPED["gpt2"].config_class(n_layer=3, add_cross_attention=True)
+
+
+def test_saved_and_loaded_again_through_the_auto_classes(tmp_path):
+    model = skipped(tiny_models.build("qwen3"), (1,))
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == {"configuration_skipped.py", "modeling_skipped.py"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is type(model)
+    ids, _ = tokens()
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.slow
+def test_the_types_are_announced_without_loading_their_room():
+    assert set(STOCK) == set(SKIPPED)
+    assert set(MODEL_TYPES) == {"depth_llama", *(kind.config_class.model_type for kind in SKIPPED.values())}
+    program = (
+        "import fulldepth, sys; from transformers import AutoConfig; "
+        "assert 'fulldepth.architectures' not in sys.modules; "
+        "AutoConfig.for_model('fulldepth_skipped_gpt2', skipped_attention=[1])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_decilm_configurations_are_read_by_attribute_and_written_as_published():
+    entry = {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"no_op": False, "ffn_mult": 4.0}}
+    other = {"attention": {"no_op": False, "n_heads_in_group": 2}, "ffn": {"no_op": True, "ffn_mult": None}}
+    values = {**tiny_models.DECODER, "num_hidden_layers": 2}
+    config = DeciLMConfig(**values, block_configs=[entry, other])
+    assert config.block_configs[0].attention.no_op
+    assert (config.skipped_attention, config.skipped_mlp) == ([1], [2])
+    assert config.to_dict()["block_configs"] == [entry, other]
+    assert json.loads(config.to_json_string())["block_configs"] == [entry, other]
+    with pytest.raises(ValueError, match="1 block_configs for 2 blocks"):
+        DeciLMConfig(**values, block_configs=[entry])
+    names = DeciLMForCausalLM(config).state_dict()
+    assert "model.layers.0.self_attn.q_proj.weight" not in names
+    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert "model.layers.1.mlp.up_proj.weight" not in names
+
+
+@pytest.mark.parametrize("name", sorted(CODE))
+def test_modelling_files_import_torch_transformers_and_each_other(name):
+    tree = ast.parse((Path(room.__file__).parent / name).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            tops = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            tops = [f"{node.module}.py"] if node.level == 1 else [str(node.module).split(".")[0]]
+            assert node.level < 2
+        else:
+            continue
+        assert set(tops) <= sys.stdlib_module_names | {"torch", "transformers"} | CODE, f"{name}:{node.lineno}"

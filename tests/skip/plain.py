@@ -1,0 +1,170 @@
+"""The plain way, to compare with: stock forward passes, one sequence at a time, zeroed output projections, float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import transformers as tf
+
+from fulldepth.skip.examples import Example, Examples
+
+OUTPUTS = {
+    "attention": ("self_attn.o_proj", "attn.c_proj", "attention.dense"),
+    "mlp": ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h"),
+}
+POST_NORMS = {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+VOCAB = 19
+
+
+def blocks_of(model: tf.PreTrainedModel) -> torch.nn.ModuleList:
+    body = model.base_model
+    return body.h if hasattr(body, "h") else body.layers
+
+
+@contextmanager
+def zeroed(model: tf.PreTrainedModel, layers: Iterable[int], granularity: str) -> Iterator[None]:
+    """Branches of 1-based layers that add nothing, by their weights alone; the weights come back."""
+    kept = []
+    kinds = ("attention", "mlp") if granularity == "layer" else (granularity,)
+    for layer in layers:
+        block = blocks_of(model)[layer - 1]
+        for kind in kinds:
+            names = [name for name, _ in block.named_modules() if name in OUTPUTS[kind]]
+            (module,) = (block.get_submodule(name) for name in names)
+            for parameter in module.parameters():
+                kept.append((parameter, parameter.detach().clone(), 0.0))
+            if hasattr(block, "post_feedforward_layernorm"):  # Gemma multiplies by 1 + weight
+                norm = getattr(block, POST_NORMS[kind])
+                kept.append((norm.weight, norm.weight.detach().clone(), -1.0))
+    try:
+        with torch.no_grad():
+            for parameter, _, value in kept:
+                parameter.fill_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before, _ in kept:
+                parameter.copy_(before)
+
+
+@torch.no_grad()
+def log_probabilities(model: tf.PreTrainedModel, example: Example) -> torch.Tensor:
+    """[R, V] float64 at the positions whose next token counts."""
+    logits = model(input_ids=example.input_ids[None]).logits[0].double()
+    return logits[:-1][example.labels[1:] != -100].log_softmax(-1)
+
+
+def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[int], granularity: str) -> float:
+    """Mean nats over labelled tokens."""
+    total, tokens = 0.0, 0
+    with zeroed(model, layers, granularity):
+        for example in examples:
+            targets = example.labels[1:][example.labels[1:] != -100]
+            total -= float(log_probabilities(model, example).gather(1, targets[:, None]).sum())
+            tokens += len(targets)
+    return total / tokens
+
+
+def divergence(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[int], granularity: str) -> float:
+    """Mean KL(base || variant) in nats over labelled positions."""
+    total, tokens = 0.0, 0
+    layers = list(layers)
+    for example in examples:
+        base = log_probabilities(model, example)
+        with zeroed(model, layers, granularity):
+            own = log_probabilities(model, example)
+        total += float((base.exp() * (base - own)).sum())
+        tokens += len(base)
+    return total / tokens
+
+
+def plain_loop(model, examples, blocks: int, granularity: str, measure=loss) -> tuple[list[int], list[float]]:
+    """Picks, and the measure before and after each removal."""
+    picks: list[int] = []
+    losses = [measure(model, examples, (), granularity)]
+    for _ in range(blocks):
+        scores = {
+            layer: measure(model, examples, [*picks, layer], granularity)
+            for layer in range(1, len(blocks_of(model)) + 1)
+            if layer not in picks
+        }
+        picks.append(min(scores, key=scores.__getitem__))
+        losses.append(scores[picks[-1]])
+    return picks, losses
+
+
+def sentences(count: int, seed: int, shortest: int = 12, longest: int = 28) -> list[Example]:
+    """Sequences of a small language; half are pairs.
+
+    A token depends on the two before it, so attention is needed, and earlier stretches come again.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chain = torch.randint(3, VOCAB, (VOCAB, VOCAB, 2), generator=torch.Generator().manual_seed(7))
+    made = []
+    for number in range(count):
+        length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
+        ids = torch.randint(3, VOCAB, (2,), generator=generator).tolist()
+        while len(ids) < length:
+            if len(ids) > 8 and len(ids) % 8 == 0:
+                start = int(torch.randint(0, len(ids) - 5, (1,), generator=generator))
+                ids += ids[start : start + 5]
+            ids.append(int(chain[ids[-1], ids[-2], int(torch.rand(1, generator=generator) < 0.2)]))
+        input_ids = torch.tensor(ids[:length])
+        labels = input_ids.clone()
+        labels[: length // 2 if number % 2 else 1] = -100
+        made.append(Example(input_ids, labels, number))
+    return made
+
+
+def examples(train: int = 24, heldout: int = 24, seed: int = 0) -> Examples:
+    return Examples(
+        sentences(train, 2 * seed + 1),
+        sentences(heldout, 2 * seed + 2),
+        {"hash": "sha256:" + f"{seed:064x}", "name": "sentences", "kind": "pairs"},
+    )
+
+
+@cache
+def trained_weights(layers: int, width: int, steps: int) -> dict[str, torch.Tensor]:
+    model = fresh(layers, width)
+    model.train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.02)
+    data = sentences(512, seed=99, shortest=28)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 4e-3 * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        ids = torch.stack([example.input_ids for example in data[step * 16 % 512 :][:16]])
+        optimiser.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def fresh(layers: int, width: int) -> tf.PreTrainedModel:
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return tf.LlamaForCausalLM(config)
+
+
+def trained(layers: int = 5, width: int = 32, steps: int = 60) -> tf.PreTrainedModel:
+    """A Llama that knows the small language somewhat."""
+    model = fresh(layers, width)
+    model.load_state_dict(trained_weights(layers, width, steps))
+    return model.eval()
