@@ -83,7 +83,7 @@ class Definition:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         block, own = self.block, self.own
-        if args:  # GPT-2's cache, mask and encoder states
+        if self.kind == "gpt2":  # cache, mask and encoder states come by position
             kwargs |= {"past_key_values": args[0], "attention_mask": args[1]}
         x1 = x
         if self.gone not in ("attention", "layer"):

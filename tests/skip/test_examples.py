@@ -326,6 +326,8 @@ def test_documents_are_held_out_whole():
     train, heldout = ({e.document for e in part} for part in (found.train, found.heldout))
     assert not train & heldout
     assert len(heldout) == 4
+    gaps = read_examples([text for pair in zip(texts, [" "] * 20, strict=True) for text in pair], tokenizer(), 4)
+    assert len({e.document for e in gaps.heldout}) == 4
     chats = read_examples([{"messages": TALK}] * 5, tokenizer(CHAT), 64)
     assert [len(chats.train), len(chats.heldout)] == [8, 2]
 
@@ -341,6 +343,8 @@ def test_seeds_and_contents_have_their_own_hash(tmp_path):
         read_examples([row["prompt"] + "\n " + row["response"] for row in rows], tokenizer(), 64).meta["hash"],
         read_examples(rows, tokenizer(), 64, heldout=rows[:3]).meta["hash"],
         read_examples(rows[:3], tokenizer(), 64, heldout=rows).meta["hash"],
+        read_examples(rows[:3], tokenizer(), 64, heldout=rows[3:]).meta["hash"],
+        read_examples(rows[:4], tokenizer(), 64, heldout=rows[4:]).meta["hash"],
     ]
     assert len(set(seen)) == len(seen)
     file = jsonl(tmp_path / "elsewhere.jsonl", *rows)

@@ -297,8 +297,9 @@ def test_mlx_gives_the_plans_logits(tmp_path):
 def test_tokenizers_and_settings_come_from_the_checkpoint(tmp_path):
     folder = tmp_path / "model"
     model = tiny_models.build("llama")
-    model.generation_config.top_k = 7
     model.save_pretrained(folder)
+    settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     plan = planned.plan(model, [2])
     plan.save(tmp_path / "plan.json")
     report = export(tmp_path / "plan.json", folder, "folded", tmp_path / "bare")
@@ -355,7 +356,7 @@ def test_other_models_and_plans_that_cannot_be_folded_are_refused(tmp_path):
     values = planned.scalars([2])
     values["1"]["s_mlp"] = -0.1
     for format in ("folded", "fast", "decilm"):
-        with pytest.raises(FulldepthError, match="s_mlp of layer 1 is -0.1"):
+        with pytest.raises(FulldepthError, match=r"s_mlp of layer 1 is -0\.1"):
             export(planned.plan(model, [2], values=values), model, format, tmp_path / "deep" / "er" / "out")
     classifier = tiny_models.build("llama-classifier")
     with pytest.raises(FulldepthError, match="Only language models"):

@@ -99,6 +99,8 @@ def test_file_has_the_keys_of_the_issue_in_its_order(tmp_path):
     assert list(written["scalars"]) == ["1", "2", "3", "4"]
     assert list(written["scalars"]["2"]) == list(FACTORS)
     assert Plan.load(tmp_path) == Plan.load(tmp_path / "plan.json") == Plan.of(document())
+    deep = dict(reversed(document(12)["scalars"].items()))
+    assert list(Plan.of({**document(), "scalars": deep}).document()["scalars"]) == [str(i) for i in range(1, 13)]
 
 
 @pytest.mark.parametrize("granularity", ["attention", "mlp", "layer"])

@@ -1,4 +1,20 @@
-"""`bench`: time, memory and cache of exports beside the model that they come from, measured and predicted."""
+r"""`bench`: time, memory and cache of exports beside the model that they come from, measured and predicted.
+
+All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes from
+round to round, so that what the machine does besides falls on all of them. A time is the median over rounds; the share
+saved is the median of the rounds' own shares,
+
+.. math:: s = 1 - t_{\text{export}} / t_{\text{original}}.
+
+It is predicted twice: `toggled`, by timing the original, in the same rounds, with the same blocks skipped in place
+(their share of the step), and `flops`, by what the two multiply. `time_saved_ratio` is measured over predicted.
+
+Rows, by `model`, `batch` and `context`; `difference` is the value minus the original's:
+`prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
+`predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's steps:
+what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
+`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token).
+"""
 
 from __future__ import annotations
 
@@ -47,22 +63,9 @@ def bench(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    r"""Time exports against the model that they come from, prefill and decode apart, over batch sizes and contexts.
+    """Time exports against the model that they come from, prefill and decode apart, over batch sizes and contexts.
 
-    All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes
-    from round to round, so that what the machine does besides falls on all of them. A time is the median over rounds;
-    the share saved is the median of the rounds' own shares,
-
-    .. math:: s = 1 - t_{\text{export}} / t_{\text{original}}.
-
-    It is predicted twice: `toggled`, by timing the original, in the same rounds, with the same blocks skipped in place
-    (their share of the step), and `flops`, by what the two multiply. `time_saved_ratio` is measured over predicted.
-
-    Rows, by `model`, `batch` and `context`; `difference` is the value minus the original's:
-    `prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
-    `predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's
-    steps: what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
-    `parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token).
+    How, and what the rows are, is said at the top of this module.
 
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model stays on its device, as it is.
@@ -83,17 +86,8 @@ def bench(
         FulldepthError: if there is nothing to compare, a model cannot be loaded or is no language model, models are on
             different devices or know different tokens, or a context with its new tokens exceeds their positions.
     """
-    asked = {
-        "batches": list(batches),
-        "contexts": list(contexts),
-        "new_tokens": new_tokens,
-        "repeats": repeats,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-        **options,
-    }
-    settings = layered(BenchSettings, asked)
+    asked = {"batches": list(batches), "contexts": list(contexts), "new_tokens": new_tokens, "repeats": repeats}
+    settings = layered(BenchSettings, {**asked, "seed": seed, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Nothing to compare the original with: name one export or more.")
     watcher = watcher or Watcher()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -13,8 +13,8 @@ from fulldepth.results import COLUMNS, tabulate
 from fulldepth.skip.flops import Costs, Shape, Variant
 from fulldepth.skip.trial import PHASES
 
-RESTLESS = 1.5
-"""The slowest round over the median one, from which on times are called restless."""
+RESTLESS = 0.02
+"""Standard error of a share of time saved, from which on times are called restless."""
 KEYS = ["measure", "site", "statistic", "batch", "context"]
 """What a value and the original's must share to be compared."""
 
@@ -170,10 +170,9 @@ def headline(measured: Measured) -> dict[str, dict[str, Any]]:
             shares = [median(measured.saved(label, cell, phase)) for cell in measured.cells]
             value = median(shares)
             guesses = [measured.predicted(label, cell, phase) for cell in measured.cells]
-            sentence = (
-                f"{label}: {phase} takes {_percent(value)} time than {measured.labels[0]} "
-                f"(over the grid {_percent(min(shares))} to {_percent(max(shares))})"
-            )
+            sentence = f"{label}: {phase} takes {_percent(value)} time than {measured.labels[0]}"
+            if len(shares) > 1:
+                sentence += f" (over the grid {_percent(min(shares))} to {_percent(max(shares))})"
             ending = _expectation(measured.gone[label], guesses)
             found[f"{phase}_time_saved {label}"] = {"value": value, "unit": "1", "sentence": f"{sentence}{ending}."}
     return found
@@ -196,11 +195,17 @@ def _percent(share: float) -> str:
 
 
 def noise(measured: Measured) -> list[str]:
-    """Says so where times were restless."""
-    worst = max(max(values) / median(values) for values in measured.times.values())
-    if worst < RESTLESS:
+    """Says so where times were restless: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
+    errors = [
+        1.25 * stdev(shares) / len(shares) ** 0.5
+        for label in measured.labels[1:]
+        for cell in measured.cells
+        for phase in PHASES
+        if len(shares := measured.saved(label, cell, phase)) > 1
+    ]
+    if max(errors, default=0.0) < RESTLESS:
         return []
     return [
-        f"The machine was busy: a round took up to {worst:.1f} times the median. Medians of few rounds can mislead; "
-        "look at the ranges, or repeat with more rounds."
+        f"The machine was busy: shares of time saved are uncertain by {max(errors):.3f} (standard error) in the worst "
+        "case. Look at the ranges, or repeat with more rounds or a longer context."
     ]

@@ -11,6 +11,8 @@ from fulldepth.errors import FulldepthError
 
 ROUNDING = 1e-12
 """A bend smaller than this part of the losses is rounding."""
+FEWEST = 5
+"""Sequences of which fewer say nothing about their spread."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ def find_bend(losses: Any, weights: Any, *, resamples: int = 1000, seed: int = 0
 
     .. math:: \Delta\text{BIC} = N \log(\text{RSS}_1 / \text{RSS}_2) - 2 \log N
 
-    takes sequences as independent, not the points of a curve, whose errors add up from block to block (on straight
-    lines with errors that are a random walk, 6 % of 20 sequences with 30 blocks show a break, and fewer of more).
+    takes sequences as independent, not the points of a curve, whose errors add up from block to block. (Of straight
+    lines with errors that were independent, a random walk, or a slope for each sequence, 6 % of samples of 20 sequences
+    and 1 % of 200 showed a break, at most.) Fewer than 5 sequences cannot tell, and show none.
 
     Confidence: everything again, the choice between one and two lines included, on sequences drawn with replacement.
 
@@ -74,24 +77,21 @@ def find_bend(losses: Any, weights: Any, *, resamples: int = 1000, seed: int = 0
         raise FulldepthError(f"Losses of shape {curves.shape} and weights of shape {tokens.shape}; expected N x K, N.")
     if not np.isfinite(curves).all() or not (tokens > 0).all():
         raise FulldepthError("Losses must be finite, and every sequence must have tokens that count.")
-    count, points = curves.shape
-    bends = curves @ _bends(points).T  # [N, K - 1]
+    count = len(curves)
+    bends = curves @ _bends(curves.shape[1]).T  # [N, K - 1]
     scale = float(np.abs(curves).max()) * ROUNDING
-    chosen, gains = _choose(bends, tokens[None, :], scale)
-    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    again, _ = _choose(bends, draws * tokens, scale, draws.sum(1))
+    chosen, gains = _choose(bends, tokens[None], scale)
     found = int(chosen[0])
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    again, _ = _choose(bends, draws * tokens, scale)
     numbers = again[again > 0]
-    low, high = (
-        (int(q) for q in np.quantile(numbers, (0.025, 0.975), method="nearest")) if len(numbers) else (None,) * 2
-    )
     before, after = _slopes(np.average(curves, axis=0, weights=tokens), found)
-    shares = {"none" if b == 0 else str(b): float((again == b).mean()) for b in sorted(set(again.tolist()))}
+    shares = {str(b or "none"): float((again == b).mean()) for b in sorted(set(again.tolist()))}
     return Bend(
         blocks=found or None,
-        confidence=shares.get(str(found) if found else "none", 0.0),
-        low=low,
-        high=high,
+        confidence=shares.get(str(found or "none"), 0.0),
+        low=_quantile(numbers, 0.025),
+        high=_quantile(numbers, 0.975),
         slope_before=before,
         slope_after=after,
         bic_gain=float(gains[0]),
@@ -99,6 +99,11 @@ def find_bend(losses: Any, weights: Any, *, resamples: int = 1000, seed: int = 0
         sequences=count,
         resamples=resamples,
     )
+
+
+def _quantile(numbers: np.ndarray, share: float) -> int | None:
+    """One of the numbers; None if there are none."""
+    return int(np.quantile(numbers, share, method="nearest")) if len(numbers) else None
 
 
 def _bends(points: int) -> np.ndarray:
@@ -110,22 +115,18 @@ def _bends(points: int) -> np.ndarray:
     return (rest / np.linalg.norm(rest, axis=0)).T
 
 
-def _choose(
-    bends: np.ndarray, weights: np.ndarray, scale: float, counts: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def _choose(bends: np.ndarray, weights: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Break points (0 = none) and differences of BIC, for each of M weightings `[M, N]` of bends `[N, K - 1]`."""
-    rows = np.arange(len(weights))
-    if not bends.shape[1]:
+    rows, count = np.arange(len(weights)), len(bends)
+    if not bends.shape[1] or count < FEWEST or not scale:
         return np.zeros(len(weights), int), np.zeros(len(weights))
-    number = np.full(len(weights), len(bends)) if counts is None else counts
     total = weights.sum(1, keepdims=True)
     means, squares = weights @ bends / total, weights @ bends**2 / total
     best = means.argmax(1)  # of unit vectors; the largest projection leaves the smallest sum of squares
     mean, square = means[rows, best], squares[rows, best]
-    left = np.maximum(square - mean**2, scale**2)
-    gains = number * np.log(np.maximum(square, scale**2) / left) - 2 * np.log(number) if scale else np.zeros(len(mean))
-    is_bent = (mean > scale) & (gains > 0)
-    return np.where(is_bent, best + 1, 0), gains
+    one, two = np.maximum(square, scale**2), np.maximum(square - mean**2, scale**2)
+    gains = count * np.log(one / two) - 2 * np.log(count)
+    return np.where((mean > scale) & (gains > 0), best + 1, 0), gains
 
 
 def _slopes(curve: np.ndarray, bend: int) -> tuple[float, float]:

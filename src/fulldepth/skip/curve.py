@@ -104,7 +104,6 @@ def curve(
     settings = layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
-    folder = None if output is None else Path(output)
     with processes() as me:
         owner = open_model(
             model,
@@ -116,12 +115,12 @@ def curve(
         if settings.search != "given":
             settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
         opened = {"tokenizer": tokenizer, "heldout": heldout}
-        plan = search_with(owner, data, settings, me, watcher, output=folder, resume=resume, **opened)
+        plan = search_with(owner, data, settings, me, watcher, output=output, resume=resume, **opened)
         with prepared(owner, data, settings, me, **opened) as ready:
             read = _read(ready, plan, me, watcher)
         results = _results(plan, read, settings, max_blocks)
-        if folder is not None and me.is_main:
-            results.save(folder)
+        if output is not None and me.is_main:
+            results.save(output)
         me.gather(None)
     return Curve(plan, results)
 
@@ -256,13 +255,14 @@ def _headline(plan: Plan, bend: Bend, table: pd.DataFrame) -> dict[str, dict[str
     part = "layers" if kind == "layer" else f"{kind} blocks"
     if bend.blocks is None:
         sentence = (
-            f"The loss grows in a straight line up to {most} removed {part} ({bend.slope_before:+.4f} nats each), as far "
-            f"as {bend.sequences} held-out sequences tell ({bend.confidence:.0%} of resamples agree)."
+            f"The loss grows in a straight line up to {most} removed {part} ({bend.slope_before:+.4f} nats each), "
+            f"as far as {bend.sequences} held-out sequences tell ({bend.confidence:.0%} of resamples agree)."
         )
     else:
         sentence = (
             f"Up to {bend.blocks} removed {part} the loss grows by {bend.slope_before:+.4f} nats each, then by "
-            f"{bend.slope_after:+.4f} ({bend.confidence:.0%} of resamples agree; 95 % lie from {bend.low} to {bend.high})."
+            f"{bend.slope_after:+.4f} ({bend.confidence:.0%} of resamples agree; 95 % lie from "
+            f"{bend.low} to {bend.high})."
         )
     keep = (table.measure == "loss_added") & (table.removed == most)
     rows = table[keep].set_index("statistic")["value"]

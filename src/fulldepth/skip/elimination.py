@@ -129,7 +129,14 @@ def _errors(found: Difference) -> float:
 
 
 def eliminate(
-    ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95, budget: float | None = None
+    ledger: Ledger,
+    kind: str,
+    blocks: int,
+    *,
+    confidence: float = 0.95,
+    budget: float | None = None,
+    picks: Sequence[int] = (),
+    least=1, total=True,
 ) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least with those before it removed.
 
@@ -140,6 +147,7 @@ def eliminate(
         ledger: what scores.
         kind: the loss that decides.
         blocks: k.
+        picks: layers that are removed already, of these k.
         confidence: that no round loses its best candidate, for each round.
         budget: FLOPs for everything, the losses of the plan on all data included; None = no bound. A round that has
             spent its share ends with the best so far.
@@ -147,13 +155,13 @@ def eliminate(
     Returns:
         Layers in the order of removal, and how each was chosen.
     """
-    picks: list[int] = []
+    picks = list(picks)
     rounds: list[Round] = []
     batches = sum(map(len, ledger.chunks))
-    for number in range(blocks):
+    for number in range(len(picks), blocks):
         variants = ledger.round_of(picks)
         ledger.begin(f"Block {number + 1} of {blocks}", len(variants) * batches)
-        limit = math.inf if budget is None else _limit(ledger, kind, picks, blocks, budget)
+        limit = math.inf if budget is None else (_limit(ledger, kind, picks, blocks, budget) if total else ledger.spent['flops']+budget/(blocks-len(picks))); budget = budget if total or budget is None else budget*(1-1/(blocks-len(picks)))
         winner, decided_by = _round(ledger, kind, variants, (1 - confidence) / len(variants), limit, picks)
         ledger.finish()
         rounds.append(judge(ledger, kind, variants, winner, decided_by, confidence))

@@ -17,14 +17,14 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMForCausalLM
 from fulldepth.capture.verify import TOLERANCE, verify
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import Anatomy, anatomy_candidates, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.fold import Folding, folded, probes, scaled_logits
-from fulldepth.skip.formats import CARRY_CODE, FORMATS, Draft, as_stock
+from fulldepth.skip.formats import CARRY_CODE, FORMATS, Draft, as_stock, without_bars
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.readers import NotLoadedError, prove
 
@@ -90,10 +90,11 @@ def export(
         raise FulldepthError(f"Only language models can be exported, {type(loaded).__name__} is none.")
     stock = as_stock(loaded)
     anatomy = anatomy if stock is loaded else find_anatomy(stock)
+    FORMATS[format].check(stock, plan)
     with _folder_to_be(target) as folder:
         ids = probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
-        with _scalars_inside(anatomy, plan, format) as folding:
+        with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
             notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
         notes += _save_tokenizer(tokenizer, source, folder)
         # The fast class follows the stream's scale in its eps, so nothing but rounding is left.
@@ -130,7 +131,8 @@ def load(directory: str | Path, *, device: str | torch.device | None = None) -> 
     if kind != "decilm":
         return load_checkpoint(folder, device=device).model
     try:  # its model type is not ours to register
-        found: Any = DeciLMForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        with without_bars():
+            found: Any = DeciLMForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
     model, info = found
@@ -209,6 +211,19 @@ def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Foldi
 
 
 @contextmanager
+def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Carry the generation settings as they are: some checkpoints have such as transformers loads but will not save."""
+    settings = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json")
+
+
+@contextmanager
 def _folder_to_be(target: Path) -> Iterator[Path]:
     """A folder beside `target` that gets its name at the end; on an error it is gone, as if never begun.
 
@@ -217,6 +232,7 @@ def _folder_to_be(target: Path) -> Iterator[Path]:
     """
     new = [parent for parent in target.absolute().parents if not parent.exists()]
     part: Path | None = None
+    named = False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
@@ -224,11 +240,12 @@ def _folder_to_be(target: Path) -> Iterator[Path]:
         yield part
         check_target(target)
         part.rename(target)
+        named = True
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error
     finally:
-        if not target.exists():
+        if not named:
             if part is not None:
                 shutil.rmtree(part, ignore_errors=True)
             for parent in new:

@@ -13,10 +13,10 @@ from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
 from fulldepth.skip.elimination import Round, eliminate
 from fulldepth.skip.estimate import Estimate, budget_of, check_budget, fit_options
+from fulldepth.skip.exact import exact
 from fulldepth.skip.fit import FitResult, fit
 from fulldepth.skip.flops import Variant
 from fulldepth.skip.ledger import PROGRESS, Ledger
-from fulldepth.skip.lookahead import exact
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.rankings import rank

@@ -11,7 +11,7 @@ import inspect
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3ForCausalLM, Gemma3TextModel
@@ -22,6 +22,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
 
+from .cache_skipped import TokenCounter, compact
 from .configuration_skipped import (
     SkippedGemma2Config,
     SkippedGemma3TextConfig,
@@ -32,83 +33,6 @@ from .configuration_skipped import (
     SkippedQwen2Config,
     SkippedQwen3Config,
 )
-
-
-class TokenCounter(CacheLayerMixin):
-    """The only entry of a cache when no layer has attention: how many tokens were seen."""
-
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self.cumulative_length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is stored."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: no layer has keys and values."""
-        raise NotImplementedError("this model has no attention, so its cache holds no keys and values")
-
-    def get_seq_length(self) -> int:
-        """Tokens seen."""
-        return self.cumulative_length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask that nobody reads."""
-        return self.cumulative_length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def reset(self) -> None:
-        """Start at no tokens."""
-        self.cumulative_length = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens (a negative number, as in transformers)."""
-        self.cumulative_length = max(0, self.cumulative_length - abs(tokens_to_remove))
-
-    def offload(self) -> None:
-        """Nothing to move."""
-
-    def prefetch(self) -> None:
-        """Nothing to move."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Every sequence has the same length."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence has the same length."""
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Every sequence has the same length."""
-
-
-def compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
-    """Take the entries of layers without attention out of an empty cache that was made for all layers. In place.
-
-    Args:
-        cache: any cache: one that was compacted before, or grows by itself, stays as it is.
-        skipped: layers without attention, 1..L.
-        num_layers: L.
-
-    Raises:
-        ValueError: if the cache already holds tokens for all layers, so that another model filled it.
-    """
-    if skipped and len(cache.layers) == num_layers:
-        if cache.get_seq_length() > 0:
-            raise ValueError(
-                f"this cache was filled by another model: it has entries for all {num_layers} layers, and "
-                f"{len(skipped)} of this model's have no attention"
-            )
-        cache.layers = [entry for layer, entry in enumerate(cache.layers, start=1) if layer not in skipped]
-    if not cache.layers and len(skipped) >= num_layers:
-        cache.layers.append(TokenCounter())
 
 
 class Nothing(nn.Module):

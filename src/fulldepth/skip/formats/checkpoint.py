@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import logging as transformers_logging
 
 from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.errors import FulldepthError
@@ -63,6 +65,18 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
     stock.tie_weights()
     stock.generation_config = model.generation_config
     return stock.train(model.training)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Silence transformers' progress bars."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def plain_values(config: PreTrainedConfig) -> dict[str, Any]:

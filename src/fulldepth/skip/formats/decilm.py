@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.formats.checkpoint import Draft, plain_values, save
+from fulldepth.skip.plan import Plan
 
 GRANULARITIES = ("attention",)
 MULTIPLE = 256
@@ -45,14 +46,33 @@ def intermediate_size(ffn_mult: float, width: int) -> int:
     return size if size % MULTIPLE == 0 else size + MULTIPLE - size % MULTIPLE
 
 
-def write(draft: Draft) -> list[str]:
-    """Write the checkpoint, its configuration by the published names, and code for transformers.
+def check(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse a family or shape that the layout has no words for.
 
     Raises:
-        FulldepthError: for a family or shape that the layout has no words for.
+        FulldepthError: with the reason.
     """
+    config = model.config
+    heads = config.num_attention_heads
+    window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
+    if config.model_type not in ("llama", "qwen2"):
+        raise FulldepthError(
+            f"The decilm layout is for llama and qwen2, this is a {config.model_type}. Use --format fast or folded."
+        )
+    rope = config.rope_parameters.get("rope_type", "default")
+    reasons = {
+        "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
+        not in (None, config.hidden_size // heads),
+        "some of its layers see a sliding window only": window,
+        f"its positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
+    }
+    if why := next((reason for reason, applies in reasons.items() if applies), None):
+        raise FulldepthError(f"The decilm layout has no words for this model: {why}. Use --format fast or folded.")
+
+
+def write(draft: Draft) -> list[str]:
+    """Write the checkpoint, its configuration by the published names, and code for transformers."""
     config = draft.model.config
-    check_shape(config)
     skipped = set(draft.plan.blocks) - {1}
     size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
     biased = getattr(config, "attention_bias", False) or config.model_type == "qwen2"
@@ -66,26 +86,6 @@ def write(draft: Draft) -> list[str]:
     save(draft, DeciLMForCausalLM, DeciLMConfig(**values), weights)
     _publish_rope(draft, config)
     return [draft.folding.note, *_notes(draft, size, biased)]
-
-
-def check_shape(config: PreTrainedConfig) -> None:
-    """Refuse what the layout has no words for.
-
-    Raises:
-        FulldepthError: with the reason.
-    """
-    heads = config.num_attention_heads
-    window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
-    rope = config.rope_parameters.get("rope_type", "default")
-    reasons = {
-        f"it is for llama and qwen2, this is a {config.model_type}": config.model_type not in ("llama", "qwen2"),
-        "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
-        not in (None, config.hidden_size // heads),
-        "some of its layers see a sliding window only": window,
-        f"its positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
-    }
-    if why := next((reason for reason, applies in reasons.items() if applies), None):
-        raise FulldepthError(f"The decilm layout has no words for this model: {why}. Use --format fast or folded.")
 
 
 def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> list[dict[str, dict[str, Any]]]:

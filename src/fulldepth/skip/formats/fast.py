@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.formats.checkpoint import Draft, plain_values, save
+from fulldepth.skip.plan import Plan
 
 GRANULARITIES = ("attention", "mlp")
 PARTS = {
@@ -20,17 +23,22 @@ PARTS |= dict.fromkeys(("mistral", "qwen2", "qwen3"), PARTS["llama"]) | {"gemma3
 """`model_type` -> modules of a block that go with its attention, and with its MLP."""
 
 
-def write(draft: Draft) -> list[str]:
-    """Write a checkpoint of the class without the skipped parts, with its code.
+def check(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse a family that has no such class.
 
     Raises:
-        FulldepthError: for a family that has no such class.
+        FulldepthError: with those that have one.
     """
-    family = draft.model.config.model_type
+    family = model.config.model_type
     if family not in SKIPPED:
         raise FulldepthError(
             f"There is no class for a {family} without some of its attention. Available: {', '.join(sorted(SKIPPED))}."
         )
+
+
+def write(draft: Draft) -> list[str]:
+    """Write a checkpoint of the class without the skipped parts, with its code."""
+    family = draft.model.config.model_type
     kind = SKIPPED[family]
     attention = draft.plan.granularity == "attention"
     layers = sorted(draft.plan.blocks)

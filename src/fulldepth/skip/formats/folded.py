@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from fulldepth.skip.formats.checkpoint import Draft
+from fulldepth.skip.plan import Plan
 
 GRANULARITIES = ("attention", "mlp", "layer")
+
+
+def check(model: PreTrainedModel, plan: Plan) -> None:
+    """Nothing that folding does not refuse."""
 
 
 def write(draft: Draft) -> list[str]:

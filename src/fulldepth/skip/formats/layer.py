@@ -5,32 +5,38 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.formats.checkpoint import Draft, save
+from fulldepth.skip.plan import Plan
 
 GRANULARITIES = ("layer",)
 NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
 """Endings of names whose lists are not one entry a layer, however long they happen to be."""
 
 
-def write(draft: Draft) -> list[str]:
-    """Write the layers that are left, renumbered, with every list of the configuration that has an entry a layer.
+def check(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse what would have no layer left, or layers that compute something else under another number.
 
     Raises:
-        FulldepthError: if no layer is left, or what a layer computes depends on its number.
+        FulldepthError: with the reason.
     """
-    num_layers = draft.anatomy.num_layers
-    kept = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
-    if not kept:
+    num_layers = model.config.num_hidden_layers
+    if len(plan.blocks) >= num_layers:
         raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
-    config = copy.deepcopy(draft.model.config)
-    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         raise FulldepthError(
             "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its layers "
             "cannot be renumbered. Use --format folded."
         )
+
+
+def write(draft: Draft) -> list[str]:
+    """Write the layers that are left, renumbered, with every list of the configuration that has an entry a layer."""
+    num_layers = draft.anatomy.num_layers
+    kept = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
+    config = copy.deepcopy(draft.model.config)
     sliced = slice_lists(config, kept, num_layers)
     prefix = f"{draft.blocks_name}."
     numbers = {f"{layer - 1}": str(index) for index, layer in enumerate(kept)}

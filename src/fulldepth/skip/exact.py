@@ -1,31 +1,31 @@
 """The picks of the plain loop, at less than its cost.
 
-The plain loop runs the model once for every candidate of every round. Here the rounds are run together: which blocks
-will go is guessed from what was scored so far, and on each chunk of the data the candidates of all rounds under that
-guess are run in one pass, in which whatever they share from the first block on is computed once (also across rounds: a
-candidate below the blocks that went before differs from its sibling only above them). Nothing is decided by a guess. A
-round is settled when every candidate of the true blocks before it was scored on all data, or has lost already on a part
-of them: losses are no less than 0, so a sum that exceeds the total of a rival that was finished only grows. Where the
-guess was wrong, what is missing is made up for in another pass.
+The plain loop runs the model once for every candidate of every round. Here, successive elimination first tells which
+blocks will probably go. Under that guess the candidates of all rounds are run together, a chunk of the data at a time,
+and whatever they share from the first block on is computed once, across rounds too: a candidate that lies below the
+blocks removed before differs from the same candidate of the round before only above the lowest of them.
+
+Nothing is decided by the guess. A round is settled when every candidate of the true blocks before it was scored on all
+data, or has lost for certain on a part of them: losses are no less than 0, so a sum only grows, and one that exceeds
+the total of a rival cannot win. Where the guess was wrong, the rounds after it are done again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scipy import stats
+import numpy as np
 
-from fulldepth.skip.elimination import Round, best, difference, judge
+from fulldepth.skip.elimination import Round, best, difference, eliminate, judge
 from fulldepth.skip.flops import Variant
 from fulldepth.skip.ledger import Ledger
-from fulldepth.skip.score import BASE
+from fulldepth.skip.score import BASE, SCALED
 
-SCOUTED = 8
-"""One chunk in so many is scored round by round before the first guess."""
 RISK = 0.3
 """Probability of a wrong guess up to which it is built upon: about what sharing saves of a round's cost."""
+WIDTH, LEAST, FLOOR = 4, 0.05, 0.03
 ROUNDING = 1e-9
-"""By how much, relative, a sum must exceed a rival's: sums in another order differ by less."""
+"""By how much, relative, a sum must exceed a rival's total: sums in another order differ by less."""
 
 
 def exact(ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95) -> tuple[list[int], list[Round]]:
@@ -33,7 +33,7 @@ def exact(ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95) -
 
     Args:
         ledger: what scores.
-        kind: the loss that decides; sums of it must not decrease with more data.
+        kind: the loss that decides.
         blocks: k.
         confidence: for what is said about other data.
 
@@ -48,52 +48,54 @@ def exact(ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95) -
             variants = ledger.round_of(picks)
             winner = best(ledger, kind, _finished(ledger, kind, variants), range(len(ledger.chunks)))
             rounds.append(judge(ledger, kind, variants, winner, "data", confidence))
-            picks.append(rounds[-1].pick)
+            picks = [*picks, rounds[-1].pick]
     return picks, rounds
 
 
 def _together(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> None:
     """One pass over the data for all rounds that are not settled; the first of them is settled by it."""
-    chunks = range(len(ledger.chunks))
     left = [len(ledger.round_of(picks)) - number for number in range(blocks - len(picks))]
     ledger.begin(f"Blocks {len(picks) + 1} to {blocks}", sum(left) * ledger.num_batches)
-    starts = _likely(ledger, kind, picks, blocks, range(-(-len(chunks) // SCOUTED)))
-    finish_first = _finishing_pays(ledger, kind, starts)
-    for chunk in chunks if finish_first else ():
-        ledger.need(kind, [BASE, *_winners(starts)], chunk)
-    for chunk in chunks:
-        starts = _likely(ledger, kind, picks, blocks, range(1))
+    for chunk in range(len(ledger.chunks)):
+        starts = _likely(ledger, kind, picks, blocks)
         variants = [variant for start in starts for variant in _alive(ledger, kind, start)]
         ledger.need(kind, [BASE, *variants], chunk)  # the plan needs the base, which is most of the way to the others
     ledger.finish()
 
 
-def _likely(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, scouted: Sequence[int]) -> list[list[int]]:
-    """What rounds will start from: the true picks, and sets of picks that will likely come to be, whatever the order.
-
-    The chain of the best so far is followed; at each of its steps every other candidate may turn out to be better. A set
-    is likely if those that are not in it, all steps together, will not be with a probability of `1 - RISK`.
-    """
-    starts, chain, risks = [list(picks)], list(picks), dict.fromkeys(ledger.costs.able, 0.0)
-    while len(chain) < blocks - 1:
-        variants = _alive(ledger, kind, chain)
-        for chunk in scouted:
-            ledger.need(kind, variants, chunk)
-        known = [set(ledger.known_chunks(kind, variant)) for variant in variants]
-        leader = best(ledger, kind, variants, sorted(set.intersection(*known)))
-        for variant in variants:
-            (layer,) = variant.difference(chain)
-            gap = difference(ledger, kind, variant, leader)
-            risks[layer] += 0.0 if variant == leader or not gap.error else float(stats.norm.sf(gap.mean / gap.error))
-        chain += leader.difference(chain)
-        if sum(risk for layer, risk in risks.items() if layer not in chain) <= RISK:
-            starts.append(list(chain))
+def _likely(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> list[Variant]:
+    shape = ledger.chunks[0][0].shape
+    starts = [Variant(picks)]
+    running = [BASE, *_alive(ledger, kind, picks)]
+    level = {Variant(picks): 1.0}
+    for _ in range(len(picks), blocks - 1):
+        following: dict[Variant, float] = {}
+        for start in sorted(level, key=lambda v: (-level[v], sorted(v)))[:WIDTH]:
+            if level[start] >= LEAST:
+                for variant, odds in _odds(ledger, kind, start).items():
+                    following[variant] = following.get(variant, 0.0) + level[start] * odds
+        level = following
+        for start in sorted(level, key=lambda v: (-level[v], sorted(v))):
+            if level[start] < FLOOR: break
+            candidates = _alive(ledger, kind, start)
+            alone = ledger.costs.shared(candidates, shape)
+            more = ledger.costs.shared([*running, *candidates], shape) - ledger.costs.shared(running, shape)
+            if more < level[start] * alone:
+                starts.append(start)
+                running += candidates
     return starts
 
 
-def _winners(starts: Sequence[Sequence[int]]) -> list[Variant]:
-    """The sets of picks that are guessed."""
-    return [Variant(start) for start in starts[1:]]
+def _odds(ledger: Ledger, kind: str, start: Variant) -> dict[Variant, float]:
+    variants = _alive(ledger, kind, start)
+    ledger.need(kind, variants, 0)
+    most = max(variants, key=lambda variant: len(ledger.known_chunks(kind, variant)))
+    gaps = [difference(ledger, kind, variant, most) for variant in variants]
+    rng = np.random.default_rng(0)
+    err = np.array([g.error if np.isfinite(g.error) else 1.0 for g in gaps]); mean=np.array([g.mean for g in gaps])
+    draws = rng.standard_normal((400, len(variants))) * err + mean
+    won = np.bincount(draws.argmin(1), minlength=len(variants)) / 400
+    return {v: float(w) for v, w in zip(variants, won, strict=True) if w > 0}
 
 
 def _alive(ledger: Ledger, kind: str, picks: Sequence[int]) -> list[Variant]:
@@ -104,13 +106,7 @@ def _alive(ledger: Ledger, kind: str, picks: Sequence[int]) -> list[Variant]:
     if not totals:
         return variants
     bound = min(totals) * (1 + ROUNDING)
-    return [v for v in variants if _known(ledger, kind, v) <= bound or len(ledger.known_chunks(kind, v)) == len(every)]
-
-
-def _known(ledger: Ledger, kind: str, variant: Variant) -> float:
-    """What a variant has lost on the chunks that are known."""
-    chunks = ledger.known_chunks(kind, variant)
-    return ledger.total(kind, variant, chunks) if chunks else 0.0
+    return [v for v in variants if ledger.total(kind, v, ledger.known_chunks(kind, v)) <= bound]
 
 
 def _finished(ledger: Ledger, kind: str, variants: Sequence[Variant]) -> list[Variant]:
@@ -129,7 +125,7 @@ def _finishing_pays(ledger: Ledger, kind: str, starts: Sequence[Sequence[int]]) 
     The others then leave out what they share with the winners; it pays if enough of them lose early, which is told by
     their losses on the first chunk.
     """
-    winners, count, shape = set(_winners(starts)), len(ledger.chunks), ledger.chunks[0][0].shape
+    winners, count, shape = set(map(Variant, starts[1:])), len(ledger.chunks), ledger.chunks[0][0].shape
     rounds = [of for start in starts if winners & set(of := _alive(ledger, kind, start))]
     if not rounds:
         return False
