@@ -23,7 +23,7 @@ from fulldepth.skip.score import BASE, SCALED
 
 RISK = 0.3
 """Probability of a wrong guess up to which it is built upon: about what sharing saves of a round's cost."""
-WIDTH, LEAST, FLOOR = 4, 0.05, 0.03
+WIDTH, LEAST, FLOOR, FACTOR = 4, 0.05, 0.03, 1.0
 ROUNDING = 1e-9
 """By how much, relative, a sum must exceed a rival's total: sums in another order differ by less."""
 
@@ -80,7 +80,7 @@ def _likely(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> lis
             candidates = _alive(ledger, kind, start)
             alone = ledger.costs.shared(candidates, shape)
             more = ledger.costs.shared([*running, *candidates], shape) - ledger.costs.shared(running, shape)
-            if more < level[start] * alone:
+            if more < FACTOR * level[start] * alone:
                 starts.append(start)
                 running += candidates
     return starts
