@@ -135,8 +135,6 @@ def eliminate(
     *,
     confidence: float = 0.95,
     budget: float | None = None,
-    picks: Sequence[int] = (),
-    least=1, total=True,
 ) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least with those before it removed.
 
@@ -147,7 +145,6 @@ def eliminate(
         ledger: what scores.
         kind: the loss that decides.
         blocks: k.
-        picks: layers that are removed already, of these k.
         confidence: that no round loses its best candidate, for each round.
         budget: FLOPs for everything, the losses of the plan on all data included; None = no bound. A round that has
             spent its share ends with the best so far.
@@ -155,13 +152,13 @@ def eliminate(
     Returns:
         Layers in the order of removal, and how each was chosen.
     """
-    picks = list(picks)
+    picks: list[int] = []
     rounds: list[Round] = []
     batches = sum(map(len, ledger.chunks))
-    for number in range(len(picks), blocks):
+    for number in range(blocks):
         variants = ledger.round_of(picks)
         ledger.begin(f"Block {number + 1} of {blocks}", len(variants) * batches)
-        limit = math.inf if budget is None else (_limit(ledger, kind, picks, blocks, budget) if total else ledger.spent['flops']+budget/(blocks-len(picks))); budget = budget if total or budget is None else budget*(1-1/(blocks-len(picks)))
+        limit = math.inf if budget is None else _limit(ledger, kind, picks, blocks, budget)
         winner, decided_by = _round(ledger, kind, variants, (1 - confidence) / len(variants), limit, picks)
         ledger.finish()
         rounds.append(judge(ledger, kind, variants, winner, decided_by, confidence))

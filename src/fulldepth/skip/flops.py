@@ -108,7 +108,7 @@ class Costs:
         return tuple(layer for layer, part in enumerate(parts, start=1) if part or self.granularity == "layer")
 
 
-def candidates(costs: Costs, picks: Sequence[int]) -> list[Variant]:
+def candidates(costs: Costs, picks: Collection[int]) -> list[Variant]:
     """The variants of one round: those skipped already, and one layer more."""
     return [Variant(picks) | {layer} for layer in costs.able if layer not in picks]
 

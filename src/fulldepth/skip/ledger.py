@@ -104,7 +104,7 @@ class Ledger:
         """Held-out batches."""
         return sum(map(len, self.chunks))
 
-    def round_of(self, picks: Sequence[int]) -> list[Variant]:
+    def round_of(self, picks: Collection[int]) -> list[Variant]:
         """The candidates of the round after these picks."""
         return candidates(self.costs, picks)
 
