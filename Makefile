@@ -36,7 +36,8 @@ docs: .venv/.dev ## Build the documentation into site/
 
 bench: .venv/.dev ## Time measuring against a plain forward pass, and training against plain training
 	$(BIN)/python benchmarks/run.py
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/training.py --only jreg,cr,lime,trainer
+	$(BIN)/python benchmarks/training.py --only growth
 
 clean: ## Remove everything that make has made, .venv included
 	rm -rf .venv build dist site demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
