@@ -1,8 +1,9 @@
-"""Runs a model and hands out activations by site name: the only reader of activations."""
+"""Runs a model and hands out activations by site name: the only reader of activations. Reads weights, too."""
 
 from fulldepth.capture.hooks import COEFFICIENTS, SITES, Tape, capture
 from fulldepth.capture.lens import TopTokens, read_layers, top_tokens
 from fulldepth.capture.verify import Verified, body_inputs, verify
+from fulldepth.capture.weights import feed_projections, plain_weight
 
 __all__ = [
     "COEFFICIENTS",
@@ -12,6 +13,8 @@ __all__ = [
     "Verified",
     "body_inputs",
     "capture",
+    "feed_projections",
+    "plain_weight",
     "read_layers",
     "top_tokens",
     "verify",

@@ -121,6 +121,8 @@ class Tape:
 
     def _branch(self, site: str, layer: int) -> Tensor:
         """What a branch adds to the stream: with several streams, its output times the sum of their weights."""
+        if self.anatomy.family.sparse and self.anatomy.part(layer, site) is None:
+            return torch.zeros_like(self._first())
         branch = self._read(site, layer)
         if not self.anatomy.has_streams:
             return branch
@@ -130,7 +132,7 @@ class Tape:
         """x': read where the model has it, else the sum x + A."""
         if ("attention_output", layer) in self._seen:
             return self._read("attention_output", layer)
-        return self._input(layer) + self._read("attention_branch", layer)
+        return self._input(layer) + self._branch("attention_branch", layer)
 
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
@@ -231,7 +233,9 @@ def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[P
     for kind in ("attention", "mlp"):
         site = f"{kind}_branch"
         if site in wanted or (kind == "attention" and _needs_sum(anatomy, wanted)):
-            yield _required(anatomy, layer, site), False, site, layer, scaled
+            module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
+            if module is not None:
+                yield module, False, site, layer, scaled
         if not anatomy.has_streams:
             continue
         # a connection gives: the branch's input, the streams without the branch, the branch's weight in each

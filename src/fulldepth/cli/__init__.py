@@ -6,13 +6,16 @@ from fulldepth.cli.measure import MEASURES, measure_command
 from fulldepth.cli.train import train_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
+from fulldepth.cli.proof import bench_command, curve_command
 
 __all__ = [
     "DEBUG",
     "MEASURES",
     "app",
     "apply_command",
+    "bench_command",
     "compare_command",
+    "curve_command",
     "demo_command",
     "main",
     "measure_command",

@@ -54,9 +54,17 @@ def options(
     DEBUG["on"] = debug
 
 
-def names(text: str | None) -> list[str] | None:
+def listed(text: str | None) -> list[str] | None:
     """A comma-separated list."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def whole_numbers(option: str, text: str | None) -> list[int] | None:
+    """A comma-separated list of whole numbers."""
+    words = listed(text)
+    if words is not None and not (words and all(word.isdecimal() for word in words)):
+        raise FulldepthError(f"{option} {text}: expected whole numbers such as 3,7.")
+    return None if words is None else [int(word) for word in words]
 
 
 def refuse_existing(folder: Path, overwrite: bool) -> None:

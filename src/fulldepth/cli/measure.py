@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app, names
+from fulldepth.cli.door import DEBUG, Debug, app, listed
 
 MEASURES = (
     *("displacement", "jump_rate", "coherence", "cosine", "cka", "norm_ratio", "lens_accuracy", "lens_loss"),
@@ -150,9 +150,9 @@ def measure_command(
     """
     DEBUG["on"] |= debug
     given = {
-        "measures": names(measures),
+        "measures": listed(measures),
         "tokens": tokens,
-        "words": names(words),
+        "words": listed(words),
         "reference": reference,
         "max_sequences": max_sequences,
         "sequence_length": sequence_length,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app, refuse_existing
+from fulldepth.cli.door import DEBUG, Debug, app, listed, refuse_existing
 
 
 @app.command("compare")
@@ -36,21 +36,30 @@ def compare_command(
     from fulldepth.compare import compare
 
     refuse_existing(output, overwrite)
-    results = compare(folders, names=names(names), baseline=baseline or 0, depth=depth)
+    results = compare(folders, names=listed(names), baseline=baseline or 0, depth=depth)
     results.save(output)
     console.finish(results, report.write(output))
 
 
 @app.command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="A result folder.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="A result folder; or several of `fulldepth skip` about one model, for one page together."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the page. [default: the first folder]")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Rebuild the page of a result folder from its two data files."""
+    """Rebuild the page of a result folder from its two data files, or put several folders on one page.
+
+    Example: `fulldepth report out/ curve/ bench/ --output page/`
+    """
     DEBUG["on"] |= debug
     from fulldepth import report
 
-    typer.echo(f"Page: {report.write(folder)}")
+    typer.echo(f"Page: {report.write_together(folders, output)}")
 
 
 @app.command("demo")

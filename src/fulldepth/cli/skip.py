@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app, names
-from fulldepth.errors import FulldepthError
+from fulldepth.cli.door import DEBUG, Debug, app, whole_numbers
 
 skip = typer.Typer(
     name="skip",
     help="Remove the attention blocks that do not pay (Hopscotch), heal with scalars, ship a checkpoint.\n\n"
-    "First `skip search`, which writes a plan; then `skip apply`, which makes a checkpoint of it.",
+    "First `skip search`, which writes a plan; then `skip apply`, which makes a checkpoint of it. `skip curve` shows "
+    "how many blocks can go, `skip bench` what was won, `skip quantise` what quantisation adds.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -97,6 +97,9 @@ def search_command(
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="Run code of the checkpoint.", rich_help_panel=LOADING)
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="YAML file of settings, or a shipped recipe: hopscotch, quick.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting as key=value: --set confidence=0.99 --set epochs=5.")
     ] = None,
@@ -113,7 +116,7 @@ def search_command(
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
     DEBUG["on"] |= debug
-    from fulldepth import recipes
+    from fulldepth import recipes, report
     from fulldepth.skip import SearchSettings, lines, search_into
 
     over = {
@@ -121,7 +124,7 @@ def search_command(
         "search": search or ("given" if given else None),
         "criterion": criterion,
         "granularity": granularity,
-        "given": _layers(given),
+        "given": whole_numbers("--given", given),
         "budget": budget,
         "seed": seed,
         "sequence_length": sequence_length,
@@ -135,7 +138,12 @@ def search_command(
         "trust_remote_code": trust_remote_code,
     }
     chosen = {name: value for name, value in over.items() if value is not None}
-    resolved = recipes.layer(SearchSettings, chosen, recipes.assignments(settings or []))
+    resolved = recipes.layer(
+        SearchSettings,
+        recipes.read(recipe, "skip") if recipe else {},
+        chosen,
+        recipes.assignments(settings or []),
+    )
     with console.watching() as watcher:
         plan = search_into(
             model,
@@ -152,6 +160,7 @@ def search_command(
     if console.is_main():
         console.table(lines(plan))
         typer.echo(f"Plan: {output / 'plan.json'}")
+        typer.echo(f"Page: {report.write(output)}")
 
 
 @skip.command("apply")
@@ -188,10 +197,3 @@ def apply_command(
     for note in made.notes:
         typer.echo(f"Note: {note}")
     typer.echo(f"Checkpoint: {output}")
-
-
-def _layers(text: str | None) -> list[int] | None:
-    listed = names(text)
-    if listed is not None and not all(name.isdigit() for name in listed):
-        raise FulldepthError(f"--given {text}: expected 1-based layers such as 3,7.")
-    return None if listed is None else [int(name) for name in listed]

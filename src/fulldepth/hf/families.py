@@ -72,6 +72,8 @@ class Family:
     hold several streams, `[B, T, n, D]`; wherever the stream is read their sum is meant, which the final norm reads."""
     mlp_connection: str | None = None
     """The same before the MLP."""
+    sparse: bool = False
+    """Whether layers may lack a branch, which adds nothing there."""
     body: str | None = None
     """Path from the model to the body; the model's own base model unless named."""
     tower: Literal["text", "vision"] | None = None
@@ -269,3 +271,5 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "detr": (DETR,),
 }
 """model_type -> its rows (two for models of two towers)."""
+SKIPPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
+FAMILIES |= {f"fulldepth_skipped_{name}": (replace(FAMILIES[name][0], sparse=True),) for name in SKIPPED}

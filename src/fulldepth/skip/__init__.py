@@ -1,19 +1,49 @@
 """Removes the blocks that do not pay, heals with scalars, and ships a checkpoint that is proven."""
 
+from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
+from fulldepth.skip.bench import bench
+from fulldepth.skip.bench_settings import BenchSettings
+from fulldepth.skip.curve import Curve, curve
 from fulldepth.skip.examples import Example, Examples, batches, read_examples
+from fulldepth.skip.export import Export, export, load
+from fulldepth.skip.fit import FitResult, fit_scales
+from fulldepth.skip.fold import fold
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from fulldepth.skip.responses import generate_responses, read_prompts
+from fulldepth.skip.run import search_into
+from fulldepth.skip.search import estimate, search
+from fulldepth.skip.settings import SearchSettings
+from fulldepth.skip.summary import lines
 
 __all__ = [
     "CRITERIA",
+    "GRANULARITIES",
     "SEARCHES",
+    "BenchSettings",
+    "Curve",
     "Example",
     "Examples",
+    "Export",
+    "FitResult",
     "Plan",
+    "Scalars",
+    "SearchSettings",
+    "Switches",
     "batches",
+    "bench",
+    "curve",
+    "estimate",
+    "export",
+    "fit_scales",
+    "fold",
     "generate_responses",
+    "lines",
+    "load",
     "model_hash",
     "read_examples",
     "read_prompts",
+    "search",
+    "search_into",
+    "skipping",
 ]

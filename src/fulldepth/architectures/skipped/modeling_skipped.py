@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
@@ -39,8 +40,8 @@ class Nothing(nn.Module):
     """What stands for an MLP that is gone: it adds 0."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """A zero that broadcasts."""
-        return hidden_states.new_zeros(())
+        """[B, T, D] zeros."""
+        return torch.zeros_like(hidden_states)
 
 
 class WithoutAttention:

@@ -1,0 +1,146 @@
+"""`fulldepth skip curve` and `bench`: what removing blocks costs, and what it wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulldepth import console
+from fulldepth.cli.door import DEBUG, Debug, refuse_existing, whole_numbers
+from fulldepth.cli.skip import DATA, LOADING, SEARCHING, skip
+
+GRID = "What is timed"
+
+
+@skip.command("curve")
+def curve_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")],
+    data: Annotated[str, typer.Option("--data", help="As for `skip search`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    max_blocks: Annotated[int, typer.Option(help="How many blocks to remove at most.", rich_help_panel=SEARCHING)] = 12,
+    search: Annotated[
+        str | None,
+        typer.Option(help="How they are found, as for `skip search`. [default: greedy]", rich_help_panel=SEARCHING),
+    ] = None,
+    granularity: Annotated[
+        str | None, typer.Option(help="attention, mlp or layer. [default: attention]", rich_help_panel=SEARCHING)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all that is drawn. [default: 0]", rich_help_panel=SEARCHING)
+    ] = None,
+    heldout: Annotated[
+        str | None,
+        typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA),
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a window of plain text. [default: 256]", rich_help_panel=DATA)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Read the first rows or windows only.", rich_help_panel=DATA)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences run at once. [default: 8]", rich_help_panel=DATA)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16. [default: the checkpoint's own]", rich_help_panel=LOADING)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or name. [default: the checkpoint's]", rich_help_panel=LOADING)
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting of the search as key=value: --set criterion=kl.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted curve stopped.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Remove blocks one after another and show what each costs: loss, divergence, changed predictions, break point.
+
+    The break point is the number of blocks up to which the loss grows in a straight line, with its confidence.
+
+    Example: `fulldepth skip curve MODEL --data text.txt --max-blocks 12 --output curve/`
+    """
+    DEBUG["on"] |= debug
+    from fulldepth import recipes, report
+    from fulldepth.skip import curve
+
+    given = {
+        "search": search,
+        "granularity": granularity,
+        "seed": seed,
+        "sequence_length": sequence_length,
+        "limit": limit,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "tokenizer": tokenizer,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    if not resume:
+        refuse_existing(output, False)
+    with console.watching() as watcher:
+        found = curve(
+            model,
+            data,
+            max_blocks=max_blocks,
+            output=output,
+            heldout=heldout,
+            resume=resume,
+            watcher=watcher,
+            **options | recipes.assignments(settings or []),
+        )
+    if console.is_main():
+        console.finish(found.results, report.write(output))
+
+
+@skip.command("bench")
+def bench_command(
+    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before anything was removed.")],
+    exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    batches: Annotated[str, typer.Option(help="Sequences at once, a list.", rich_help_panel=GRID)] = "1,4",
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, a list.", rich_help_panel=GRID)] = "128,512",
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
+    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    seed: Annotated[int, typer.Option(help="Of tokens and order.", rich_help_panel=GRID)] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16; auto: each checkpoint's own.", rich_help_panel=LOADING)
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a Hub model.", rich_help_panel=LOADING)] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code of a checkpoint.", rich_help_panel=LOADING)
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Time exports beside their original: prefill and decode apart, memory, cache; measured and predicted.
+
+    All models run in turn, in rounds, so that what the machine does besides falls on all of them.
+
+    Example: `fulldepth skip bench MODEL folded/ fast/ --output bench/`
+    """
+    DEBUG["on"] |= debug
+    from fulldepth import report
+    from fulldepth.skip import bench
+
+    refuse_existing(output, overwrite)
+    with console.watching() as watcher:
+        results = bench(
+            original,
+            exports,
+            output,
+            batches=whole_numbers("--batches", batches) or [],
+            contexts=whole_numbers("--contexts", contexts) or [],
+            new_tokens=new_tokens,
+            repeats=repeats,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            watcher=watcher,
+        )
+    console.finish(results, report.write(output))
