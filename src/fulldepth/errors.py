@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
+MOST_NAMES = 100
+"""So many names an error lists; more would hide what it says."""
+
+
 class FulldepthError(ValueError):
     """What was got, what was expected, and what exists. The command line prints it and exits with 2."""
 
@@ -21,7 +25,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     choices = sorted(known)
     near = get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return FulldepthError(f"Unknown {kind} {name!r}.{hint} Available: {', '.join(choices)}.")
+    listed = f"Available: {', '.join(choices)}." if len(choices) <= MOST_NAMES else f"There are {len(choices):,}."
+    return FulldepthError(f"Unknown {kind} {name!r}.{hint} {listed}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, refuse_existing, whole_numbers
+from fulldepth.cli.door import DEBUG, Debug, listed, refuse_existing, whole_numbers
 from fulldepth.cli.skip import DATA, LOADING, SEARCHING, skip
 
 GRID = "What is timed"
@@ -101,9 +101,24 @@ def bench_command(
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
     batches: Annotated[str, typer.Option(help="Sequences at once, a list.", rich_help_panel=GRID)] = "1,4",
-    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, a list.", rich_help_panel=GRID)] = "128,512",
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of the prompt, a list. [default: 128,512, or the model's positions if fewer]",
+            rich_help_panel=GRID,
+        ),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
     repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm-eval, by name or as YAML files, a list; needs fulldepth[evaluate].", rich_help_panel=GRID
+        ),
+    ] = None,
+    task_limit: Annotated[
+        int | None, typer.Option(help="The first so many examples of each task only.", rich_help_panel=GRID)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of tokens and order.", rich_help_panel=GRID)] = 0,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16; auto: each checkpoint's own.", rich_help_panel=LOADING)
@@ -133,9 +148,11 @@ def bench_command(
             exports,
             output,
             batches=whole_numbers("--batches", batches) or [],
-            contexts=whole_numbers("--contexts", contexts) or [],
+            contexts=whole_numbers("--contexts", contexts),
             new_tokens=new_tokens,
             repeats=repeats,
+            tasks=listed(tasks),
+            task_limit=task_limit,
             seed=seed,
             dtype=dtype,
             device=device,

@@ -13,7 +13,8 @@ Rows, by `model`, `batch` and `context`; `difference` is the value minus the ori
 `prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
 `predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's steps:
 what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
-`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token).
+`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token), and with `tasks` `task_score` (site:
+the task; statistic: lm-eval's metric, and its `_stderr`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from transformers import PreTrainedModel
 from fulldepth import __version__
 from fulldepth.capture import verify
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, pick_dtype
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, pick_dtype
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
@@ -44,7 +45,8 @@ from fulldepth.skip.bench_table import Cell, Gone, Measured, headline, noise, ta
 from fulldepth.skip.export import NOTES, load, read_notes
 from fulldepth.skip.flops import costs_of
 from fulldepth.skip.identity import model_hash
-from fulldepth.skip.subject import check_task, evaluating, open_model
+from fulldepth.skip.subject import check_task, evaluating, open_model, open_tokenizer
+from fulldepth.skip.tasks import TaskScorer
 from fulldepth.skip.trial import PHASES, Runner, Trial, cache_bytes, parameter_bytes
 
 
@@ -54,7 +56,7 @@ def bench(
     output: str | Path | None = None,
     *,
     batches: Sequence[int] = (1, 4),
-    contexts: Sequence[int] = (128, 512),
+    contexts: Sequence[int] | None = None,
     new_tokens: int = 16,
     repeats: int = 5,
     seed: int = 0,
@@ -73,7 +75,7 @@ def bench(
             where it is not known which blocks they lack.
         output: result folder; None = not saved.
         batches: sequences at once.
-        contexts: tokens of the prompt.
+        contexts: tokens of the prompt; None = 128 and 512, less where the model has fewer positions.
         new_tokens: tokens decoded after it.
         repeats: rounds.
         seed: of tokens and order.
@@ -86,7 +88,8 @@ def bench(
         FulldepthError: if there is nothing to compare, a model cannot be loaded or is no language model, models are on
             different devices or know different tokens, or a context with its new tokens exceeds their positions.
     """
-    asked = {"batches": list(batches), "contexts": list(contexts), "new_tokens": new_tokens, "repeats": repeats}
+    asked: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats}
+    asked |= {} if contexts is None else {"contexts": list(contexts)}
     settings = layered(BenchSettings, {**asked, "seed": seed, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Nothing to compare the original with: name one export or more.")
@@ -96,9 +99,14 @@ def bench(
         for entry in entries:
             modes.enter_context(evaluating(entry.model))
         subject = _Original.of(entries)
+        if contexts is None:
+            settings = _fitting(settings, subject.anatomy.max_positions)
         _check(entries, subject.anatomy, settings)
         entries[0].hash = model_hash(entries[0].model)
+        scorer = _scorer(entries[0], settings)
         measured = _measure(entries, subject, settings, watcher)
+        if scorer is not None:
+            measured.scores = scorer.scores({entry.label: entry.model for entry in entries}, watcher)
     results = Results(table_of(measured), _document(entries, subject, measured, settings))
     if output is not None:
         results.save(output)
@@ -228,6 +236,22 @@ def _labels(paths: Sequence[Path]) -> list[str]:
         if len(set(labels)) == len(labels):
             return labels
     return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
+
+
+def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
+    """The contexts that nobody asked for, no longer than the model's positions allow."""
+    most = max(1, (limit or max(settings.contexts) + settings.new_tokens) - settings.new_tokens)
+    fitting = list(dict.fromkeys(min(context, most) for context in settings.contexts))
+    return settings.model_copy(update={"contexts": fitting})
+
+
+def _scorer(entry: _Entry, settings: BenchSettings) -> TaskScorer | None:
+    """What scores models on the tasks that are asked for, with the original's tokenizer."""
+    if not settings.tasks:
+        return None
+    place = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
+    tokenizer = open_tokenizer(Checkpoint(entry.model, entry.name), **place)
+    return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
 
 
 def _check(entries: Sequence[_Entry], anatomy: Anatomy, settings: BenchSettings) -> None:

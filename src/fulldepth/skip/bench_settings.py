@@ -20,8 +20,12 @@ class BenchSettings(Settings):
     """Rounds; every model is timed once in each."""
     warmup: NonNegativeInt = 1
     """Runs of every model before the first round, not counted."""
+    tasks: list[str] | None = None
+    """Tasks of lm-eval, by name or as YAML files, that every model is scored on; needs the extra `evaluate`."""
+    task_limit: PositiveInt | None = None
+    """The first so many examples of each task only."""
     seed: NonNegativeInt = 0
-    """Of the tokens and of the order of models."""
+    """Of the tokens, of the order of models and of few-shot examples."""
     device: str | None = None
     """Device; None = the first accelerator, else the CPU."""
     dtype: str = "auto"

@@ -11,6 +11,7 @@ import pandas as pd
 
 from fulldepth.results import COLUMNS, tabulate
 from fulldepth.skip.flops import Costs, Shape, Variant
+from fulldepth.skip.tasks import Score
 from fulldepth.skip.trial import PHASES
 
 RESTLESS = 0.02
@@ -52,6 +53,8 @@ class Measured:
     """(key, cell, phase) -> seconds of each round."""
     peak: dict[tuple[str, Cell], int] = field(default_factory=dict)
     kv: dict[tuple[str, Cell], float] = field(default_factory=dict)
+    scores: dict[str, list[Score]] = field(default_factory=dict)
+    """Label -> what the model scores on tasks."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -107,7 +110,8 @@ def table_of(measured: Measured) -> pd.DataFrame:
     tables = []
     for label in measured.labels:
         size = [("parameter_bytes", "model", None, None, "value", measured.parameter_bytes[label], None, "bytes")]
-        tables.append(tabulate(size, model=label, batch=None, context=None))
+        scores = list(_score_rows(measured.scores.get(label, [])))
+        tables.append(tabulate([*size, *scores], model=label, batch=None, context=None))
         tables += [
             tabulate(list(_rows(measured, label, cell)), model=label, batch=cell.batch, context=cell.context)
             for cell in measured.cells
@@ -155,6 +159,14 @@ def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Itera
         yield "predicted_time_saved", phase, None, None, how, share, count, "1"
         if share > 0:
             yield "time_saved_ratio", phase, None, None, how, median(saved) / share, count, "1"
+
+
+def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
+    """`task_score` with the task as site and the metric as statistic, its standard error beside it."""
+    for score in scores:
+        yield "task_score", score.task, None, None, score.metric, score.value, score.count, "1"
+        if score.error is not None:
+            yield "task_score", score.task, None, None, f"{score.metric}_stderr", score.error, score.count, "1"
 
 
 def _spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iterator[tuple[Any, ...]]:

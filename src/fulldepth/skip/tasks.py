@@ -1,0 +1,129 @@
+"""Scores of lm-eval's tasks, of models that are in memory: the harness runs them as it runs any other, unpatched."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.progress import Watcher
+
+YAML = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one task."""
+
+    task: str
+    metric: str
+    """As the task names it: acc, acc_norm, exact_match, perplexity, ...; with its filter if that is not `none`."""
+    value: float
+    error: float | None
+    """Standard error; None where the harness gives none."""
+    count: int
+    """Examples."""
+
+
+class TaskScorer:
+    """Scores causal language models on tasks.
+
+    Args:
+        tasks: names of lm-eval's tasks, or YAML files of tasks (their data may be local files).
+        tokenizer: of all the models.
+        limit: the first so many examples of each task only.
+        batch_size: requests run at once.
+        seed: of few-shot examples.
+
+    Raises:
+        FulldepthError: if lm-eval is not installed, or there is no such task.
+    """
+
+    def __init__(
+        self, tasks: Sequence[str], tokenizer: Any, limit: int | None = None, batch_size: int = 8, seed: int = 0
+    ) -> None:
+        self.tasks, self.tokenizer = list(tasks), tokenizer
+        self.limit, self.batch_size, self.seed = limit, batch_size, seed
+        try:
+            from lm_eval.tasks import TaskManager  # noqa: PLC0415  # an extra
+        except ImportError as error:
+            raise FulldepthError("Tasks are scored by lm-eval: pip install 'fulldepth[evaluate]'.") from error
+        names = [task for task in tasks if not task.endswith(YAML)]
+        for task in set(tasks) - set(names):
+            if not Path(task).is_file():
+                raise FulldepthError(f"There is no task file {task}.")
+        with _quiet():
+            self._manager = TaskManager(include_defaults=bool(names))  # reading them takes seconds
+        for task in names:
+            if task not in self._manager.all_tasks:
+                raise unknown("lm-eval task", task, self._manager.all_tasks)
+
+    def scores(self, models: Mapping[str, PreTrainedModel], watcher: Watcher) -> dict[str, list[Score]]:
+        """Label -> what the model scores on every task.
+
+        Raises:
+            FulldepthError: if a task's data cannot be read, or it cannot be run.
+        """
+        watcher.begin("Tasks", len(models))
+        found = {}
+        for label, model in models.items():
+            found[label] = self.score(model)
+            watcher.advance(1)
+        return found
+
+    def score(self, model: PreTrainedModel) -> list[Score]:
+        """What one model scores; it stays as it is."""
+        from lm_eval import simple_evaluate  # noqa: PLC0415  # an extra
+        from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
+
+        try:
+            with _quiet():
+                found = simple_evaluate(
+                    model=HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.batch_size),
+                    tasks=self.tasks,
+                    task_manager=self._manager,
+                    limit=self.limit,
+                    log_samples=False,
+                    random_seed=self.seed,
+                    numpy_random_seed=self.seed,
+                    torch_random_seed=self.seed,
+                    fewshot_random_seed=self.seed,
+                )
+        except (OSError, ValueError, KeyError, TypeError) as error:  # data that are not there, files that are no tasks
+            raise FulldepthError(f"lm-eval cannot run {', '.join(self.tasks)}: {error}") from error
+        counts = found["n-samples"]
+        return [score for task, results in found["results"].items() for score in _scores(task, results, counts)]
+
+
+def _scores(task: str, results: dict[str, Any], samples: dict[str, Any]) -> Iterator[Score]:
+    """`acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
+    for key, value in results.items():
+        metric, comma, how = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = results.get(f"{metric}_stderr,{how}")
+        finite = isinstance(error, int | float) and math.isfinite(error)
+        name = metric if how == "none" else f"{metric}:{how}"
+        count = int((samples.get(task) or {}).get("effective", 0))
+        yield Score(task, name, float(value), float(error) if finite else None, count)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither bars nor remarks of the harness."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
