@@ -78,7 +78,7 @@ def main() -> None:
     """Compare on every model that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="llama,gpt2,qwen3,gsm8k")
+    parser.add_argument("--only", default="demo,llama,gpt2,qwen3,gsm8k")
     parser.add_argument("--pairs", type=Path, help="GSM8K's test.jsonl, for gsm8k")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--blocks", type=int, default=6)
