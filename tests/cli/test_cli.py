@@ -18,25 +18,8 @@ from fulldepth.errors import FulldepthError
 from fulldepth.measure import MeasureSettings
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
-COMMANDS = ["measure", "compare", "report", "demo"]
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    """The program in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
-        monkeypatch.setitem(cli.DEBUG, "on", False)
-        monkeypatch.setenv("COLUMNS", "300")
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        return (code, *capsys.readouterr())
-
-    return run
+COMMANDS = ["measure", "compare", "report", "demo", "skip"]
+SKIP = ["search", "apply", "curve", "bench"]
 
 
 def shell(*arguments):
@@ -60,9 +43,9 @@ def test_help_lists_the_commands(main):
     assert "fulldepth demo --output demo-run/" in out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS[:-1], *(f"skip {name}" for name in SKIP)])
 def test_every_option_says_what_it_does(main, command):
-    code, out, _ = main(command, "-h")
+    code, out, _ = main(*command.split(), "-h")
     assert code == 0
     described = options_of(out)
     assert described
@@ -206,7 +189,7 @@ def test_debug_and_plain_in_a_shell():
     ],
 )
 def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
-    monkeypatch.setattr("fulldepth.report.write", lambda folder: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("fulldepth.report.write_together", lambda *_: (_ for _ in ()).throw(error))
     code, out, err = main("report", "somewhere")
     assert (code, out) == (2, "")
     assert words in err
@@ -214,7 +197,7 @@ def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
 
 
 def test_what_torch_really_says_when_memory_runs_out(main, monkeypatch):
-    monkeypatch.setattr("fulldepth.report.write", lambda folder: torch.empty(1 << 55))
+    monkeypatch.setattr("fulldepth.report.write_together", lambda *_: torch.empty(1 << 55))
     code, _, err = main("report", "somewhere")
     assert code == 2
     assert "Out of memory" in err
@@ -222,7 +205,7 @@ def test_what_torch_really_says_when_memory_runs_out(main, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), KeyError("x"), AssertionError()])
 def test_mistakes_of_ours_are_not_hidden(main, monkeypatch, error):
-    monkeypatch.setattr("fulldepth.report.write", lambda folder: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("fulldepth.report.write_together", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
         main("report", "somewhere")
 

@@ -1,0 +1,27 @@
+"""The program, run in the test's own process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from fulldepth import cli
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """The program in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
+        monkeypatch.setitem(cli.DEBUG, "on", False)
+        monkeypatch.setenv("COLUMNS", "300")
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return (code, *capsys.readouterr())
+
+    return run
