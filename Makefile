@@ -52,5 +52,5 @@ clean: ## Remove everything that make has made, .venv included
 
 .venv/.dev: .venv/.package
 	@echo "Adding the tools for tests and documentation"
-	@$(PIP) --editable ".[dev,docs,sft]"
+	@$(PIP) --editable ".[dev,docs,sft,evaluate,quantise]"
 	@touch $@

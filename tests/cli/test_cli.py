@@ -19,7 +19,7 @@ from fulldepth.measure import MeasureSettings
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
 COMMANDS = ["measure", "compare", "report", "demo", "skip"]
-SKIP = ["search", "apply", "curve", "bench"]
+SKIP = ["search", "apply", "curve", "bench", "quantise"]
 
 
 def shell(*arguments):

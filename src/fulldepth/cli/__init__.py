@@ -6,7 +6,7 @@ from fulldepth.cli.measure import MEASURES, measure_command
 from fulldepth.cli.train import train_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
-from fulldepth.cli.proof import bench_command, curve_command
+from fulldepth.cli.proof import bench_command, curve_command, quantise_command
 
 __all__ = [
     "DEBUG",
@@ -19,6 +19,7 @@ __all__ = [
     "demo_command",
     "main",
     "measure_command",
+    "quantise_command",
     "report_command",
     "search_command",
     "train_command",

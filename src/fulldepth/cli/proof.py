@@ -1,4 +1,4 @@
-"""`fulldepth skip curve` and `bench`: what removing blocks costs, and what it wins."""
+"""`fulldepth skip curve`, `bench` and `quantise`: what removing blocks costs, and what it wins."""
 
 from __future__ import annotations
 
@@ -159,5 +159,62 @@ def bench_command(
             revision=revision,
             trust_remote_code=trust_remote_code,
             watcher=watcher,
+        )
+    console.finish(results, report.write(output))
+
+
+@skip.command("quantise")
+def quantise_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")],
+    data: Annotated[str, typer.Option("--data", help="As for `skip search`; the same for the same held-out tokens.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="int8: weight-only, by torchao (fulldepth[quantise]). gptq, awq: 4 bits, calibrated (fulldepth[gptq], "
+            "fulldepth[awq])."
+        ),
+    ] = "int8",
+    heldout: Annotated[
+        str | None,
+        typer.Option(help="Data that losses are read on. [default: a seeded fifth]", rich_help_panel=DATA),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
+    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the second search, where it is to differ.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted second search.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Quantise a model before and after its blocks are removed, and put loss, size and speed of all in one table.
+
+    Skip, then quantise: the plan's model, quantised. Quantise, then skip: the blocks are searched anew on the quantised
+    model, with the plan's settings.
+
+    Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
+    """
+    DEBUG["on"] |= debug
+    from fulldepth import recipes, report
+    from fulldepth.skip import quantise
+
+    with console.watching() as watcher:
+        results = quantise(
+            model,
+            plan,
+            data,
+            method=method,
+            output=output,
+            heldout=heldout,
+            batch=batch,
+            context=context,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            resume=resume,
+            watcher=watcher,
+            **recipes.assignments(settings or []),
         )
     console.finish(results, report.write(output))

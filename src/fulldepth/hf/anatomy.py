@@ -244,6 +244,9 @@ def first_broken_weight(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
             continue
-        if not bool(torch.isfinite(parameter.detach().sum())) and not bool(torch.isfinite(parameter.detach()).all()):
+        values = parameter.detach()
+        if type(values) is not Tensor and hasattr(values, "dequantize"):
+            values = values.dequantize()
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             return name
     return None

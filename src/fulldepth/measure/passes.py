@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulldepth.capture import COEFFICIENTS, Verified, body_inputs, capture, read_layers
+from fulldepth.capture import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, read_layers
 from fulldepth.data import Batch
 from fulldepth.errors import FulldepthError
 from fulldepth.measure.grid import lens_grid
@@ -157,25 +157,11 @@ def weigh(subject: Subject, plan: Plan, me: Processes, clock: Clock) -> None:
     for name, measure in plan.measures.items():
         if not isinstance(measure, SpectralNorm):
             continue
-        unreadable = []
         with clock(name):
-            for index, (site, layer, module) in enumerate(subject.anatomy.projections()):
-                weight = plain_weight(module)
-                if weight is None:
-                    unreadable.append(site)
-                elif index % me.world == me.rank:
-                    measure.update(site, layer, weight)
+            unreadable = feed_projections(measure, subject.anatomy, me.rank, me.world)
         if unreadable:
             reason = f"{len(unreadable)} matrices are offloaded or packed and cannot be read (first: {unreadable[0]})"
             plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
-
-
-def plain_weight(module: torch.nn.Module) -> Tensor | None:
-    """A module's matrix as ordinary numbers; None if it is offloaded, or packed in a way that torch cannot undo."""
-    weight: Tensor = module.get_parameter("weight").detach()
-    if type(weight) is not Tensor and hasattr(weight, "dequantize"):
-        weight = weight.dequantize()
-    return weight if weight.is_floating_point() and weight.device.type != "meta" else None
 
 
 def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:

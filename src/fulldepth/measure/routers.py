@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fulldepth.capture import plain_weight
 from fulldepth.hf import Anatomy
 from fulldepth.measure.grid import show
-from fulldepth.measure.passes import plain_weight
 from fulldepth.measure.subject import Subject
 from fulldepth.metrics import head_shares
 

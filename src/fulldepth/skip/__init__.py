@@ -9,7 +9,10 @@ from fulldepth.skip.export import Export, export, load
 from fulldepth.skip.fit import FitResult, fit_scales
 from fulldepth.skip.fold import fold
 from fulldepth.skip.identity import model_hash
+from fulldepth.skip.outcome import analyse
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
+from fulldepth.skip.quantise import quantise
+from fulldepth.skip.quantisers import METHODS
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.run import search_into
 from fulldepth.skip.search import estimate, search
@@ -19,6 +22,7 @@ from fulldepth.skip.summary import lines
 __all__ = [
     "CRITERIA",
     "GRANULARITIES",
+    "METHODS",
     "SEARCHES",
     "BenchSettings",
     "Curve",
@@ -30,6 +34,7 @@ __all__ = [
     "Scalars",
     "SearchSettings",
     "Switches",
+    "analyse",
     "batches",
     "bench",
     "curve",
@@ -41,6 +46,7 @@ __all__ = [
     "lines",
     "load",
     "model_hash",
+    "quantise",
     "read_examples",
     "read_prompts",
     "search",

@@ -12,7 +12,7 @@ data, and what is asked is which candidate is best on all of them, so that the e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from scipy import stats
 
 from fulldepth.skip.flops import Variant
 from fulldepth.skip.ledger import Ledger
-from fulldepth.skip.score import BASE
+from fulldepth.skip.score import BASE, SCALED
 
 LEAST = 8
 """Sequences before the first candidate may leave."""
@@ -102,10 +102,11 @@ def best(ledger: Ledger, kind: str, variants: Sequence[Variant], chunks: Sequenc
 
 
 def judge(
-    ledger: Ledger, kind: str, variants: Sequence[Variant], winner: Variant, decided_by: str, confidence: float
+    ledger: Ledger, kind: str, picks: Sequence[int], winner: Variant, decided_by: str, confidence: float
 ) -> Round:
-    """What is to be said about a round whose candidates were `variants`."""
-    (pick,) = winner - frozenset.intersection(*variants) if len(variants) > 1 else (max(winner),)
+    """What is to be said about the round after some picks, and its winner."""
+    variants = ledger.round_of(picks)
+    (pick,) = winner.difference(picks)
     others = {variant: difference(ledger, kind, variant, winner) for variant in variants if variant != winner}
     if not others:
         return Round(pick, decided_by, True, None, None, None, ledger.sequences)
@@ -156,25 +157,31 @@ def eliminate(
     rounds: list[Round] = []
     batches = sum(map(len, ledger.chunks))
     for number in range(blocks):
-        variants = ledger.round_of(picks)
-        ledger.begin(f"Block {number + 1} of {blocks}", len(variants) * batches)
+        ledger.begin(f"Block {number + 1} of {blocks}", len(ledger.round_of(picks)) * batches)
         limit = math.inf if budget is None else _limit(ledger, kind, picks, blocks, budget)
-        winner, decided_by = _round(ledger, kind, variants, (1 - confidence) / len(variants), limit, picks)
+        winner, decided_by = _round(ledger, kind, picks, confidence, limit)
         ledger.finish()
-        rounds.append(judge(ledger, kind, variants, winner, decided_by, confidence))
+        rounds.append(judge(ledger, kind, picks, winner, decided_by, confidence))
         picks.append(rounds[-1].pick)
     return picks, rounds
 
 
-def _round(
-    ledger: Ledger, kind: str, variants: Sequence[Variant], risk: float, limit: float, picks: Sequence[int]
-) -> tuple[Variant, str]:
-    """The winner of one round, and what decided."""
-    alive, chunks = list(variants), range(len(ledger.chunks))
+def along(kind: str, picks: Collection[int]) -> list[Variant]:
+    """What is run along with the round after some picks: the plan needs its loss, and most of it is run anyway."""
+    return [] if kind == SCALED else [Variant(picks)]
+
+
+def _round(ledger: Ledger, kind: str, picks: Sequence[int], confidence: float, limit: float) -> tuple[Variant, str]:
+    """The winner of the round after some picks, and what decided."""
+    variants, known = ledger.round_of(picks), along(kind, picks)
+    risk = (1 - confidence) / len(variants)
+    alive, leader, chunks = variants, variants[0], range(len(ledger.chunks))
     for chunk in chunks:
-        if chunk and ledger.spent["flops"] + ledger.price(kind, alive, chunk) > limit:
-            return best(ledger, kind, alive, range(chunk)), "budget"
-        ledger.need(kind, alive, chunk)
+        if chunk:
+            paid = sum(ledger.costs.whole(leader, batch.shape) for part in ledger.chunks[: chunk + 1] for batch in part)
+            if ledger.spent["flops"] + ledger.price(kind, [*known, *alive], chunk) > limit + paid:
+                return leader, "budget"
+        ledger.need(kind, [*known, *alive], chunk)
         leader = best(ledger, kind, alive, range(chunk + 1))
         if chunk < len(chunks) - 1:
             alive = [
@@ -191,7 +198,7 @@ def _round(
 def _limit(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, budget: float) -> float:
     """What may have been spent by the end of this round: a share of what is left, by the number of candidates.
 
-    Set aside is what the plan's losses on all data will cost at most.
+    Set aside is what the plan's losses on all data will cost at most; what a round spends on its winner is part of it.
     """
     chain = [BASE, *(Variant(picks[:number]) for number in range(1, len(picks) + 1))]
     chunks = range(len(ledger.chunks))
@@ -199,4 +206,4 @@ def _limit(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, budget:
     whole = sum(ledger.costs.whole(BASE, batch.shape) for chunk in ledger.chunks for batch in chunk)
     aside += (blocks - len(picks)) * whole
     left = [len(ledger.costs.able) - number for number in range(len(picks), blocks)]
-    return ledger.spent["flops"] + max(0.0, budget - aside - ledger.spent["flops"]) * left[0] / sum(left)
+    return ledger.spent["flops"] + max(0.0, budget - aside - ledger.spent["flops"]) * min(1.0, 2 * left[0] / sum(left))

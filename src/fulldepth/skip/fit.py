@@ -143,7 +143,8 @@ def fit(
     anatomy = scorer.anatomy
     width = anatomy.width if options.per_channel else None
     scalars = Scalars(anatomy.num_layers, variant, scorer.granularity, width).to(scorer.device)
-    optimiser = torch.optim.Adam(scalars.parameters(), lr=options.learning_rate) if any(scalars.parameters()) else None
+    trained = list(scalars.parameters())
+    optimiser = torch.optim.Adam(trained, lr=options.learning_rate) if trained else None
     best = _measured(scorer, variant, scalars, heldout, options, FitResult(scalars, [], math.inf, 0))
     best = replace(best, scalars=copy.deepcopy(scalars))
     now, steps = best, -(-len(train) // options.batch_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import nn
@@ -66,12 +67,17 @@ class Costs:
 
     def shared(self, variants: Collection[Variant], shape: Shape) -> float:
         """A pass of several variants at once that runs every block once for each different way to get to it."""
-        total = len(set(variants)) * shape.labelled * self.head
-        for layer in range(1, self.num_layers + 1):
-            ways = {frozenset(skipped for skipped in variant if skipped <= layer) for variant in variants}
-            without = sum(layer in way for way in ways)
-            total += without * self.block(layer, shape, skipped=True)
-            total += (len(ways) - without) * self.block(layer, shape)
+        layers = range(1, self.num_layers + 1)
+        full = [self.block(layer, shape) for layer in layers]
+        saved = [self.block(layer, shape, skipped=True) - cost for layer, cost in zip(layers, full, strict=True)]
+        above = [*reversed(list(accumulate(reversed(full)))), 0.0]
+        total, before = 0.0, None
+        for variant in sorted(set(variants), key=lambda v: sum(1 << (self.num_layers - layer) for layer in v)):
+            # Where skipped layers are read as digits, neighbours have the most in common from the first block on.
+            start = 1 if before is None else min(variant ^ before)
+            total += above[start - 1] + sum(saved[layer - 1] for layer in variant if layer >= start)
+            total += shape.labelled * self.head
+            before = variant
         return total
 
     def training(self, variant: Variant, shape: Shape, *, divergence: bool = False) -> float:
@@ -137,4 +143,6 @@ def _products(module: nn.Module) -> float:
     """2 * inputs * outputs of a linear layer, 0 of anything else."""
     if isinstance(module, nn.Linear | Conv1D):  # both hold one matrix
         return 2.0 * module.weight.numel()
+    if hasattr(module, "qweight"):  # packed by GPTQ or AWQ
+        return 2.0 * float(module.in_features * module.out_features)
     return 0.0

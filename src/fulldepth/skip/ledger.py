@@ -119,7 +119,7 @@ class Ledger:
 
     def rows(self, kind: str, variant: Variant, chunks: Sequence[int]) -> np.ndarray:
         """[N] summed losses of the sequences of some chunks, in nats."""
-        known = self._sums[kind][variant]
+        known = self._sums.get(kind, {}).get(variant, {})
         return np.array([value for chunk in chunks for value in known[chunk]], dtype=np.float64)
 
     def counts(self, chunks: Sequence[int]) -> np.ndarray:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import load_tokenizer
+from fulldepth.hf import Checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
-from fulldepth.results import atomic
+from fulldepth.results import DOCUMENT, Results, atomic
+from fulldepth.skip.examples import Examples
+from fulldepth.skip.outcome import outcome
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.processes import Processes, processes
+from fulldepth.skip.ready import prepared
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search_with
@@ -23,8 +29,20 @@ MADE = "responses.json"
 """How the responses beside it were generated; written last, so that they are whole where it is there."""
 
 
+@dataclass(frozen=True)
+class Answering:
+    """How the unmodified model answers prompts before the search."""
+
+    count: int
+    """Prompts to answer."""
+    temperature: float
+    """0 = greedy."""
+    max_new_tokens: int
+    """Of a response."""
+
+
 def search_into(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     data: Any,
     output: str | Path,
     settings: SearchSettings,
@@ -41,7 +59,7 @@ def search_into(
     Args:
         model: checkpoint folder or Hub name.
         data: as `search`; with `responses`, rows whose prompts are answered anew.
-        output: folder for `plan.json`, and for `responses.jsonl`.
+        output: folder for `plan.json`, the results of `outcome`, and `responses.jsonl`.
         settings: of the search.
         heldout: data to score with; None = a seeded fifth.
         responses: how many prompts to answer; None = the data hold responses.
@@ -54,66 +72,81 @@ def search_into(
         FulldepthError: as `search` and `generate_responses`.
     """
     folder, watcher = Path(output), watcher or Watcher()
-    if (folder / FILE).exists() and not resume:
-        raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
+    for name in () if resume else (FILE, DOCUMENT):
+        if (folder / name).exists():
+            raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
     with processes() as me:
-        made: Mapping[str, Any] | None = None
-        subject: Any = model
-        tokenizer = None
+        owner, tokenizer = _open(model, data, settings, me)
+        opened, made = {"tokenizer": tokenizer, "heldout": heldout}, None
         if responses is not None:
-            checkpoint = open_model(
-                model,
-                dtype=settings.dtype,
-                device=me.device(settings.device),
-                revision=settings.revision,
-                trust_remote_code=settings.trust_remote_code,
-            )
-            subject = checkpoint.model
-            named = settings.tokenizer
-            tokenizer = (
-                load_tokenizer(named)
-                if named
-                else open_tokenizer(
-                    checkpoint, trust_remote_code=settings.trust_remote_code, revision=settings.revision
-                )
-            )
-            wanted = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
-            made = _respond(subject, tokenizer, data, responses, wanted, folder, me, watcher, settings.batch_size)
+            answering = Answering(responses, temperature, max_new_tokens)
+            made = _respond(owner, tokenizer, data, answering, settings, folder, me, watcher)
             data = str(folder / RESPONSES)
-        return search_with(
-            subject,
-            data,
-            settings,
-            me,
-            watcher,
-            tokenizer=tokenizer,
-            heldout=heldout,
-            output=folder,
-            resume=resume,
-            responses=made,
-        )
+        plan = search_with(owner, data, settings, me, watcher, output=folder, resume=resume, responses=made, **opened)
+        if me.is_main and not _is_there(folder, plan):
+            with prepared(owner, data, settings, me, **opened) as ready:
+                outcome(plan, ready, watcher=watcher).save(folder)
+        me.gather(None)
+    return plan
+
+
+def _open(
+    model: str | Path | PreTrainedModel, data: Any, settings: SearchSettings, me: Processes
+) -> tuple[PreTrainedModel, Any]:
+    """The model, loaded once for all that follows, and its tokenizer where one is needed."""
+    checkpoint: Checkpoint = open_model(
+        model,
+        dtype=settings.dtype,
+        device=me.device(settings.device),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    if isinstance(data, Examples):
+        return checkpoint.model, None
+    if settings.tokenizer:
+        return checkpoint.model, load_tokenizer(settings.tokenizer)
+    tokenizer = open_tokenizer(checkpoint, trust_remote_code=settings.trust_remote_code, revision=settings.revision)
+    return checkpoint.model, tokenizer
+
+
+def _is_there(folder: Path, plan: Plan) -> bool:
+    """Whether the folder holds this plan's results.
+
+    Raises:
+        FulldepthError: if it holds others.
+    """
+    if not (folder / DOCUMENT).exists():
+        return False
+    found = Results.load(folder)
+    if found.meta.get("plan") != json.loads(json.dumps(plan.document())):
+        raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
+    return True
 
 
 def _respond(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: Any,
     data: Any,
-    count: int,
-    wanted: dict[str, Any],
+    answering: Answering,
+    settings: SearchSettings,
     folder: Path,
     me: Processes,
     watcher: Watcher,
-    batch_size: int,
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
     path = folder / MADE
-    asked = {"data": str(data), "count": count, **wanted}
+    wanted: dict[str, Any] = {
+        "temperature": answering.temperature,
+        "seed": settings.seed,
+        "max_new_tokens": answering.max_new_tokens,
+    }
+    asked = {"data": str(data), "count": answering.count, **wanted}
     if me.is_main:
         earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if earlier is None or earlier.get("asked") != asked:
-            prompts = read_prompts(data, tokenizer, limit=count)
+            prompts = read_prompts(data, tokenizer, limit=answering.count)
             found = generate_responses(
-                model, tokenizer, prompts, len(prompts), batch_size=batch_size, watcher=watcher, **wanted
+                model, tokenizer, prompts, len(prompts), batch_size=settings.batch_size, watcher=watcher, **wanted
             )
             folder.mkdir(parents=True, exist_ok=True)
             found.save(folder / RESPONSES)

@@ -1,4 +1,16 @@
-"""`search`: which blocks of a model to remove, in what order, at what loss; out comes a `Plan`."""
+"""`search`: which blocks of a model to remove, in what order, at what loss; out comes a `Plan`.
+
+The flow, and where each step is:
+
+1. `ready.prepared` opens the model, proves its anatomy (`subject`) and that its blocks can be run one by one
+   (`replay`), reads the examples, and splits the held-out ones into chunks, each a random part.
+2. `estimate` tells what the search will cost at most (`flops`).
+3. `elimination` (greedy), `exact` or `rankings` (the baselines) choose layers. They ask the `ledger` for the losses of
+   variants on chunks; it shares the work between processes, has the `scorer` run what is missing, adds up the cost,
+   and keeps all of it on disk, so that a search that was killed reads what it asked for before.
+4. The ledger gives the losses of the plan on all data; `fit` trains the scalars, and the control with nothing skipped.
+5. `record` writes it down as a `Plan`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +60,7 @@ def search(
 ) -> Plan:
     """Find the blocks whose removal costs least on held-out data, then train scalars that heal it.
 
-    Under torchrun, processes share the candidates; the plan is the one that one process finds.
+    Under torchrun, processes share the work; the plan is the one that one process finds.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode, whole).
@@ -57,16 +69,16 @@ def search(
         tokenizer: needed with a loaded model, unless data are `Examples`; else the one saved with the checkpoint.
         heldout: the same kinds of data, to score with; None = a seeded fifth.
         criterion: `loss`, `scaled` or `kl`.
-        search: `greedy`, `exact`, `one-shot`, `cosine`, `taylor`, `random`, `last` or `given`.
+        search: `greedy`, `exact`, `one-shot`, `cosine`, `taylor`, `random`, `last`, or `given` (with the layers).
         granularity: `attention`, `mlp` or `layer`.
-        given: 1-based layers, for `search="given"`.
+        given: 1-based layers in the order of their removal.
         fit: train scalars, with the control "scalars only".
         batch_size: sequences run at once.
         seed: of everything that is drawn.
         output: folder for `plan.json`, and for `progress.json` while the search runs.
         resume: go on with an interrupted search; it gives the plan that it would have given.
         responses: how the responses were generated, for the plan's `data`.
-        watcher: told what happens, for progress bars.
+        watcher: told what happens.
         **options: any other field of `SearchSettings`.
 
     Raises:
@@ -77,26 +89,16 @@ def search(
         "criterion": criterion,
         "search": search,
         "granularity": granularity,
-        "given": None if given is None else list(given),
+        "given": given,
         "fit": fit,
         "batch_size": batch_size,
         "seed": seed,
         **options,
     }
     settings = layered(SearchSettings, asked)
+    where: Any = {"tokenizer": tokenizer, "heldout": heldout, "output": output, "resume": resume}
     with processes() as me:
-        return search_with(
-            model,
-            data,
-            settings,
-            me,
-            watcher or Watcher(),
-            tokenizer=tokenizer,
-            heldout=heldout,
-            output=output,
-            resume=resume,
-            responses=responses,
-        )
+        return search_with(model, data, settings, me, watcher or Watcher(), responses=responses, **where)
 
 
 def search_with(

@@ -1,0 +1,100 @@
+"""Quantised copies of a model: its own weights packed, everything else of it as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import Anatomy
+
+PACKAGES = {"int8": ("torchao",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
+"""Method -> the packages that do it."""
+EXTRAS = {"int8": "quantise", "gptq": "gptq", "awq": "awq"}
+"""Method -> the extra of this package that brings them."""
+METHODS = tuple(PACKAGES)
+
+
+def check_method(method: str) -> None:
+    """Refuse a method that is not known, or cannot run here, before any work is done.
+
+    Raises:
+        FulldepthError: with what is missing.
+    """
+    if method not in PACKAGES:
+        raise unknown("quantisation", str(method), METHODS)
+    if missing := [name for name in PACKAGES[method] if find_spec(name) is None]:
+        raise FulldepthError(
+            f"Quantisation {method} needs {' and '.join(missing)}, not installed here: pip install "
+            f"'fulldepth[{EXTRAS[method]}]'."
+        )
+
+
+def int8(anatomy: Anatomy) -> Anatomy:
+    r"""A copy with the linear layers of all blocks in int8, weight-only, by torchao.
+
+    A row of a matrix is kept as whole numbers `q` in [-128, 127] and one factor `s` in the model's precision:
+    `w ~ s q`, `q = round(w / s)`, symmetric about 0. Activations stay as they are; a product takes `q` in the model's
+    precision. Embeddings, norms and the head stay as well, as with transformers' own `TorchAoConfig`: a head that is
+    tied to the embeddings would only be kept twice.
+
+    Args:
+        anatomy: the model, proven; it is left alone.
+
+    Returns:
+        The copy, on the same device, in evaluation mode.
+
+    Raises:
+        FulldepthError: if torchao cannot be imported.
+    """
+    quantize, config = _torchao()
+    made = replace(anatomy, model=copy.deepcopy(anatomy.model).eval())
+    targets = set()
+    for block in made.blocks:
+        _unfold_transposed(block)
+        targets |= {module for module in block.modules() if isinstance(module, nn.Linear)}
+    with _quiet():
+        quantize(made.model, config, filter_fn=lambda module, name: module in targets)
+    return made
+
+
+def _torchao() -> tuple[Any, Any]:
+    """The function of torchao and its configuration of int8 weights."""
+    check_method("int8")
+    try:
+        with _quiet():
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415
+    except (ImportError, RuntimeError, OSError) as error:
+        raise FulldepthError(f"torchao cannot be used with torch {torch.__version__}: {error}") from error
+    return quantize_, Int8WeightOnlyConfig()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torchao's remarks on kernels for other machines."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _unfold_transposed(block: nn.Module) -> None:
+    """GPT-2 keeps its matrices transposed, in layers that torchao does not know: make linear layers of them."""
+    for name, module in list(block.named_modules()):
+        if isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            made = nn.Linear(inputs, outputs, device=module.weight.device, dtype=module.weight.dtype)
+            made.weight = nn.Parameter(module.weight.detach().T.contiguous())
+            made.bias = nn.Parameter(module.bias.detach())
+            block.set_submodule(name, made)

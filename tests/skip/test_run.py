@@ -1,0 +1,131 @@
+"""`search_into`: the folder that a search leaves, whole after a restart, and never over something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+
+from fulldepth.errors import FulldepthError
+from fulldepth.results import Results
+from fulldepth.skip.examples import read_examples
+from fulldepth.skip.outcome import analyse
+from fulldepth.skip.plan import Plan
+from fulldepth.skip.run import search_into
+from fulldepth.skip.settings import SearchSettings
+from skip import plain
+from skip.wordy import tokenizer, words
+from tiny_models import build
+
+SETTINGS = SearchSettings(blocks=2, epochs=2, batch_size=4)
+PAIRS = [
+    {"prompt": words(n, n + 1, 3 * n % 80), "response": " " + words(*((7 * n + i * i) % 80 for i in range(4 + n % 3)))}
+    for n in range(20)
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint with its tokenizer, and pairs beside it."""
+    folder = tmp_path / "model"
+    build("llama").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)), encoding="utf-8")
+    return folder
+
+
+def test_a_search_leaves_its_plan_and_its_outcome(checkpoint, tmp_path) -> None:
+    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
+    plan = search_into(str(checkpoint), data, out, SETTINGS)
+    assert Plan.load(out) == plan
+    assert plan.model.name == str(checkpoint)
+    results, again = Results.load(out), analyse(str(checkpoint), plan, data)
+    assert results.meta["plan"] == plan.document()
+    pd.testing.assert_frame_equal(results.table, again.table)
+    assert results.headline == again.headline
+    assert results.meta["settings"] == SETTINGS.model_dump()
+    base = plain.loss(build("llama"), read_examples(data, tokenizer(), 64).heldout, (), "attention")
+    first = results.table.iloc[0]
+    assert (first.measure, first.state) == ("loss", "original")
+    assert first.value == pytest.approx(base, rel=1e-5)
+    assert not list(out.glob(".*")), "something half-written stayed"
+
+
+def test_a_restart_makes_what_is_missing_and_nothing_else(checkpoint, tmp_path) -> None:
+    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
+    plan = search_into(str(checkpoint), data, out, SETTINGS)
+    before = Results.load(out)
+    written = (out / "results.json").stat().st_mtime_ns
+    assert search_into(str(checkpoint), data, out, SETTINGS, resume=True) == plan
+    assert (out / "results.json").stat().st_mtime_ns == written
+    for name in ("results.json", "results.parquet"):
+        (out / name).unlink()
+    assert search_into(str(checkpoint), data, out, SETTINGS, resume=True) == plan
+    after = Results.load(out)
+    pd.testing.assert_frame_equal(before.table, after.table)
+    assert before.meta | {"created": ""} == after.meta | {"created": ""}
+
+
+def test_other_results_are_not_overwritten(checkpoint, tmp_path) -> None:
+    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
+    search_into(str(checkpoint), data, out, SETTINGS)
+    with pytest.raises(FulldepthError, match=r"already holds a plan\.json"):
+        search_into(str(checkpoint), data, out, SETTINGS)
+    (out / "plan.json").unlink()
+    with pytest.raises(FulldepthError, match=r"already holds a results\.json"):
+        search_into(str(checkpoint), data, out, SETTINGS)
+    with pytest.raises(FulldepthError, match="holds other results"):
+        search_into(str(checkpoint), data, out, SearchSettings(blocks=1, fit=False), resume=True)
+
+
+def test_the_models_own_answers(checkpoint, tmp_path) -> None:
+    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
+    plan = search_into(str(checkpoint), data, out, SETTINGS, responses=10, max_new_tokens=5)
+    made = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
+    model, words_of = build("llama"), tokenizer()
+    prompts = [pair["prompt"] + "\n" for pair in PAIRS[:10]]  # no chat template: a line each
+    assert len(made) >= 8  # an empty answer is left out
+    for row in made:
+        assert row["prompt"] in prompts
+        ids = words_of(row["prompt"], return_tensors="pt").input_ids
+        for _ in range(5):  # greedy, without a cache
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+        assert row["response"].split() == words_of.decode(ids[0, -5:], skip_special_tokens=True).split()
+    assert plan.data["responses"]["max_new_tokens"] == 5
+    assert Results.load(out).meta["data"]["responses"] == plan.data["responses"]
+
+
+@pytest.mark.slow
+def test_two_processes_write_once(checkpoint, tmp_path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fulldepth",
+        "skip",
+        "search",
+    ]
+    given = [checkpoint, "--data", data, "--blocks", 2, "--batch-size", 4, "--set", "epochs=2", "-o", tmp_path / "two"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, given)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    plan = search_into(str(checkpoint), str(data), tmp_path / "one", SETTINGS)
+    one, two = Results.load(tmp_path / "one"), Results.load(tmp_path / "two")
+    assert two.meta["plan"]["blocks"] == plan.blocks
+    pd.testing.assert_frame_equal(one.table, two.table, rtol=1e-4, atol=1e-7)
