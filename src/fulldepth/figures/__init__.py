@@ -20,10 +20,12 @@ from fulldepth.figures import (
     memory,
     series,
     similarity,
+    skipping,
     training,
     trainings,
 )
 from fulldepth.figures.rows import num_layers
+from fulldepth.figures.skipped import KINDS, TOGETHER
 from fulldepth.figures.style import Figures
 
 TOPICS: tuple[Callable[[pd.DataFrame, int], Figures], ...] = (
@@ -50,8 +52,10 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
         Name -> figure. `name:variant` is another reading of the figure `name` (raw instead of centred, another
         model). A series gives the figures of its last step, then the curves over steps (`steps_...`); a training run
         its losses and costs over steps; a comparison one line or one map a model, and what it differs by from the
-        baseline (`difference_...`).
+        baseline (`difference_...`). Folders of `fulldepth skip` have figures of their own.
     """
+    if meta.get("kind") in (*KINDS, TOGETHER):
+        return skipping.figures(table, meta)
     if "model" in table.columns:
         return (trainings if "step" in table.columns else comparison).figures(table, meta)
     layers = num_layers(table, meta.get("model"))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fulldepth.errors import FulldepthError
 from fulldepth.report.page import assemble
 from fulldepth.report.payload import payload
+from fulldepth.report.together import rows_of, together
 from fulldepth.results import PAGE, Results, atomic
 
 
-def render(results: Results) -> str:
+def render(results: Results, where: str = "") -> str:
     """The page as one HTML document: style, script, plotly.js and data inside, no request to anywhere.
 
     Every string of the results travels as JSON and reaches the page as text, so that markup in a model's or a
     token's name stays what it is.
+
+    Args:
+        results: what the page is of.
+        where: a sentence that says where the rows are, if not in a file beside the page.
     """
-    return assemble(payload(results))
+    return assemble(payload(results, where))
 
 
 def write(directory: str | Path) -> Path:
@@ -29,8 +35,36 @@ def write(directory: str | Path) -> Path:
         FulldepthError: if the folder holds no readable results, or cannot be written.
     """
     folder = Path(directory)
-    html = render(Results.load(folder))
+    return _save(render(Results.load(folder)), folder)
+
+
+def write_together(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Read one result folder, or several of `fulldepth skip`, and write one `report.html`, whole or not at all.
+
+    Args:
+        folders: of the kinds `skip`, `curve`, `bench` and `quantise`, about the same model; or a single one of any
+            kind.
+        output: folder of the page, made if absent; None = the first of `folders`.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        FulldepthError: if a folder holds no readable results, if they do not belong on one page, or if it cannot be
+            written.
+    """
+    places = [Path(folder) for folder in folders]
+    if not places:
+        raise FulldepthError("A page needs at least one result folder.")
+    target = places[0] if output is None else Path(output)
+    beside = len(places) == 1 and target.resolve() == places[0].resolve()
+    results = together(places) if len(places) > 1 else Results.load(places[0])
+    return _save(render(results, "" if beside else rows_of(places)), target)
+
+
+def _save(html: str, folder: Path) -> Path:
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with atomic(folder / PAGE) as part:
             part.write_text(html, encoding="utf-8")
     except OSError as error:
@@ -38,4 +72,4 @@ def write(directory: str | Path) -> Path:
     return folder / PAGE
 
 
-__all__ = ["render", "write"]
+__all__ = ["render", "write", "write_together"]

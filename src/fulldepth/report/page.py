@@ -9,9 +9,10 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from fulldepth.figures.skipped import KINDS, TOGETHER
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 
-SCRIPTS = ("core.js", "plots.js", "lens.js", "numbers.js", "page.js")
+SCRIPTS = ("core.js", "strip.js", "plots.js", "lens.js", "numbers.js", "page.js")
 """In the order in which they build on each other; they share one scope."""
 
 
@@ -23,7 +24,7 @@ def assemble(document: dict[str, Any]) -> str:
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         data=embed(document),
         script=script,
-        methods=_part("methods.html"),
+        methods=_part("methods_skipping.html" if document["kind"] in (*KINDS, TOGETHER) else "methods.html"),
     )
 
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from fulldepth import figures
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
-from fulldepth.report import lens, routers, tables, training, verdict
+from fulldepth.report import lens, routers, skipping, tables, training, verdict
 from fulldepth.report.sections import arrange
 from fulldepth.results import Results
 
@@ -24,8 +24,8 @@ MAX_STEP_NUMBERS = 4_000_000
 Packed = dict[str, dict[str, Any]]
 
 
-def payload(results: Results) -> dict[str, Any]:
-    """The document embedded in the page.
+def payload(results: Results, where: str = "") -> dict[str, Any]:
+    """The document embedded in the page; `where` says where its rows are on disk, if not beside it.
 
     `figures` holds the figures as first shown, `views` what changes with the step slider (a single view without a
     series): verdict, lens grids, and per figure only the parts of its traces that differ from `figures`.
@@ -34,29 +34,43 @@ def payload(results: Results) -> dict[str, Any]:
     vocabulary = lens.Vocabulary()
     shown: Packed = {name: pack(drawn) for name, drawn in figures.build(table, meta).items()}
     kind = kind_of(results)
+    ours = kind in skipping.PAGES
+    return {
+        "kind": kind,
+        **(skipping.head(table, meta, shown) if ours else _head(kind, table, meta, shown, vocabulary)),
+        "figures": shown,
+        "checkpoints": int(table["step"].nunique()) if kind == "series" else 0,
+        "words": list(vocabulary.index),
+        "measures": sorted({str(name) for name in table["measure"].unique()}),
+        "table": {**tables.pack(table), "where": where},
+        "template": compact(TEMPLATE.to_plotly_json()),
+        "dark": DARK,
+    }
+
+
+def _head(
+    kind: str, table: pd.DataFrame, meta: Mapping[str, Any], shown: Packed, vocabulary: lens.Vocabulary
+) -> dict[str, Any]:
+    """What stands around the figures of a measurement, a comparison or training runs."""
     views = _steps(table, meta, shown, vocabulary) if kind == "series" else [_view(meta, meta, vocabulary)]
     runs = kind in ("training", "trainings")
     return {
-        "kind": kind,
         "title": verdict.title(meta),
         "byline": verdict.byline(meta),
         "models": training.side_by_side(meta) if kind == "trainings" else verdict.side_by_side(meta),
         "about": verdict.about(meta),
         "remarks": verdict.remarks(meta),
         "sections": arrange(shown, runs, training.tables(table, meta) if runs else routers.tables(meta)),
-        "figures": shown,
         "views": views,
-        "checkpoints": int(table["step"].nunique()) if kind == "series" else 0,
-        "words": list(vocabulary.index),
-        "measures": sorted({str(name) for name in table["measure"].unique()}),
-        "table": tables.pack(table),
-        "template": compact(TEMPLATE.to_plotly_json()),
-        "dark": DARK,
     }
 
 
 def kind_of(results: Results) -> str:
-    """What the page is of: `single`, `series`, `comparison`, one `training` run, or several `trainings`."""
+    """What the page is of: `single`, `series`, `comparison`, one `training` run, several `trainings`, or one of
+    `skipping.PAGES`.
+    """
+    if results.meta.get("kind") in skipping.PAGES:
+        return str(results.meta["kind"])
     if results.is_comparison:
         return "trainings" if results.is_series else "comparison"
     if results.meta.get("kind") == "training":

@@ -67,12 +67,66 @@ OF_TRAINING: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("settings", "Settings", "", ()),
 )
 """The same for training runs, one or several."""
+OF_SKIPPING: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    (
+        "blocks",
+        "Which blocks went",
+        "The model’s depth, layer by layer. A number says when a block went; below it stands the loss, in nats, that "
+        "its removal added to that before it. Nothing is healed here.",
+        (),
+    ),
+    (
+        "removal",
+        "What removal costs",
+        "Held-out data, read again after every removal: the loss, how far the predictions are from the unmodified "
+        "model’s, and how often both would say the same.",
+        ("removal_loss", "added_loss", "kl", "greedy_agreement"),
+    ),
+    (
+        "healing",
+        "Scalars that heal",
+        "What was trained afterwards, and nothing else: how strongly each block adds to the stream, and how strongly "
+        "the stream passes it by.",
+        ("scalars",),
+    ),
+    (
+        "states",
+        "Inside the model",
+        "How far the states of each layer have moved from the original’s, and whether the blocks that went had smaller "
+        "weights than those that stayed.",
+        ("mmd", "spectral_norm"),
+    ),
+    (
+        "pareto",
+        "Quality against time",
+        "Every model that was timed, by its held-out loss. What lies on the frontier cannot be made faster without a "
+        "higher loss, nor better without more time, by any other model on this page.",
+        ("pareto_prefill", "pareto_decode"),
+    ),
+    (
+        "cost",
+        "Time, memory and size",
+        "Prompt (prefill) and token by token (decode) apart, each model beside the original in the same rounds.",
+        ("time_saved_prefill", "time_saved_decode"),
+    ),
+    (
+        "quantise",
+        "With quantisation",
+        "Skipping and quantising together, in both orders.",
+        (),
+    ),
+    ("settings", "Settings", "", ()),
+)
+"""The same for folders of `fulldepth skip`, one or several."""
 TRAINING = ("training", "Over training", "The same measures at every checkpoint.")
 FURTHER = ("further", "Further figures", "")
 
 
 def arrange(
-    names: Iterable[str], training: bool = False, tables: Mapping[str, list[dict[str, Any]]] | None = None
+    names: Iterable[str],
+    training: bool = False,
+    tables: Mapping[str, list[dict[str, Any]]] | None = None,
+    order: tuple[tuple[str, str, str, tuple[str, ...]], ...] | None = None,
 ) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants, its difference follows it.
 
@@ -81,14 +135,15 @@ def arrange(
     Args:
         names: of the figures.
         training: whether they are of training runs.
-        tables: id of a section -> tables that stand before its figures.
+        tables: id of a section -> tables (or strips of layers) that stand before its figures.
+        order: the sections; None = those of measurements, or of training runs.
     """
     slots: dict[str, list[str]] = {}
     for name in names:
         slots.setdefault(name.split(":")[0], []).append(name)
     made = []
-    for key, heading, intro, order in OF_TRAINING if training else SECTIONS:
-        wanted = [slot for base in order for slot in (base, f"difference_{base}")]
+    for key, heading, intro, bases in order or (OF_TRAINING if training else SECTIONS):
+        wanted = [slot for base in bases for slot in (base, f"difference_{base}")]
         found = [slots.pop(slot) for slot in wanted if slot in slots]
         made.append(_section(key, heading, intro, found) | {"tables": (tables or {}).get(key, [])})
     over_steps = [slots.pop(slot) for slot in list(slots) if slot.startswith("steps_")]

@@ -99,7 +99,7 @@ def about(meta: Mapping[str, Any]) -> list[list[str]]:
             )
     else:
         pairs += training.about(meta) if meta.get("kind") == "training" else _subject(meta)
-    pairs += _run(meta)
+    pairs += run(meta)
     return [[what, text] for what, text in pairs if text]
 
 
@@ -121,7 +121,8 @@ def _hashes(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
     return [f"{what} {short(value, 23)}" for what, value in stated if value]
 
 
-def _run(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+def run(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what, text) pairs on how, when and with what it was run; an empty text where the document does not say."""
     sampling, versions = meta.get("sampling") or {}, meta.get("versions") or {}
     timings, memory = meta.get("timings") or {}, meta.get("memory") or {}
     spent = [

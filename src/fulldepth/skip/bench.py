@@ -98,19 +98,24 @@ def bench(
     with ExitStack() as modes:
         for entry in entries:
             modes.enter_context(evaluating(entry.model))
-        subject = _Original.of(entries)
-        if contexts is None:
-            settings = _fitting(settings, subject.anatomy.max_positions)
-        _check(entries, subject.anatomy, settings)
-        entries[0].hash = model_hash(entries[0].model)
-        scorer = _scorer(entries[0], settings)
-        measured = _measure(entries, subject, settings, watcher)
-        if scorer is not None:
-            measured.scores = scorer.scores({entry.label: entry.model for entry in entries}, watcher)
-    results = Results(table_of(measured), _document(entries, subject, measured, settings))
+        results = _bench(entries, settings, contexts is None, watcher)
     if output is not None:
         results.save(output)
     return results
+
+
+def _bench(entries: Sequence[_Entry], settings: BenchSettings, shorten: bool, watcher: Watcher) -> Results:
+    """Everything about models in memory."""
+    subject = _Original.of(entries)
+    if shorten:
+        settings = _fitting(settings, subject.anatomy.max_positions)
+    _check(entries, subject.anatomy, settings)
+    entries[0].hash = model_hash(entries[0].model)
+    scorer = _scorer(entries[0], settings)
+    measured = _measure(entries, subject, settings, watcher)
+    if scorer is not None:
+        measured.scores = scorer.scores({entry.label: entry.model for entry in entries}, watcher)
+    return Results(table_of(measured), _document(entries, subject, measured, settings))
 
 
 @dataclass
@@ -157,6 +162,7 @@ class _Entry:
             "granularity": None if gone is None or baseline else gone.granularity,
             "blocks": plan.get("blocks"),
             "not_computed": None if gone is None or baseline else sorted(gone.layers),
+            "data": (plan.get("data") or {}).get("hash"),
             "losses": plan.get("losses"),
             "healed_loss": plan.get("healed_loss"),
         }
@@ -249,8 +255,9 @@ def _scorer(entry: _Entry, settings: BenchSettings) -> TaskScorer | None:
     """What scores models on the tasks that are asked for, with the original's tokenizer."""
     if not settings.tasks:
         return None
-    place = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
-    tokenizer = open_tokenizer(Checkpoint(entry.model, entry.name), **place)
+    tokenizer = open_tokenizer(
+        Checkpoint(entry.model, entry.name), trust_remote_code=settings.trust_remote_code, revision=settings.revision
+    )
     return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
 
 

@@ -118,7 +118,7 @@ def curve(
         plan = search_with(owner, data, settings, me, watcher, output=output, resume=resume, **opened)
         with prepared(owner, data, settings, me, **opened) as ready:
             read = _read(ready, plan, me, watcher)
-        results = _results(plan, read, settings, max_blocks)
+        results = _results(plan, read, settings, max_blocks, anatomy_candidates(owner)[0].num_layers)
         if output is not None and me.is_main:
             results.save(output)
         me.gather(None)
@@ -193,7 +193,7 @@ def _parts(ready: Ready, rows: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
 
-def _results(plan: Plan, read: _Read, settings: SearchSettings, max_blocks: int) -> Results:
+def _results(plan: Plan, read: _Read, settings: SearchSettings, max_blocks: int, num_layers: int) -> Results:
     """Table and document."""
     bend = find_bend(read.sums["loss"] / read.tokens[:, None], read.tokens, resamples=RESAMPLES, seed=settings.seed)
     table = _table(plan, read, bend, settings.seed)
@@ -202,7 +202,7 @@ def _results(plan: Plan, read: _Read, settings: SearchSettings, max_blocks: int)
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "complete": True,
         "settings": {**settings.model_dump(), "max_blocks": max_blocks},
-        "model": plan.document()["model"],
+        "model": {**plan.document()["model"], "num_layers": num_layers},
         "data": plan.data,
         "versions": {
             "fulldepth": __version__,
@@ -255,13 +255,13 @@ def _headline(plan: Plan, bend: Bend, table: pd.DataFrame) -> dict[str, dict[str
     part = "layers" if kind == "layer" else f"{kind} blocks"
     if bend.blocks is None:
         sentence = (
-            f"The loss grows in a straight line up to {most} removed {part} ({bend.slope_before:+.4f} nats each), "
+            f"The loss changes in a straight line up to {most} removed {part} ({bend.slope_before:+.4f} nats each), "
             f"as far as {bend.sequences} held-out sequences tell ({bend.confidence:.0%} of resamples agree)."
         )
     else:
         sentence = (
-            f"Up to {bend.blocks} removed {part} the loss grows by {bend.slope_before:+.4f} nats each, then by "
-            f"{bend.slope_after:+.4f} ({bend.confidence:.0%} of resamples agree; 95 % lie from "
+            f"Up to {bend.blocks} removed {part} the loss changes by {bend.slope_before:+.4f} nats each, then by "
+            f"{bend.slope_after:+.4f} ({bend.confidence:.0%} of resamples agree that it bends; 95% of them bend at "
             f"{bend.low} to {bend.high})."
         )
     keep = (table.measure == "loss_added") & (table.removed == most)

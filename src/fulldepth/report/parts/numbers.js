@@ -70,9 +70,9 @@ function download() {
 }
 
 function startNumbers() {
-  const { rows, total, left_out: leftOut } = DATA.table;
+  const { rows, total, left_out: leftOut, where } = DATA.table;
   const part = rows < total ? ` of ${counted(total)}. ${leftOut}` : ".";
-  byId("numbers-intro").textContent = `This page holds ${counted(rows)} rows${part} The file results.parquet beside it holds all of them.`;
+  byId("numbers-intro").textContent = `This page holds ${counted(rows)} rows${part} ${where || "The file results.parquet beside it holds all of them."}`;
   const measures = ["All measures", ...DATA.measures];
   byId("numbers-controls").replaceChildren(
     el("button", { type: "button", id: "download", onclick: download }, "Download CSV"),

@@ -14,7 +14,7 @@ function drawVerdict() {
 function inWords(sentences) {
   if (!sentences.length) return [];
   const items = sentences.map((sentence) => el("li", {}, isolated(sentence)));
-  return [el("details", { class: "about in-words" }, el("summary", {}, "The table in words"), el("ul", {}, ...items))];
+  return [el("details", { class: "about in-words" }, el("summary", {}, DATA.in_words || "The table in words"), el("ul", {}, ...items))];
 }
 
 function drawRemarks(now) {
@@ -68,7 +68,7 @@ function turnToPaper({ matches }) {
 }
 
 function start() {
-  const kinds = { single: "Layer report", series: "Layer report over training", comparison: "Comparison of models", training: "Training run", trainings: "Comparison of training runs" };
+  const kinds = { single: "Layer report", series: "Layer report over training", comparison: "Comparison of models", training: "Training run", trainings: "Comparison of training runs", skip: "Blocks that went", curve: "Removal curve", bench: "Benchmark of exports", quantise: "Skipping and quantisation", skips: "Skipping report" };
   document.title = `${DATA.title} – fulldepth`;
   byId("kind").textContent = `· ${kinds[DATA.kind]}`;
   byId("title").append(isolated(DATA.title));

@@ -166,5 +166,5 @@ function makeSection(section) {
   const intro = section.intro ? [el("p", { class: "intro" }, section.intro)] : [];
   const heading = el("h2", { id: `${section.id}-title` }, section.title);
   const drawn = figures.length ? [el("div", { class: "figures" }, ...figures)] : [];
-  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map(titledTable), ...drawn);
+  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map((table) => (table.strip ? makeStrip(table) : titledTable(table))), ...drawn);
 }

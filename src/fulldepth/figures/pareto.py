@@ -1,0 +1,214 @@
+"""Quality against time: held-out loss over prefill and decode time, and the time that was saved as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from fulldepth.figures.contenders import PHASES, Cell, Contender, Spread, agree, contenders, frontier
+from fulldepth.figures.skipped import Part
+from fulldepth.figures.style import AXIS, INK, MUTED, Figures, categorical, figure, label, minus
+
+SYMBOLS = {"bench": "circle", "quantise": "diamond"}
+MARKS = ("circle", "diamond", "square", "cross", "triangle-up", "x")
+"""Of exports, where marks may lie on each other."""
+PREDICTED = {"toggled": "By skipping in place", "flops": "By operations"}
+"""How time saved was predicted -> the name of the reading."""
+
+
+def figures(found: Sequence[Part]) -> Figures:
+    """`pareto_prefill`, `pareto_decode` (relative over the grid, then each cell), `time_saved` of exports."""
+    every = contenders(found)
+    made: Figures = {}
+    for phase in PHASES:
+        if (drawn := _plane(every, phase, None)) is None:
+            continue
+        made[f"pareto_{phase}"] = drawn
+        for part in found:
+            own = [one for one in every if one.part is part]
+            cells = list(dict.fromkeys(cell for one in own for cell in one.cells))
+            for cell in cells:
+                if (drawn := _plane(own, phase, cell)) is not None:
+                    made[f"pareto_{phase}:{part.label}:{cell.batch}:{cell.context}"] = drawn
+    for phase in PHASES:
+        for how in PREDICTED:
+            if (drawn := _saved(every, phase, how)) is not None:
+                name = f"time_saved_{phase}"
+                made[name if name not in made else f"{name}:{how}"] = drawn
+    return made
+
+
+def placed(every: Sequence[Contender], phase: str, cell: Cell | None) -> list[tuple[Contender, Spread, float]]:
+    """(model, time, loss) of all that have both.
+
+    Times are multiples of the original's, or seconds in one cell; losses are what is added to the original's where
+    the originals' losses differ. Among multiples one original stands for all.
+    """
+    same, made = agree(every), []
+    originals = 0
+    for one in every:
+        time = one.relative(phase) if cell is None else one.time(phase, cell)
+        if time is None or one.loss is None or (not same and one.base is None):
+            continue
+        loss = one.loss if same else one.loss - (one.base or 0.0)
+        originals += one.baseline
+        if cell is None and one.baseline and originals > 1:
+            continue
+        made.append((one, time, loss))
+    return made
+
+
+def _plane(every: Sequence[Contender], phase: str, cell: Cell | None) -> go.Figure | None:
+    points = placed(every, phase, cell)
+    if sum(not one.baseline for one, *_ in points) == 0:
+        return None
+    scale, unit = (1.0, "") if cell is None else _unit([time.value for _, time, _ in points])
+    best = frontier([(time.value, loss) for _, time, loss in points])
+    across = _range([edge * scale for _, time, _ in points for edge in time])
+    up = _range([loss for *_, loss in points])
+    traces: list[Any] = [
+        go.Scatter(
+            # What is attainable lies above and to the right of this staircase, which goes on to the edges.
+            x=[points[best[0]][1].value * scale, *(points[at][1].value * scale for at in best), across[1]],
+            y=[up[1], *(points[at][2] for at in best), points[best[-1]][2]],
+            name="Frontier",
+            mode="lines",
+            line={"color": AXIS, "width": 1.5, "shape": "hv"},
+            hoverinfo="skip",
+        )
+    ]
+    colors = iter(categorical(turn)["color"] for turn in range(len(points)))
+    for index, (one, time, loss) in enumerate(points):
+        color = INK if one.baseline else next(colors)
+        at = Spread(*(edge * scale for edge in time))
+        traces.append(_mark(one, at, loss, color, index in best, ".1%" if cell is None else ".4~g", unit))
+    shown = "; ".join(_name(points[at][0]) for at in best)
+    span = "over the rounds" if cell is not None or all(len(one.cells) == 1 for one in every) else "over the grid"
+    return figure(
+        traces,
+        title=f"Quality against {phase} time",
+        subtitle=f"Lower left is better; bars: least to most {span}. Filled marks are on the frontier",
+        alt=f"On the frontier: {shown}.",
+        xaxis={**_time_axis(phase, cell, unit), "range": across},
+        yaxis={
+            "title": {"text": "Held-out loss (nats)" if agree(every) else "Loss added to the original’s (nats)"},
+            "range": up,
+        },
+        variant=_whole(every) if cell is None else _reading(every, cell),
+        hovermode="closest",
+        height=440,
+        showlegend=True,
+    )
+
+
+def _mark(one: Contender, time: Spread, loss: float, color: str, filled: bool, form: str, unit: str) -> go.Scatter:
+    """A model, with a bar from its least to its most time."""
+    symbol = "square" if one.baseline else SYMBOLS[one.part.kind]
+    mark: dict[str, Any] = {"color": color, "size": 11, "symbol": symbol if filled else f"{symbol}-open"}
+    if not filled:
+        mark["line"] = {"width": 2}
+    return go.Scatter(
+        x=[time.value],
+        y=[loss],
+        customdata=[[time.low, time.high]],
+        name=_name(one),
+        mode="markers",
+        marker=mark,
+        error_x={
+            "type": "data", "symmetric": False, "array": [time.high - time.value],
+            "arrayminus": [time.value - time.low], "color": color, "thickness": 1.2, "width": 4,
+        },
+        hovertemplate=f"%{{fullData.name}}<br>%{{x:{form}}}{unit} (%{{customdata[0]:{form}}} to "
+        f"%{{customdata[1]:{form}}})<br><b>%{{y:.4f}}</b> nats<extra></extra>",
+    )  # fmt: skip
+
+
+def _range(values: Sequence[float]) -> list[float]:
+    """An axis that shows all of them, with a margin."""
+    low, high = min(values), max(values)
+    margin = 0.08 * ((high - low) or abs(high) or 1.0)
+    return [low - margin, high + margin]
+
+
+def _name(one: Contender) -> str:
+    name = label(one.name, 40)
+    return f"{name} (original)" if one.baseline and not name.startswith("original") else name
+
+
+def _whole(every: Sequence[Contender]) -> str:
+    return "Whole grid" if any(len(one.cells) > 1 for one in every) else "Share of the original’s"
+
+
+def _reading(every: Sequence[Contender], cell: Cell) -> str:
+    part = every[0].part
+    name = cell.name if part.kind == "bench" or cell.batch is not None else "quantisation, as measured"
+    return label(part.named(name), 48) if part.label and part.kind != "bench" else name[:1].upper() + name[1:]
+
+
+def _unit(seconds: Sequence[float]) -> tuple[float, str]:
+    return (1.0, " s") if max(seconds, default=0.0) >= 1 else (1e3, " ms")
+
+
+def _time_axis(phase: str, cell: Cell | None, unit: str) -> dict[str, Any]:
+    step = "Prefill time" if phase == "prefill" else "Decode time of a token"
+    if cell is None:
+        return {"title": {"text": f"{step}, share of the original’s"}, "tickformat": ".0%"}
+    return {"title": {"text": f"{step} ({unit.strip()})"}}
+
+
+def _saved(every: Sequence[Contender], phase: str, how: str) -> go.Figure | None:
+    """Time saved over what was predicted, a mark for each cell."""
+    traces: list[Any] = []
+    values: list[float] = []
+    for index, one in enumerate(one for one in every if not one.baseline and one.part.kind == "bench"):
+        points = []
+        for cell in one.cells:
+            predicted = one.in_cell("predicted_time_saved", how, phase, cell)
+            if predicted is not None and (saved := one.saved(phase, cell)) is not None:
+                points.append((predicted, saved, cell.name))
+        if not points or all(predicted == 0 for predicted, *_ in points):
+            continue  # it computes everything: nothing was predicted
+        style = categorical(index)
+        traces.append(
+            go.Scatter(
+                x=[predicted for predicted, *_ in points],
+                y=[saved.value for _, saved, _ in points],
+                customdata=[[name, saved.low, saved.high] for _, saved, name in points],
+                name=label(one.name, 40),
+                mode="markers",
+                marker={"color": style["color"], "size": 9, "symbol": MARKS[index % len(MARKS)]},
+                error_y={
+                    "type": "data", "symmetric": False, "array": [saved.high - saved.value for _, saved, _ in points],
+                    "arrayminus": [saved.value - saved.low for _, saved, _ in points], "color": style["color"],
+                    "thickness": 1.2, "width": 4,
+                },
+                hovertemplate="%{fullData.name}, %{customdata[0]}<br>saved <b>%{y:.1%}</b> (%{customdata[1]:.1%} to "
+                "%{customdata[2]:.1%})<br>predicted %{x:.1%}<extra></extra>",
+            )
+        )  # fmt: skip
+        values += [predicted for predicted, *_ in points]
+    if not traces:
+        return None
+    low, high = min([0.0, *values]), max([0.02, *values])
+    span = [low - 0.04 * (high - low), high + 0.08 * (high - low)]
+    ratios = [y / x for trace in traces for x, y in zip(trace.x, trace.y, strict=True) if x > 0]
+    return figure(
+        [
+            go.Scatter(
+                x=span, y=span, name="As predicted", mode="lines", hoverinfo="skip",
+                line={"color": MUTED, "width": 1, "dash": "dot"},
+            ),
+            *traces,
+        ],
+        title=f"Time saved in {phase}, measured and predicted",
+        subtitle="A mark for each batch and context; on the line it saved what was predicted; bars: least to most",
+        alt=f"Saved over predicted: {minus(min(ratios), '.2f')} to {minus(max(ratios), '.2f')}." if ratios else "",
+        xaxis={"title": {"text": "Predicted time saved"}, "tickformat": ".0%", "range": span},
+        yaxis={"title": {"text": "Time saved"}, "tickformat": ".0%"},
+        variant=PREDICTED[how],
+        hovermode="closest",
+        height=440,
+        showlegend=True,
+    )  # fmt: skip

@@ -1,0 +1,199 @@
+"""What result folders of `fulldepth skip` hold, one or several: the removals that they know of, and their axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from fulldepth.figures.rows import Curve, counted, number, select
+from fulldepth.figures.style import GRID, label
+
+KINDS = ("skip", "curve", "bench", "quantise")
+"""Kinds of result folders that one page can show together, in reading order."""
+TOGETHER = "skips"
+"""Kind of several of them as one: `meta["parts"]` are their documents with a `label`, the column `folder` tells whose a
+row is."""
+PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
+"""Granularity -> what is removed, in the singular."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One result folder."""
+
+    label: str
+    """Its name where there are several; empty where it is alone."""
+    kind: str
+    table: pd.DataFrame
+    meta: Mapping[str, Any]
+
+    def named(self, text: str) -> str:
+        """`text`, with the folder's name in front where there is one."""
+        return f"{self.label}: {text}" if self.label else text
+
+
+def parts(table: pd.DataFrame, meta: Mapping[str, Any]) -> list[Part]:
+    """The folders behind a table and its document."""
+    if meta.get("kind") != TOGETHER:
+        return [Part("", str(meta.get("kind")), table, meta)]
+    return [
+        Part(str(entry["label"]), str(entry["kind"]), table[table["folder"] == entry["label"]], entry)
+        for entry in meta["parts"]
+    ]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Blocks in the order in which they went."""
+
+    names: tuple[str, ...]
+    """Of the folders and models that it comes from; may be none."""
+    granularity: str
+    blocks: tuple[int, ...]
+    losses: tuple[float, ...]
+    """Held-out, of the model itself and after each removal, not healed; empty where unknown."""
+    healed: float | None = None
+    scalars_only: float | None = None
+    data: str = ""
+    """Hash of the examples; empty where unknown."""
+
+    @property
+    def name(self) -> str:
+        """All its names."""
+        return ", ".join(self.names)
+
+    @property
+    def added(self) -> list[float | None]:
+        """What each removal added to the loss, in nats."""
+        if len(self.losses) != len(self.blocks) + 1:
+            return [None] * len(self.blocks)
+        return [after - before for before, after in zip(self.losses, self.losses[1:], strict=False)]
+
+    def starts(self, other: Removal) -> bool:
+        """Whether `other` goes the same way on the same data, as far or farther."""
+        same = (self.granularity, self.data) == (other.granularity, other.data)
+        return same and self.blocks == other.blocks[: len(self.blocks)]
+
+
+def of_plan(plan: Mapping[str, Any], name: str = "") -> Removal | None:
+    """The removal of a plan; None where it has no blocks."""
+    blocks = plan.get("blocks") or []
+    if not blocks:
+        return None
+    losses = [number(loss) for loss in plan.get("losses") or []]
+    return Removal(
+        (name,) if name else (),
+        str(plan.get("granularity") or "attention"),
+        tuple(int(block) for block in blocks),
+        tuple(loss for loss in losses if loss is not None),
+        number(plan.get("healed_loss")),
+        number((plan.get("control_loss") or {}).get("scalars_only")),
+        str((plan.get("data") or {}).get("hash") or ""),
+    )
+
+
+def removals(found: Iterable[Part]) -> list[Removal]:
+    """Every set of blocks that the folders know, once; a set in another order is another."""
+    every: dict[tuple[str, tuple[int, ...]], Removal] = {}
+    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for part in found:
+        for name, plan in plans(part):
+            if (one := of_plan(plan)) is not None:
+                key = (one.granularity, one.blocks)
+                every.setdefault(key, one)
+                names.setdefault(key, [])
+                names[key] += [name] if name and name not in names[key] else []
+    return [replace(one, names=tuple(names[key])) for key, one in every.items()]
+
+
+def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:
+    """(name, plan) of every plan that a folder's document holds, or as much of it as the document has."""
+    meta = part.meta
+    if part.kind == "bench":
+        return [(str(entry.get("label", "?")), entry) for entry in meta.get("models") or []]
+    if isinstance(meta.get("plans"), Mapping):
+        return [(str(name), plan) for name, plan in meta["plans"].items() if isinstance(plan, Mapping)]
+    return [(part.label, meta["plan"])] if isinstance(meta.get("plan"), Mapping) else []
+
+
+def planned(part: Part) -> Removal | None:
+    """The removal of a folder that has one plan."""
+    plan = part.meta.get("plan")
+    return of_plan(plan, part.label) if isinstance(plan, Mapping) else None
+
+
+def layers_of(found: Iterable[Part]) -> int:
+    """L, as a document says, or else as deep as anything is known."""
+    every = list(found)
+    stated = [model.get("num_layers") for part in every for model in _models(part)]
+    known = [count for count in stated if isinstance(count, int) and count > 0]
+    if known:
+        return known[0]
+    deepest = [part.table["layer"].max() for part in every if len(part.table)]
+    blocks = [max(one.blocks) for one in removals(every)]
+    return max([int(layer) for layer in deepest if not pd.isna(layer)] + blocks, default=1) or 1
+
+
+def _models(part: Part) -> list[Mapping[str, Any]]:
+    baseline = [entry.get("model") or {} for entry in part.meta.get("models") or [] if isinstance(entry, Mapping)]
+    return [part.meta.get("model") or {}, *baseline[:1]]
+
+
+def by_removed(table: pd.DataFrame, measure: str, statistic: str = "mean", states: Sequence[str] = ()) -> Curve:
+    """A statistic by number of removed blocks, ascending; of rows in one of `states` where there are states."""
+    if "removed" not in table.columns:
+        return Curve([], [], [])
+    rows = select(table, measure, statistic, "model").dropna(subset=["removed"])
+    if states and "state" in rows.columns and rows["state"].notna().any():
+        rows = rows[rows["state"].isin(states)]
+    rows = rows.drop_duplicates("removed", keep="last").sort_values("removed")
+    return Curve(
+        [int(count) for count in rows["removed"]],
+        [number(value) for value in rows["value"]],
+        [counted(count) for count in rows["count"]],
+    )
+
+
+def removed_axis(most: int) -> dict[str, Any]:
+    """The x axis of a figure over the number of removed blocks, 0..most."""
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if most / s <= 13)
+    ticks = list(range(0, most + 1, step))
+    margin = max(0.4, most * 0.03)
+    return {
+        "title": {"text": "Blocks removed"},
+        "unifiedhovertitle": {"text": "%{x} removed"},
+        "range": [-margin, most + margin],
+        "tickvals": ticks,
+        "ticktext": [str(tick) for tick in ticks],
+    }
+
+
+def listed(numbers: Sequence[int], most: int = 8) -> str:
+    """`3, 7 and 8`, shortened after so many."""
+    shown = [str(one) for one in numbers[:most]]
+    if len(numbers) > most:
+        return f"{', '.join(shown)} and {len(numbers) - most} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def what_went(one: Removal) -> str:
+    """`attention blocks of layers 7, 8 and 3`, in order of removal."""
+    several = "s" if len(one.blocks) > 1 else ""
+    if one.granularity == "layer":
+        return f"layer{several} {listed(one.blocks)}"
+    thing = PARTS.get(one.granularity) or label(one.granularity, 24)
+    return f"{thing}{several} of layer{several} {listed(one.blocks)}"
+
+
+def marked_layers(layers: Iterable[int]) -> list[dict[str, Any]]:
+    """Shapes behind a figure over layers: a grey column at each of `layers`."""
+    return [
+        {
+            "type": "rect", "xref": "x", "yref": "paper", "x0": layer - 0.5, "x1": layer + 0.5, "y0": 0, "y1": 1,
+            "fillcolor": GRID, "line": {"width": 0}, "layer": "below",
+        }
+        for layer in layers
+    ]  # fmt: skip

@@ -1,0 +1,247 @@
+"""The tables of the pages of `fulldepth skip`: models side by side, the grid, the weights, the settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from fulldepth.figures.contenders import PHASES, Contender, Spread, agree, contenders, frontier
+from fulldepth.figures.healing import gone, groups
+from fulldepth.figures.pareto import placed
+from fulldepth.figures.rows import curve
+from fulldepth.figures.skipped import Part, planned
+from fulldepth.figures.style import minus
+from fulldepth.report.training import NOTHING, Table, flatten, table
+from fulldepth.report.words import scaled, seconds, short, size
+
+UNITS = (" %", "×", " ms", " s")
+"""Said once where all numbers of a cell have it."""
+Columns = dict[str, Callable[[Contender], str]]
+
+
+def tables(found: Sequence[Part]) -> dict[str, list[Table]]:
+    """Id of a section -> tables that stand in it; none that has no rows."""
+    every = contenders(found)
+    timed = [one for one in every if one.part.kind == "bench"]
+    corners = [one for one in every if one.part.kind == "quantise"]
+    made = {
+        "states": [_norms(part, found) for part in found if part.kind == "skip"],
+        "cost": [*(_saved_over_grid(timed, phase) for phase in PHASES), _memory(timed), _grid(timed)],
+        "quantise": [_corners(corners)],
+        "settings": [_settings(part) for part in found],
+    }
+    return {section: [one for one in several if one["rows"]] for section, several in made.items()}
+
+
+def side_by_side(found: Sequence[Part]) -> Table | None:
+    """Every model that was timed: loss, time, size, and whether something else beats it."""
+    every = contenders(found)
+    if not every:
+        return None
+    if agree(every):  # one original stands for all
+        every = [one for at, one in enumerate(every) if not one.baseline or not any(two.baseline for two in every[:at])]
+    best = {phase: _unbeaten(every, phase) for phase in PHASES}
+    columns: Columns = {
+        "Held-out loss": lambda one: _number(one.loss, ".4f"),
+        "Added": lambda one: NOTHING if one.baseline else _difference(one.loss, one.base),
+        "Prefill time": lambda one: _times(one, "prefill"),
+        "Decode time": lambda one: _times(one, "decode"),
+        "Weights": lambda one: _multiple(one, "parameter_bytes"),
+        "Cache per token": lambda one: _multiple(one, "kv_bytes_per_token"),
+        "On the frontier": lambda one: ", ".join(phase for phase in PHASES if one in best[phase]) or NOTHING,
+    }
+    note = (
+        "An export’s loss is its plan’s, healed if the plan is. Times are multiples of the original’s, with the least "
+        "and the most over the grid (over the rounds where there is one place only); weights and cache per token are "
+        "multiples of the original’s bytes. On the frontier: no other model here is as good and faster, or as fast and "
+        "better."
+    )
+    return _by_model("Models side by side", columns, every, note)
+
+
+def _unbeaten(every: Sequence[Contender], phase: str) -> list[Contender]:
+    points = placed(every, phase, None)
+    return [points[at][0] for at in frontier([(time.value, loss) for _, time, loss in points])]
+
+
+def _by_model(title: str, columns: Columns, every: Sequence[Contender], note: str = "") -> Table:
+    """A row a model; columns that no model fills are left out."""
+    cells = {name: [how(one) for one in every] for name, how in columns.items()}
+    kept = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
+    rows = [[_name(one), *(column[at] for column in kept.values())] for at, one in enumerate(every)]
+    return table(title, list(kept), rows if kept else [], corner="Model", note=note)
+
+
+def _name(one: Contender) -> str:
+    name = short(one.name, 60)
+    return f"{name} (original)" if one.baseline and not name.startswith("original") else name
+
+
+def _saved_over_grid(every: Sequence[Contender], phase: str) -> Table:
+    """Time saved in a phase, measured and predicted: medians over the grid."""
+    columns: Columns = {
+        "Time saved": _over("time_saved", "median", phase, _percent),
+        "Predicted, in place": _over("predicted_time_saved", "toggled", phase, _percent),
+        "Predicted, operations": _over("predicted_time_saved", "flops", phase, _percent),
+        "Saved over predicted": _over("time_saved_ratio", "toggled", phase, lambda value: minus(value, ".2f")),
+        "Saved by each block": _over("time_saved_per_block", "median", phase, _percent),
+    }
+    shares = [one.over_grid("attention_share", "median", phase) for one in every if one.baseline]
+    said = f" Attention takes {_spread(shares[0], _percent)} of it in the original." if shares and shares[0] else ""
+    note = (
+        "Medians over the grid, in brackets the least and the most. In place: the original with the same blocks "
+        f"skipped, timed in the same rounds; operations: what both multiply. Saved over predicted: in place.{said}"
+    )
+    exports = [one for one in every if not one.baseline]
+    return _by_model(f"{phase.capitalize()} time saved", columns, exports, note)
+
+
+def _memory(every: Sequence[Contender]) -> Table:
+    columns: Columns = {
+        "Peak memory": _bytes("peak_memory"),
+        "Weights": _bytes("parameter_bytes"),
+        "Cache per token": _bytes("kv_bytes_per_token"),
+        "Parameters": lambda one: _parameters(one),
+    }
+    note = "Peak memory: weights and everything that lives at once, median over the grid. Cache: keys and values."
+    return _by_model("Memory and size", columns, every, note)
+
+
+def _parameters(one: Contender) -> str:
+    count = (one.entry.get("model") or {}).get("parameters")
+    return scaled(count) if isinstance(count, int) else NOTHING
+
+
+def _grid(every: Sequence[Contender]) -> Table:
+    """Everything at every place of the grid."""
+    columns = [
+        *(f"{phase.capitalize()}" for phase in PHASES),
+        *(f"{phase.capitalize()} saved" for phase in PHASES),
+        *(f"{phase.capitalize()} predicted" for phase in PHASES),
+        "Peak memory",
+        "KV cache per token",
+    ]
+    rows = []
+    places = list(dict.fromkeys(cell for one in every for cell in one.cells))
+    for cell in places:
+        for one in (one for one in every if cell in one.cells):
+            saved = [one.saved(phase, cell) for phase in PHASES]
+            guessed = [one.in_cell("predicted_time_saved", "toggled", phase, cell) for phase in PHASES]
+            held = [one.in_cell(name, "value", "model", cell) for name in ("peak_memory", "kv_bytes_per_token")]
+            rows.append(
+                [
+                    f"{cell.name[:1].upper()}{cell.name[1:]}: {_name(one)}",
+                    *(_spread(one.time(phase, cell), seconds) for phase in PHASES),
+                    *(_spread(share, _percent) for share in saved),
+                    *(NOTHING if share is None else _percent(share) for share in guessed),
+                    *(NOTHING if count is None else _size(count) for count in held),
+                ]
+            )
+    note = "Times are medians over the rounds, in brackets the fastest and the slowest. Predicted: skipped in place."
+    return table("Every place of the grid", columns, rows, corner="Where", note=note, folded=True)
+
+
+def _corners(every: Sequence[Contender]) -> Table:
+    """Quality, size and latency of quantising and skipping in both orders."""
+    columns: Columns = {
+        "Held-out loss": lambda one: _number(one.loss, ".4f"),
+        "Added": lambda one: NOTHING if one.baseline else _difference(one.loss, one.base),
+        "Weights": _bytes("parameter_bytes"),
+        "Prefill": lambda one: _absolute(one, "prefill"),
+        "Decode of a token": lambda one: _absolute(one, "decode"),
+    }
+    note = "Times are medians over the rounds, in brackets the fastest and the slowest."
+    return _by_model("All corners", columns, every, note)
+
+
+def _norms(part: Part, found: Sequence[Part]) -> Table:
+    """Spectral norms of the original's projections in layers that lost a block and in those that kept it."""
+    removal = planned(part)
+    lost = set(gone(removal))
+    rows = []
+    for site in (site for sites in groups(part, removal).values() for site in sites):
+        norms = curve(part.table, "spectral_norm", "value", site)
+        known = [(layer, value) for layer, value in zip(norms.layers, norms.values, strict=True) if value is not None]
+        sets = [[v for layer, v in known if (layer in lost) is which] for which in (True, False)]
+        if all(sets):
+            middle = [median(values) for values in sets]
+            ratio = f"{middle[0] / middle[1]:.2f}×" if middle[1] else NOTHING
+            spans = [f"{m:.3f} ({min(v):.3f} to {max(v):.3f})" for m, v in zip(middle, sets, strict=True)]
+            rows.append([short(site, 60), *spans, ratio])
+    several = sum(other.kind == "skip" for other in found) > 1
+    title = f"Spectral norms by projection: {short(part.label, 40)}" if several else "Spectral norms by projection"
+    note = "Of the original’s weights: the median over layers, in brackets the least and the most."
+    return table(
+        title, ["Skipped layers", "Kept layers", "Skipped over kept"], rows, corner="Projection", note=note, folded=True
+    )
+
+
+def _settings(part: Part) -> Table:
+    flat = flatten(part.meta.get("settings") or {})
+    rows = [[short(key, 80), short(value, 200)] for key, value in flat.items()]
+    title = f"Settings of {short(part.label, 60)}" if part.label else "All settings"
+    return table(title, [""], rows, folded=True, text=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return NOTHING if value is None else minus(value, form)
+
+
+def _difference(value: float | None, base: float | None) -> str:
+    return NOTHING if value is None or base is None else minus(value - base, "+.4f")
+
+
+def _percent(share: float) -> str:
+    return f"{minus(100 * share, '.1f')} %"
+
+
+def _spread(found: Spread | None, written: Callable[[float], str]) -> str:
+    if found is None:
+        return NOTHING
+    middle, low, high = (written(value) for value in found)
+    if low == high:
+        return middle
+    unit = next((end for end in UNITS if all(text.endswith(end) for text in (middle, low, high))), "")
+    return f"{middle} ({low.removesuffix(unit)} to {high.removesuffix(unit)})"
+
+
+def _times(one: Contender, phase: str) -> str:
+    """Multiples of the original's."""
+    if one.baseline:
+        return NOTHING if one.relative(phase) is None else "1×"
+    return _spread(one.relative(phase), lambda value: f"{value:.2f}×")
+
+
+def _absolute(one: Contender, phase: str) -> str:
+    cells = one.cells
+    return _spread(one.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(one, phase)
+
+
+def _over(measure: str, statistic: str, phase: str, written: Callable[[float], str]) -> Callable[[Contender], str]:
+    def cell(one: Contender) -> str:
+        return _spread(one.over_grid(measure, statistic, phase), written)
+
+    return cell
+
+
+def _bytes(measure: str) -> Callable[[Contender], str]:
+    def cell(one: Contender) -> str:
+        value = one.single(measure)
+        return NOTHING if value is None else _size(value)
+
+    return cell
+
+
+def _size(value: float) -> str:
+    """Bytes in a unit that suits them."""
+    return f"{value:,.0f} B" if value < 2**14 else f"{value / 2**10:,.0f} KiB" if value < 2**20 else size(value)
+
+
+def _multiple(one: Contender, measure: str) -> str:
+    """Bytes as a multiple of the original's."""
+    own = one.single(measure)
+    base = one.of_original(measure)
+    if own is None or not base or not math.isfinite(own):
+        return NOTHING
+    return _size(own) if one.baseline else f"{own / base:.2f}×"

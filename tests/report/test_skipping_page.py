@@ -1,0 +1,380 @@
+"""Pages of `fulldepth skip`: tables and strips as worked out from the rows; in a browser, drawn and inert."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from figures import skip_folders as folders
+from fulldepth import cli
+from fulldepth.errors import FulldepthError
+from fulldepth.report import render, write, write_together
+from fulldepth.report.payload import payload
+from fulldepth.report.together import names, together
+from fulldepth.results import Results
+from fulldepth.skip.bench import bench
+from fulldepth.skip.curve import curve
+from fulldepth.skip.export import export
+from fulldepth.skip.outcome import analyse
+from fulldepth.skip.search import search
+from skip.wordy import tokenizer, words
+from tiny_models import build
+
+EMPTY = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.hidden)
+    .filter((div) => !(div.data || []).some((trace) => (trace.y || []).some((value) => value != null)))
+    .map((div) => div.dataset.figure)"""
+HOSTILE = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>", "\u202eevil\u202c"]
+SECTIONS = [
+    "Which blocks went", "What removal costs", "Scalars that heal", "Inside the model", "Quality against time",
+    "Time, memory and size", "With quantisation", "Settings",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """The four folders of one model."""
+    place = tmp_path_factory.mktemp("skip")
+    for name, results in (
+        ("out", folders.search()),
+        ("curve", folders.curve()),
+        ("bench", folders.bench()),
+        ("quantised", folders.quantised()),
+    ):
+        results.save(place / name)
+    return place
+
+
+@pytest.fixture(scope="module")
+def every(root):
+    """All four on one page, named in another order than they are shown in."""
+    return payload(together([root / name for name in ("quantised", "bench", "curve", "out")]))
+
+
+@pytest.fixture(scope="module")
+def page(root):
+    """The same as a file."""
+    return write_together([root / name for name in ("quantised", "bench", "curve", "out")], root / "page")
+
+
+def section(made, name):
+    (found,) = [one for one in made["sections"] if one["id"] == name]
+    return found
+
+
+def number(text):
+    return float(text.split()[0].strip("×").replace("−", "-").replace(",", ""))
+
+
+def test_the_sections_of_all_and_of_each(every):
+    assert [one["title"] for one in every["sections"]] == SECTIONS
+    assert every["kind"] == "skips"
+    expected = {
+        "search": [*SECTIONS[:4], "Settings"],
+        "curve": [*SECTIONS[:2], "Settings"],
+        "bench": [*SECTIONS[:2], *SECTIONS[4:6], "Settings"],
+        "quantised": [*SECTIONS[:2], "Quality against time", "With quantisation", "Settings"],
+    }
+    for name, sections in expected.items():
+        made = payload(getattr(folders, name)())
+        assert [one["title"] for one in made["sections"]] == sections
+        placed = [figure for one in made["sections"] for slot in one["slots"] for figure in slot]
+        assert sorted(placed) == sorted(made["figures"])
+
+
+def test_a_strip_says_which_block_went_when_and_what_it_added(every):
+    strips = section(every, "blocks")["tables"]
+    assert [one["title"] for one in strips] == [
+        "out, folded, fast, skipped: 4 attention blocks removed",
+        "curve: 8 attention blocks removed",
+        "quantised, then skipped: 4 attention blocks removed",
+    ]
+    losses = folders.losses_of(8)
+    for strip, blocks in zip(strips, (folders.BLOCKS, folders.FARTHER), strict=False):
+        assert strip["layers"] == 12
+        assert [cell[:2] for cell in strip["cells"]] == [[block, n] for n, block in enumerate(blocks, start=1)]
+        np.testing.assert_allclose([number(cell[3]) for cell in strip["cells"]], np.diff(losses)[: len(blocks)])
+    assert "2.962 nats healed" in strips[0]["note"]
+    assert "not stated" in section(payload(folders.curve()), "blocks")["tables"][0]["note"]
+    assert section(payload(folders.search(blocks=(4,), granularity="mlp")), "blocks")["tables"][0]["title"] == (
+        "1 MLP removed"
+    )
+
+
+def test_models_side_by_side_are_the_rows(every):
+    rows = {row[0]: dict(zip(every["models"]["columns"], row[1:], strict=True)) for row in every["models"]["rows"]}
+    assert list(rows) == ["base (original)", "folded", "fast", "other", *list(folders.CORNERS)[1:]]
+    table, plan = folders.bench().table, folders.plan()
+    timed = table.measure.isin(["prefill_time", "decode_time"]) & (table.statistic == "median")
+    medians = table[timed].set_index(["measure", "batch", "context", "model"])["value"].unstack()
+    for phase in ("prefill", "decode"):
+        ratios = medians.loc[f"{phase}_time"]["fast"] / medians.loc[f"{phase}_time"]["base"]
+        said = [float(one) for one in re.findall(r"[\d.]+", rows["fast"][f"{phase.capitalize()} time"])]
+        assert said == pytest.approx([ratios.median(), ratios.min(), ratios.max()], abs=6e-3)
+    assert number(rows["fast"]["Held-out loss"]) == pytest.approx(plan["healed_loss"], abs=6e-5)
+    assert number(rows["fast"]["Added"]) == pytest.approx(plan["healed_loss"] - plan["losses"][0], abs=6e-5)
+    assert (rows["fast"]["Weights"], rows["fast"]["Cache per token"]) == ("0.90×", "0.67×")
+    assert rows["other"]["Held-out loss"] == "–"
+    assert rows["skipped, then quantised"]["Weights"] == "0.27×"
+    assert number(rows["quantised"]["Decode time"]) == folders.CORNERS["quantised"][3]
+    # by hand: what is at most as slow and as bad as nothing else
+    assert {name for name, cells in rows.items() if "prefill" in cells["On the frontier"]} == {
+        "base (original)", "fast", "skipped",
+    }  # fmt: skip
+
+
+def test_the_tables_of_the_benchmark_are_the_rows(every):
+    table = folders.bench().table
+    prefill, decode, memory, grid = section(every, "cost")["tables"]
+    for found, phase in ((prefill, "prefill"), (decode, "decode")):
+        cells = dict(zip(found["columns"], dict((row[0], row[1:]) for row in found["rows"])["fast"], strict=True))
+        for column, measure, statistic, scale in (
+            ("Time saved", "time_saved", "median", 100),
+            ("Predicted, in place", "predicted_time_saved", "toggled", 100),
+            ("Predicted, operations", "predicted_time_saved", "flops", 100),
+            ("Saved over predicted", "time_saved_ratio", "toggled", 1),
+        ):
+            keep = (table.measure == measure) & (table.statistic == statistic) & (table.site == phase)
+            values = scale * table[keep & (table.model == "fast")].value
+            assert number(cells[column]) == pytest.approx(values.median(), abs=0.06), column
+        assert "Attention takes 40.0 %" in found["note"]
+    assert dict((row[0], row[1:]) for row in memory["rows"])["fast"][1:] == ["34.3 MiB", "2,048 B", "9.41 M"]
+    assert len(grid["rows"]) == 4 * 4
+    first = dict(zip(grid["columns"], grid["rows"][2][1:], strict=True))
+    assert grid["rows"][2][0] == "Batch 1, context 128: fast"
+    keep = (table.measure == "prefill_time") & (table.model == "fast") & (table.batch == 1) & (table.context == 128)
+    assert number(first["Prefill"]) == pytest.approx(
+        1000 * table[keep & (table.statistic == "median")].value.item(), rel=5e-3
+    )
+
+
+def test_the_corners_and_the_weights(every):
+    (corners,) = section(every, "quantise")["tables"]
+    for name, cells in ((row[0], row[1:]) for row in corners["rows"]):
+        loss, size, prefill, _ = folders.CORNERS[name.split(" (")[0]]
+        assert number(cells[0]) == pytest.approx(loss, abs=1e-4)
+        assert number(cells[2]) == pytest.approx(4e7 * size / 2**20, abs=0.06)
+        assert number(cells[3]) == pytest.approx(20 * prefill, rel=5e-3)  # ms
+    (norms,) = section(every, "states")["tables"]
+    table = folders.search().table
+    for name, lost, kept, _ in norms["rows"]:
+        own = table[(table.measure == "spectral_norm") & (table.site == name)]
+        gone = own.layer.isin(folders.BLOCKS)
+        expected = [own.value[gone].median(), own.value[~gone].median()]
+        assert [number(lost), number(kept)] == pytest.approx(expected, abs=6e-4)
+
+
+def test_what_is_said_first(every):
+    (view,) = every["views"]
+    assert len(view["sentences"]) <= 6
+    assert view["sentences"][0].startswith("Removing 4 blocks")
+    said = [*view["sentences"], *view["more_sentences"]]
+    headlines = [
+        one.meta["headline"] for one in (folders.search(), folders.curve(), folders.bench(), folders.quantised())
+    ]
+    assert sorted(said) == sorted(entry["sentence"] for headline in headlines for entry in headline.values())
+    cards = {(card["name"], card["symbol"]): card["digits"] + card["unit"] for card in view["cards"]}
+    assert cards["Break point", "of 8 tried"] == "5blocks"
+    assert cards["Prefill time saved", "fast"] == "20.0%"
+    assert ("Prefill time saved", "folded") not in cards  # it computes everything
+    about = dict(every["about"])
+    assert about["Search"].startswith("greedy, by loss, attention granularity · 375 forward passes")
+    assert about["Benchmark"] == "batch 1, 4 · context 128, 512 · 16 new tokens · 5 rounds · 1 warm-up round"
+    assert about["Machine"] == "cpu · x86_64 · 4 threads"
+    assert about["Measured"] == "2026-11-21T08:00:00Z to 2026-11-21T09:00:00Z"
+    assert every["remarks"]["warnings"][0] == "The machine was busy."
+    assert any("other is not known" in text for text in every["remarks"]["warnings"])
+
+
+def test_rows_of_all_folders_keep_their_types(every, root):
+    columns = every["table"]["columns"]
+    assert every["table"]["rows"] == sum(
+        len(Results.load(root / name).table) for name in ("out", "curve", "bench", "quantised")
+    )
+    assert set(columns["folder"]["values"]) == {"out", "curve", "bench", "quantised"}
+    assert {type(one) for one in columns["removed"]} == {int, type(None)}
+
+
+def test_other_data_are_remarked(root, tmp_path):
+    other = folders.search()
+    other.meta["data"] = {**other.meta["data"], "hash": "sha256:" + "5" * 64}
+    other.save(tmp_path / "other")
+    made = payload(together([root / "curve", tmp_path / "other"]))
+    assert any("different data" in text for text in made["remarks"]["warnings"])
+
+
+def test_what_does_not_belong_together_is_refused(root, tmp_path, synthetic):
+    synthetic.minimal().save(tmp_path / "measured")
+    for folder in ([root / "bench", tmp_path / "measured"], [tmp_path / "measured", root / "out"]):
+        with pytest.raises(FulldepthError, match=r"measured holds a measurement, .*skip, curve, bench, quantise"):
+            write_together(folder, tmp_path / "page")
+    strange = folders.curve()
+    strange.meta["model"]["hash"] = "sha256:" + "77" * 32
+    strange.save(tmp_path / "strange")
+    with pytest.raises(FulldepthError, match=r"out and strange|strange and out"):
+        write_together([root / "out", tmp_path / "strange"], tmp_path / "page")
+    strange.meta["model"] |= {"class": "GPT2LMHeadModel", "hash": folders.HASH}
+    strange.save(tmp_path / "strange")
+    with pytest.raises(FulldepthError, match="GPT2LMHeadModel"):
+        write_together([root / "out", tmp_path / "strange"], tmp_path / "page")
+    with pytest.raises(FulldepthError, match="named twice"):
+        write_together([root / "out", root / "page" / ".." / "out"], tmp_path / "page")
+    with pytest.raises(FulldepthError, match="not a result folder"):
+        write_together([root / "out", tmp_path])
+    with pytest.raises(FulldepthError, match="at least one"):
+        write_together([])
+    assert not (tmp_path / "page").exists()
+
+
+def test_another_precision_has_another_hash_and_is_allowed(root, tmp_path):
+    half = folders.bench()
+    half.meta["settings"] |= {"dtype": "bfloat16"}
+    half.meta["model"]["hash"] = "sha256:" + "66" * 32
+    half.save(tmp_path / "half")
+    assert write_together([root / "out", tmp_path / "half"], tmp_path / "page").is_file()
+
+
+def test_where_the_page_goes_and_what_it_says_of_its_rows(root, tmp_path, monkeypatch, capsys):
+    def where(path):
+        text = path.read_text(encoding="utf-8")
+        found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+        return json.loads(found.group(1))["table"]["where"]
+
+    assert write(root / "out") == root / "out" / "report.html"
+    assert where(root / "out" / "report.html") == ""
+    assert write_together([root / "out"]) == root / "out" / "report.html"
+    assert where(root / "out" / "report.html") == ""
+    alone = write_together([root / "out"], tmp_path / "new" / "place")
+    assert where(alone) == "The file results.parquet in out holds all of them."
+    assert write_together([root / "curve", root / "out"]) == root / "curve" / "report.html"
+    assert where(root / "curve" / "report.html") == "The files results.parquet in curve and out hold all of them."
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FulldepthError, match="Cannot write"):
+        write_together([root / "out"], tmp_path / "file")
+    monkeypatch.setattr(
+        "sys.argv", ["fulldepth", "report", *(str(root / n) for n in ("out", "bench")), "-o", str(tmp_path)]
+    )
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code in (0, None)
+    assert f"Page: {tmp_path / 'report.html'}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_labels_are_as_short_as_can_be():
+    assert names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
+    assert names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
+
+
+def test_the_methods_are_those_of_the_page(synthetic):
+    ours, theirs = render(folders.search()), render(synthetic.minimal())
+    assert "arXiv 2506.03303" in ours
+    assert "Gretton" in ours
+    assert "Pareto frontier" not in theirs
+    assert "Displacement Ψ" not in ours
+
+
+def pairs(count, seed):
+    generator = np.random.default_rng(seed)
+    draw = lambda least, most: words(*generator.integers(0, 80, generator.integers(least, most)).tolist())  # noqa: E731
+    return [{"prompt": draw(2, 6), "response": draw(1, 7)} for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """What the verbs themselves leave, of a tiny model."""
+    place, data = tmp_path_factory.mktemp("real"), pairs(30, 0)
+    model = build("llama").eval()
+    model.save_pretrained(place / "model")
+    options = {"tokenizer": tokenizer(), "batch_size": 4}
+    plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, **options)
+    analyse(str(place / "model"), plan, data, tokenizer=tokenizer(), output=place / "out")
+    curve(str(place / "model"), data, max_blocks=2, output=place / "curve", **options)
+    export(plan, str(place / "model"), "fast", place / "fast", tokenizer=tokenizer())
+    torch.manual_seed(0)
+    bench(place / "model", [place / "fast"], place / "bench", batches=[1], contexts=[8, 16], new_tokens=2, repeats=2)
+    return SimpleNamespace(place=place, plan=plan)
+
+
+def test_real_folders_fill_their_page(real):
+    made = payload(together([real.place / name for name in ("out", "curve", "bench")]))
+    assert [one["title"] for one in made["sections"]] == [one for one in SECTIONS if one != "With quantisation"]
+    assert {"removal_loss", "added_loss", "kl", "scalars", "mmd", "spectral_norm", "pareto_prefill"} <= set(
+        made["figures"]
+    )
+    strip = section(made, "blocks")["tables"][0]
+    assert [cell[0] for cell in strip["cells"]] == real.plan.blocks
+    assert strip["layers"] == 3
+    loss = next(row for row in made["models"]["rows"] if row[0] == "fast")[1]
+    assert number(loss) == pytest.approx(real.plan.healed_loss, abs=6e-5)
+
+
+@pytest.mark.browser
+def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, ready):
+    opened = visit(page)
+    assert opened.locator(".plot").count() >= 10
+    assert opened.evaluate(EMPTY) == []
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 1280
+    strip = opened.locator("ol.strip").first
+    assert strip.locator("li").count() == 12
+    assert strip.locator(".gone").all_inner_texts() == ["3", "1", "2", "4"]  # by depth: layers 3, 7, 8, 11
+    tops = strip.locator("li").evaluate_all("(all) => all.map((one) => Math.round(one.getBoundingClientRect().top))")
+    assert len(set(tops)) == 1
+    for width in (390, 320):
+        opened.set_viewport_size({"width": width, "height": 844})
+        opened.wait_for_timeout(300)
+        ready(opened)
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    cut = opened.locator(".strip .added").evaluate_all(
+        "(all) => all.filter((one) => one.scrollWidth > one.clientWidth)"
+    )
+    assert cut == []
+
+
+@pytest.mark.browser
+def test_the_browser_shows_the_numbers(page, visit):
+    opened = visit(page, color_scheme="dark")
+    line = opened.evaluate(
+        "document.querySelector('[data-figure=removal_loss]').data.find((one) => one.name === 'Not healed').y"
+    )
+    table = folders.curve().table
+    expected = table[(table.measure == "loss") & (table.statistic == "mean")].value
+    np.testing.assert_allclose(line, expected, rtol=1e-5)
+    assert "results.parquet in quantised, bench, curve and out" in opened.locator("#numbers-intro").inner_text()
+    methods = opened.locator(".method:not([hidden]) summary").all_inner_texts()
+    assert {"Block removed", "Scalars b and s", "Break point", "Pareto frontier"} <= set(methods)
+    opened.emulate_media(media="print")
+    opened.wait_for_function("() => !document.querySelector('.method:not([open]):not([hidden])')")
+    assert opened.locator("ol.strip").first.is_visible()
+
+
+@pytest.mark.browser
+def test_hostile_text_stays_text(visit, tmp_path):
+    results = folders.bench()
+    results.table["model"] = results.table["model"].replace({"fast": HOSTILE[0]})
+    meta = json.loads(json.dumps(results.meta))
+    meta["models"][2] |= {"label": HOSTILE[0], "granularity": HOSTILE[1]}
+    meta["model"]["name"] = meta["machine"]["name"] = HOSTILE[1]
+    meta["warnings"] = HOSTILE
+    meta["headline"] = {f"prefill_time_saved {HOSTILE[0]}": {"value": 0.1, "unit": HOSTILE[1], "sentence": HOSTILE[2]}}
+    meta["settings"][HOSTILE[0]] = HOSTILE[1]
+    Results(results.table, meta).save(tmp_path / "bench")
+    folders.search().save(tmp_path / "out")
+    opened = visit(write_together([tmp_path / "bench", tmp_path / "out"], tmp_path))
+    assert opened.locator("script").count() == 3
+    assert opened.locator("main img").count() == 0
+    assert opened.locator("h1").inner_text() == "runs/llama-12x256"
+    assert HOSTILE[0] in opened.locator("#cards .verdict-table").inner_text()
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def test_empty_folders_still_give_a_page():
+    for kind in ("skip", "curve", "bench", "quantise"):
+        results = folders.search()
+        made = payload(Results(results.table.iloc[:0], {"kind": kind}))
+        assert made["sections"] == []
+        assert made["title"] == "Unnamed model"
