@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-
 MOST_NAMES = 100
 """So many names an error lists; more would hide what it says."""
 

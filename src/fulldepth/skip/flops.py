@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -144,5 +144,6 @@ def _products(module: nn.Module) -> float:
     if isinstance(module, nn.Linear | Conv1D):  # both hold one matrix
         return 2.0 * module.weight.numel()
     if hasattr(module, "qweight"):  # packed by GPTQ or AWQ
-        return 2.0 * float(module.in_features * module.out_features)
+        packed: Any = module
+        return 2.0 * float(packed.in_features * packed.out_features)
     return 0.0

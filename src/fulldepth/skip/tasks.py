@@ -109,11 +109,11 @@ def _scores(task: str, results: dict[str, Any], samples: dict[str, Any]) -> Iter
         metric, comma, how = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        error = results.get(f"{metric}_stderr,{how}")
-        finite = isinstance(error, int | float) and math.isfinite(error)
+        given = results.get(f"{metric}_stderr,{how}")
+        error = float(given) if isinstance(given, int | float) and math.isfinite(given) else None
         name = metric if how == "none" else f"{metric}:{how}"
         count = int((samples.get(task) or {}).get("effective", 0))
-        yield Score(task, name, float(value), float(error) if finite else None, count)
+        yield Score(task, name, float(value), error, count)
 
 
 @contextmanager
