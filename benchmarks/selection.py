@@ -23,12 +23,13 @@ from fulldepth.skip import Example, Examples, Plan, read_examples, search
 from skip_subjects import checkpoint, pairs
 
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
-SEQUENCES, LENGTH = 256, 128
+SEQUENCES, LENGTH, TEXT = 256, 128, "corpus:builtin"
 
 
 def parts(model: PreTrainedModel, tokenizer: Any, data: str, seed: int) -> tuple[Examples, Examples]:
     """Two samples of the data without an example in common: to choose with, and to read the loss on."""
-    found = read_examples(data, tokenizer, model.config.max_position_embeddings, sequence_length=LENGTH)
+    length = LENGTH if data == TEXT else None
+    found = read_examples(data, tokenizer, model.config.max_position_embeddings, sequence_length=length)
     every: list[Example] = [*found.train, *found.heldout]
     order = np.random.default_rng(seed).permutation(len(every))[: 2 * SEQUENCES]
     half = len(order) // 2
@@ -87,8 +88,8 @@ def main() -> None:
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in args.only.split(","):
         folder = checkpoint(args.folder / f"{name}-0")
-        data = str(pairs(args.pairs, args.folder / "gsm8k-test.jsonl")) if name == "gsm8k" else "corpus:builtin"
         model, tokenizer = load_checkpoint(folder).model, load_tokenizer(str(folder))
+        data = str(pairs(args.pairs, args.folder / "gsm8k-test.jsonl", tokenizer)) if name == "gsm8k" else TEXT
         runs = [compare(model, tokenizer, data, seed, args.blocks) for seed in map(int, args.seeds.split(","))]
         results[name] = runs
         path.write_text(json.dumps(results, indent=1))

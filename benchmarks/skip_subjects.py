@@ -20,7 +20,7 @@ from fulldepth.console import watching
 from fulldepth.hf import sealed_checkpoints
 from fulldepth.train import TrainSettings, train
 
-LAYERS, WIDTH, VOCABULARY, STEPS, TUNING = 12, 64, 512, 1200, 400
+LAYERS, WIDTH, VOCABULARY, POSITIONS, STEPS, TUNING = 12, 64, 512, 512, 1200, 400
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "type": "llama",
@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": True,
     },
     "gpt2": {
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_embd": WIDTH,
         "n_layer": LAYERS,
         "n_head": 4,
-        "n_positions": 512,
+        "n_positions": POSITIONS,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": True,
     },
 }
@@ -90,10 +90,12 @@ def checkpoint(run: Path) -> Path:
     return found[-1][1]
 
 
-def pairs(source: Path, target: Path) -> Path:
-    """GSM8K's rows as prompts and responses."""
+def pairs(source: Path, target: Path, tokenizer: Any = None) -> Path:
+    """GSM8K's rows as prompts and responses; with a tokenizer those only that the models have positions for."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     made = [{"prompt": f"Question: {row['question']}\nAnswer: ", "response": row["answer"]} for row in rows]
+    if tokenizer is not None:
+        made = [row for row in made if len(tokenizer(row["prompt"] + row["response"])["input_ids"]) < POSITIONS]
     target.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
     return target
 
