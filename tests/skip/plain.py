@@ -69,7 +69,9 @@ def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterabl
     return total / tokens
 
 
-def divergence(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[int], granularity: str) -> float:
+def divergence(
+    model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[int], granularity: str
+) -> float:
     """Mean KL(base || variant) in nats over labelled positions."""
     total, tokens = 0.0, 0
     layers = list(layers)

@@ -12,16 +12,16 @@ data, and what is asked is which candidate is best on all of them, so that the e
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from fulldepth.skip.flops import Variant
-from fulldepth.skip.ledger import Ledger
-from fulldepth.skip.score import BASE, SCALED
+from fulldepth.skip.flops import Costs, Variant, candidates
+from fulldepth.skip.ledger import Chunk, Ledger, Refit
+from fulldepth.skip.score import BASE, DIVERGENCE, LOSS, SCALED
 
 LEAST = 8
 """Sequences before the first candidate may leave."""
@@ -158,28 +158,36 @@ def eliminate(
     batches = sum(map(len, ledger.chunks))
     for number in range(blocks):
         ledger.begin(f"Block {number + 1} of {blocks}", len(ledger.round_of(picks)) * batches)
-        limit = math.inf if budget is None else _limit(ledger, kind, picks, blocks, budget)
-        winner, decided_by = _round(ledger, kind, picks, confidence, limit)
+        later = blocks - number - 1
+        limit = math.inf if budget is None else _limit(ledger, kind, picks, later, budget)
+        winner, decided_by = _round(ledger, kind, picks, confidence, later, limit)
         ledger.finish()
         rounds.append(judge(ledger, kind, picks, winner, decided_by, confidence))
         picks.append(rounds[-1].pick)
     return picks, rounds
 
 
-def along(kind: str, picks: Collection[int]) -> list[Variant]:
-    """What is run along with the round after some picks: the plan needs its loss, and most of it is run anyway."""
-    return [] if kind == SCALED else [Variant(picks)]
+def chain(picks: Sequence[int]) -> list[Variant]:
+    """The model as it is, and after each removal: what a plan tells the losses of."""
+    return [Variant(picks[:number]) for number in range(len(picks) + 1)]
 
 
-def _round(ledger: Ledger, kind: str, picks: Sequence[int], confidence: float, limit: float) -> tuple[Variant, str]:
+def along(kind: str, picks: Sequence[int]) -> list[Variant]:
+    """What is run along with the round after some picks: the plan needs it, and most of it is run anyway."""
+    return [] if kind == SCALED else chain(picks)
+
+
+def _round(
+    ledger: Ledger, kind: str, picks: Sequence[int], confidence: float, later: int, limit: float
+) -> tuple[Variant, str]:
     """The winner of the round after some picks, and what decided."""
     variants, known = ledger.round_of(picks), along(kind, picks)
     risk = (1 - confidence) / len(variants)
     alive, leader, chunks = variants, variants[0], range(len(ledger.chunks))
     for chunk in chunks:
-        if chunk:
-            paid = sum(ledger.costs.whole(leader, batch.shape) for part in ledger.chunks[: chunk + 1] for batch in part)
-            if ledger.spent["flops"] + ledger.price(kind, [*known, *alive], chunk) > limit + paid:
+        if chunk and limit < math.inf:
+            now = ledger.price(kind, [*known, *alive], chunk)
+            if now + _committed(ledger, kind, [*chain(picks), leader], chunk + 1, later) > limit:
                 return leader, "budget"
         ledger.need(kind, [*known, *alive], chunk)
         leader = best(ledger, kind, alive, range(chunk + 1))
@@ -195,15 +203,28 @@ def _round(ledger: Ledger, kind: str, picks: Sequence[int], confidence: float, l
     return leader, "bounds" if len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1 else "data"
 
 
-def _limit(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int, budget: float) -> float:
-    """What may have been spent by the end of this round: a share of what is left, by the number of candidates.
+def _limit(ledger: Ledger, kind: str, picks: Sequence[int], later: int, budget: float) -> float:
+    """What may have been committed by the end of this round: a share of what is free, by the number of candidates."""
+    needed = _committed(ledger, kind, chain(picks), 0, later + 1)
+    left = [len(ledger.costs.able) - len(picks) - number for number in range(later + 1)]
+    share = min(1.0, 2 * left[0] / sum(left))  # most rounds need less than theirs
+    return needed + max(0.0, budget - needed) * share
 
-    Set aside is what the plan's losses on all data will cost at most; what a round spends on its winner is part of it.
-    """
-    chain = [BASE, *(Variant(picks[:number]) for number in range(1, len(picks) + 1))]
-    chunks = range(len(ledger.chunks))
-    aside = sum(ledger.price(kind, chain, chunk) for chunk in chunks)
-    whole = sum(ledger.costs.whole(BASE, batch.shape) for chunk in ledger.chunks for batch in chunk)
-    aside += (blocks - len(picks)) * whole
-    left = [len(ledger.costs.able) - number for number in range(len(picks), blocks)]
-    return ledger.spent["flops"] + max(0.0, budget - aside - ledger.spent["flops"]) * min(1.0, 2 * left[0] / sum(left))
+
+def _committed(ledger: Ledger, kind: str, variants: Sequence[Variant], since: int, later: int) -> float:
+    """What is spent, and will be at least: losses of these variants from a chunk on, and so many more rounds."""
+    told = LOSS if kind == SCALED else kind
+    losses = sum(ledger.price(told, variants, chunk) for chunk in range(since, len(ledger.chunks)))
+    return ledger.spent["flops"] + losses + later * round_flops(ledger.costs, ledger.chunks, kind, ledger.refit)
+
+
+def round_flops(costs: Costs, chunks: Sequence[Chunk], kind: str, refit: Refit | None = None) -> float:
+    """What a round costs at least: its candidates on the first chunk, and the loss of its winner on all data."""
+    first = sum(costs.shared([BASE, *candidates(costs, ())], batch.shape) for batch in chunks[0])
+    fits = refit.flops * len(costs.able) if refit else 0.0
+    return first + fits + whole_flops(costs, chunks) * (2 if kind == DIVERGENCE else 1)
+
+
+def whole_flops(costs: Costs, chunks: Sequence[Chunk]) -> float:
+    """A pass of the model as it is over all data."""
+    return sum(costs.whole(BASE, batch.shape) for chunk in chunks for batch in chunk)

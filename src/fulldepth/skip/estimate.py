@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulldepth.errors import FulldepthError
-from fulldepth.skip.elimination import ENOUGH_CHUNKS, SHARE
+from fulldepth.skip.elimination import ENOUGH_CHUNKS, SHARE, round_flops, whole_flops
 from fulldepth.skip.examples import Example
 from fulldepth.skip.fit import FitOptions, epoch_flops
 from fulldepth.skip.flops import Costs, Shape, Variant, candidates
@@ -99,8 +99,8 @@ def estimate_search(
     """
     shapes = [batch.shape for chunk in chunks for batch in chunk]
     plain = costs.plain(costs.able[:blocks], shapes)
-    passes, flops = _search(costs, shapes, settings, blocks, refit)
-    limit, _ = budget_of(settings, plain, len(chunks), pace * world)
+    forwards, flops = _search(costs, shapes, settings, blocks, refit)
+    limit, _ = budget_of(settings, costs, chunks, blocks, pace * world)
     if settings.search == "greedy" and limit is not None:
         flops = min(flops, limit)
     fits = 0.0
@@ -110,7 +110,7 @@ def estimate_search(
         again = sum(costs.whole(BASE, shape) for shape in shapes) * (1 + options.kl)
         fits = 2 * (options.epochs * (epoch + again) + again)
     return Estimate(
-        forwards=passes * len(shapes),
+        forwards=forwards,
         flops=flops,
         fit_flops=fits,
         plain_forwards=costs.plain_forwards(blocks) * len(shapes),
@@ -120,15 +120,26 @@ def estimate_search(
     )
 
 
-def budget_of(settings: SearchSettings, plain_flops: float, chunks: int, pace: float) -> tuple[float | None, bool]:
+def budget_of(
+    settings: SearchSettings, costs: Costs, chunks: Sequence[Chunk], blocks: int, pace: float
+) -> tuple[float | None, bool]:
     """FLOPs that the search may spend, and whether somebody asked for that bound."""
     flops, seconds = parse_budget(settings.budget)
     if seconds is not None:
         flops = seconds * pace
     if flops is not None:
         return flops, True
-    keeps = settings.search == "greedy" and settings.criterion != SCALED and chunks >= ENOUGH_CHUNKS
-    return (SHARE * plain_flops if keeps else None), False
+    if settings.search != "greedy" or settings.criterion == SCALED or len(chunks) < ENOUGH_CHUNKS:
+        return None, False
+    plain = costs.plain(costs.able[:blocks], [batch.shape for chunk in chunks for batch in chunk])
+    return max(SHARE * plain, least_flops(costs, chunks, settings.criterion, blocks)), False
+
+
+def least_flops(
+    costs: Costs, chunks: Sequence[Chunk], criterion: str, blocks: int, refit: Refit | None = None
+) -> float:
+    """What a greedy search costs at least."""
+    return whole_flops(costs, chunks) + blocks * round_flops(costs, chunks, criterion, refit)
 
 
 def check_budget(settings: SearchSettings, found: Estimate, least: float, budget: float | None) -> None:
@@ -149,25 +160,27 @@ def check_budget(settings: SearchSettings, found: Estimate, least: float, budget
 def _search(
     costs: Costs, shapes: Sequence[Shape], settings: SearchSettings, blocks: int, refit: Refit | None
 ) -> tuple[int, float]:
-    """Passes over the data and FLOPs at most, the plan's own losses included."""
+    """Batches run and FLOPs at most, the plan's own losses included."""
+    every = (blocks + 1) * len(shapes)
     chain = sum(costs.whole(BASE, shape) for shape in shapes) * (blocks + 1)
     singles = candidates(costs, ())
     by_round = settings.search in ("greedy", "exact")
     if settings.search in ("random", "last", "given"):
-        return blocks + 1, chain
+        return every, chain
     if settings.search in ("cosine", "taylor"):
         each = costs.training if settings.search == "taylor" else costs.whole
-        return blocks + 2, chain + sum(each(BASE, shape) for shape in shapes)
+        return every + len(shapes), chain + sum(each(BASE, shape) for shape in shapes)
     rounds = range(blocks) if by_round else range(1)
     passes = sum(len(singles) - number for number in rounds)
+    every += passes * len(shapes)
     if settings.criterion == SCALED and refit is not None:
         whole = sum(costs.whole(BASE, shape) for shape in shapes)
-        return passes + blocks + 1, chain + passes * (whole + refit.flops)
+        return every + passes * refit.forwards, chain + passes * (whole + refit.flops)
     orders = (costs.able[:blocks], costs.able[::-1][:blocks])  # blocks that go first or last cost the most
     flops = max(
         sum(_round(costs, shapes, order[:number], settings.criterion == "kl") for number in rounds) for order in orders
     )
-    return passes + blocks + 1, flops + chain
+    return every, flops + chain
 
 
 def _round(costs: Costs, shapes: Sequence[Shape], picks: Sequence[int], divergence: bool) -> float:

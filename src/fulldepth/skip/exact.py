@@ -56,12 +56,12 @@ def _run(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> None:
     ledger.begin(f"Blocks {len(picks) + 1} to {blocks}", sum(left) * ledger.num_batches)
     for chunk in range(len(ledger.chunks)):
         starts = _starts(ledger, kind, picks, blocks)
-        wanted = [v for start in starts for v in (*along(kind, start), *_possible(ledger, kind, start))]
-        ledger.need(kind, wanted, chunk)
+        wanted = [variant for start in starts for variant in _possible(ledger, kind, start)]
+        ledger.need(kind, [*along(kind, picks), *wanted], chunk)
     ledger.finish()
 
 
-def _starts(ledger: Ledger, kind: str, picks: Collection[int], blocks: int) -> list[Variant]:
+def _starts(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> list[Variant]:
     """The sets of picks from which rounds are run together: the true one, and guesses that are worth it.
 
     A guess is worth it if its round costs less as an addition to what is run anyway than by itself afterwards, times

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
-from fulldepth.skip.elimination import Round, eliminate
-from fulldepth.skip.estimate import Estimate, budget_of, check_budget, fit_options
+from fulldepth.skip.elimination import Round, chain, eliminate
+from fulldepth.skip.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
 from fulldepth.skip.exact import exact
 from fulldepth.skip.fit import FitResult, fit
 from fulldepth.skip.flops import Variant
@@ -144,7 +144,7 @@ def search_with(
     if folder is not None and me.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder)
-        (folder / PROGRESS).unlink(missing_ok=True)
+        _clear(folder)
     me.gather(None)
     return plan
 
@@ -166,11 +166,11 @@ def estimate(
 
 def _agreed_budget(ledger: Ledger, ready: Ready, found: Estimate, me: Processes) -> float | None:
     """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
-    limit, asked = budget_of(ready.settings, found.plain_flops, len(ready.chunks), found.pace * me.world)
+    costs, chunks = ledger.costs, ledger.chunks
+    limit, asked = budget_of(ready.settings, costs, chunks, ready.blocks, found.pace * me.world)
     (limit,) = ledger.task({"budget": lambda: limit}, lambda _: (0, 0.0))
     if asked:
-        costs, shapes = ledger.costs, [batch.shape for chunk in ready.chunks for batch in chunk]
-        least = (ready.blocks + 1) * sum(costs.whole(BASE, shape) for shape in shapes)
+        least = least_flops(costs, chunks, ready.settings.criterion, ready.blocks, ready.refit)
         check_budget(ready.settings, found, least, limit)
     return limit
 
@@ -189,12 +189,12 @@ def _pick(ledger: Ledger, ready: Ready, budget: float | None) -> tuple[list[int]
 def _losses(ledger: Ledger, picks: Sequence[int], criterion: str) -> list[float]:
     """Mean held-out losses of the model and after each removal."""
     kind = DIVERGENCE if criterion == DIVERGENCE else LOSS
-    chain = [Variant(picks[:number]) for number in range(len(picks) + 1)]
-    ledger.begin("Losses on all data", len(chain) * ledger.num_batches)
+    variants = chain(picks)
+    ledger.begin("Losses on all data", len(variants) * ledger.num_batches)
     for chunk in range(len(ledger.chunks)):
-        ledger.need(kind, chain, chunk)
+        ledger.need(kind, variants, chunk)
     ledger.finish()
-    return [ledger.mean(LOSS, variant) for variant in chain]
+    return [ledger.mean(LOSS, variant) for variant in variants]
 
 
 def _fits(
@@ -231,5 +231,11 @@ def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Proc
     if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != (of["model"], of["data"], settings):
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
     if me.is_main:
-        (folder / PROGRESS).unlink(missing_ok=True)
+        _clear(folder)
     return plan
+
+
+def _clear(folder: Path) -> None:
+    """Remove the progress, and what a process that was killed while writing it has left."""
+    for path in (folder / PROGRESS, *folder.glob(f".{PROGRESS}.*.part")):
+        path.unlink(missing_ok=True)
