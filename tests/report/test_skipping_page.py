@@ -18,11 +18,11 @@ from fulldepth.report import render, write, write_together
 from fulldepth.report.payload import payload
 from fulldepth.report.together import names, together
 from fulldepth.results import Results
-from fulldepth.skip.bench import bench
-from fulldepth.skip.curve import curve
-from fulldepth.skip.export import export
-from fulldepth.skip.outcome import analyse
-from fulldepth.skip.search import search
+from fulldepth.skip.exports.export import export
+from fulldepth.skip.proof.bench import bench
+from fulldepth.skip.proof.curve import curve
+from fulldepth.skip.proof.outcome import analyse
+from fulldepth.skip.selection.search import search
 from skip.wordy import tokenizer, words
 from tiny_models import build
 

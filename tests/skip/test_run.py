@@ -13,9 +13,9 @@ import torch
 
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
-from fulldepth.skip.examples import read_examples
-from fulldepth.skip.outcome import analyse
+from fulldepth.skip.inputs.examples import read_examples
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.proof.outcome import analyse
 from fulldepth.skip.run import search_into
 from fulldepth.skip.settings import SearchSettings
 from skip import plain

@@ -1,21 +1,21 @@
 """Removes the blocks that do not pay, heals with scalars, and ships a checkpoint that is proven."""
 
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
-from fulldepth.skip.bench import bench
-from fulldepth.skip.bench_settings import BenchSettings
-from fulldepth.skip.curve import Curve, curve
-from fulldepth.skip.examples import Example, Examples, batches, read_examples
-from fulldepth.skip.export import Export, export, load
-from fulldepth.skip.fit import FitResult, fit_scales
-from fulldepth.skip.fold import fold
+from fulldepth.skip.exports.export import Export, export, load
+from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.identity import model_hash
-from fulldepth.skip.outcome import analyse
+from fulldepth.skip.inputs.examples import Example, Examples, batches, read_examples
+from fulldepth.skip.inputs.responses import generate_responses, read_prompts
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
-from fulldepth.skip.quantise import quantise
-from fulldepth.skip.quantisers import METHODS
-from fulldepth.skip.responses import generate_responses, read_prompts
+from fulldepth.skip.proof.bench import bench
+from fulldepth.skip.proof.bench_settings import BenchSettings
+from fulldepth.skip.proof.curve import Curve, curve
+from fulldepth.skip.proof.outcome import analyse
+from fulldepth.skip.proof.quantise import quantise
+from fulldepth.skip.proof.quantisers import METHODS
 from fulldepth.skip.run import search_into
-from fulldepth.skip.search import estimate, search
+from fulldepth.skip.selection.fit import FitResult, fit_scales
+from fulldepth.skip.selection.search import estimate, search
 from fulldepth.skip.settings import SearchSettings
 from fulldepth.skip.summary import lines
 

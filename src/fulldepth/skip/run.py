@@ -14,14 +14,14 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import Checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results, atomic
-from fulldepth.skip.examples import Examples
-from fulldepth.skip.outcome import outcome
+from fulldepth.skip.inputs.examples import Examples
+from fulldepth.skip.inputs.responses import FILE as RESPONSES
+from fulldepth.skip.inputs.responses import generate_responses, read_prompts
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.processes import Processes, processes
-from fulldepth.skip.ready import prepared
-from fulldepth.skip.responses import FILE as RESPONSES
-from fulldepth.skip.responses import generate_responses, read_prompts
-from fulldepth.skip.search import search_with
+from fulldepth.skip.proof.outcome import outcome
+from fulldepth.skip.selection.ready import prepared
+from fulldepth.skip.selection.search import search_with
 from fulldepth.skip.settings import SearchSettings
 from fulldepth.skip.subject import open_model, open_tokenizer
 

@@ -14,7 +14,7 @@ import fulldepth.architectures  # noqa: F401  # tells transformers of this packa
 from fulldepth.capture import verify
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, load_checkpoint, load_tokenizer
-from fulldepth.skip.score import Batch, device_of
+from fulldepth.skip.selection.score import Batch, device_of
 
 
 def prove(model: PreTrainedModel | Anatomy, batch: Batch) -> tuple[Anatomy, Classifier]:

@@ -1,0 +1,1 @@
+"""From a plan to a checkpoint that was read again elsewhere."""

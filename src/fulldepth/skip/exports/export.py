@@ -1,0 +1,303 @@
+"""`export`: a plan and its model as a checkpoint that was loaded again, elsewhere, before it got its name."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from fulldepth.architectures import DeciLMForCausalLM
+from fulldepth.capture.verify import TOLERANCE, verify
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import Anatomy, anatomy_candidates, load_checkpoint, load_tokenizer, pick_device
+from fulldepth.skip.exports.fold import Folding, folded, probes, scaled_logits
+from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, as_stock, without_bars
+from fulldepth.skip.exports.readers import NotLoadedError, prove
+from fulldepth.skip.plan import Plan
+
+NOTES = "fulldepth_skip.json"
+"""What an export says of itself: format, error, notes, and the whole plan."""
+SCHEMA_VERSION = 1
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Export:
+    """A finished export."""
+
+    format: str
+    path: Path
+    logit_error: float
+    """Largest difference of a logit from the healed model's, relative to the largest, after loading it again."""
+    parameters: int
+    """Numbers in the weights on disk."""
+    bytes: int
+    """Size of the folder."""
+    verified: bool
+    """Whether the reader that the format is for has loaded it and given these logits."""
+    notes: tuple[str, ...]
+
+
+def export(
+    plan: Plan | str | Path,
+    model: PreTrainedModel | str | Path,
+    format: str,
+    output: str | Path,
+    *,
+    tokenizer: Any = None,
+) -> Export:
+    """Write a plan's model as a checkpoint, load it in a fresh process, compare logits, and only then name it.
+
+    The folder appears whole or not at all: it is written beside `output` under another name. It carries the tokenizer,
+    the generation settings, and `fulldepth_skip.json` with the plan.
+
+    Args:
+        plan: what is skipped, with the scalars; or its file.
+        model: the checkpoint that the plan was made for, or the model as loaded from it, which stays as it is.
+        format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
+            code), `decilm` (without them, in the layout of vLLM and llama.cpp), or `layer` (whole layers gone).
+        output: folder to be made.
+        tokenizer: to be saved with it; None takes the checkpoint's.
+
+    Raises:
+        FulldepthError: if `output` exists, the plan is for another model or of a granularity that the format does not
+            know, folding is refused, the disk is full, or the export loads as anything but the plan's model.
+    """
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    target = Path(output)
+    check_target(target)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    _check_granularity(plan, format)
+    source = str(model.name_or_path if isinstance(model, PreTrainedModel) else model)
+    loaded = model if isinstance(model, PreTrainedModel) else load_checkpoint(model).model
+    anatomy = find_anatomy(loaded)
+    plan.check_model(anatomy)
+    if anatomy.task != "causal-lm":
+        raise FulldepthError(f"Only language models can be exported, {type(loaded).__name__} is none.")
+    stock = as_stock(loaded)
+    anatomy = anatomy if stock is loaded else find_anatomy(stock)
+    FORMATS[format].check(stock, plan)
+    with _folder_to_be(target) as folder:
+        ids = probes(anatomy)
+        expected = scaled_logits(anatomy, plan, ids)
+        with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
+            notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
+        notes += _save_tokenizer(tokenizer, source, folder)
+        # The fast class follows the stream's scale in its eps, so nothing but rounding is left.
+        allowed = TOLERANCE[expected.dtype] + (0.0 if format == "fast" else folding.logit_error)
+        error = prove(folder, ids, expected, allowed, "carried" if format in CARRY_CODE else "stock")
+        verified, said = _read_elsewhere(folder, ids, expected, allowed) if format == "decilm" else (True, [])
+        report = Export(format, target, error, _parameters(folder), 0, verified, (*said, *notes))
+        _describe(report, plan, folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return replace(report, bytes=size)
+
+
+def find_anatomy(model: PreTrainedModel) -> Anatomy:
+    """Where the parts of a model are; a family that is not in the table is tried on a few tokens.
+
+    Raises:
+        FulldepthError: if that cannot be found out.
+    """
+    candidates = anatomy_candidates(model)
+    if len(candidates) == 1:
+        return candidates[0]
+    ids = probes(candidates[0]).to(model.device)
+    return verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).anatomy
+
+
+def load(directory: str | Path, *, device: str | torch.device | None = None) -> PreTrainedModel:
+    """The model of an export of any format, in evaluation mode; no foreign code runs.
+
+    Raises:
+        FulldepthError: if the folder is no export, or is broken.
+    """
+    folder = Path(directory)
+    kind = read_notes(folder)["format"]
+    if kind != "decilm":
+        return load_checkpoint(folder, device=device).model
+    try:  # its model type is not ours to register
+        with without_bars():
+            found: Any = DeciLMForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
+    model, info = found
+    if wrong := sorted(str(key) for keys in info.values() for key in keys):
+        raise FulldepthError(f"The weights in {folder} do not fit its configuration (first: {wrong[0]}).")
+    return model.to(pick_device(device)).eval()
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """What an export says of itself.
+
+    Raises:
+        FulldepthError: if there is nothing, or it was written by a newer version.
+    """
+    path = folder / NOTES
+    try:
+        notes = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FulldepthError(
+            f"{folder} is no export of a skip plan: it has no {NOTES}. `fulldepth skip apply` makes one."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FulldepthError(f"{path} cannot be read: {error}") from error
+    version = notes.get("schema_version") if isinstance(notes, dict) else None
+    if version != SCHEMA_VERSION or notes.get("format") not in FORMATS:
+        raise FulldepthError(f"{path} has schema version {version!r}, this fulldepth reads {SCHEMA_VERSION}.")
+    return notes
+
+
+def _read_elsewhere(folder: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[bool, list[str]]:
+    """Whether a reader of the DeciLM layout (mlx-lm, the one that runs anywhere) has loaded it, and what to say."""
+    if find_spec("mlx_lm") is None:
+        why = "install mlx-lm (on Linux with mlx[cpu]) to have it checked."
+    else:
+        try:
+            prove(folder, ids, expected, allowed, "mlx")
+        except NotLoadedError as error:
+            why = f"mlx-lm could not: {error}"
+        else:
+            return True, ["mlx-lm has loaded it and gives the plan's logits. vLLM and llama.cpp have not been run."]
+    return False, [
+        "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the plan's "
+        f"logits, but no reader of the DeciLM layout has loaded it; {why}"
+    ]
+
+
+def check_target(target: Path) -> None:
+    """Refuse what exists.
+
+    Raises:
+        FulldepthError: if there is something by that name.
+    """
+    if target.exists() or target.is_symlink():
+        raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
+
+
+def _check_granularity(plan: Plan, format: str) -> None:
+    known = FORMATS[format].GRANULARITIES
+    if plan.granularity not in known:
+        fitting = [name for name, module in FORMATS.items() if plan.granularity in module.GRANULARITIES]
+        raise FulldepthError(
+            f"The format {format} holds plans of granularity {' or '.join(known)}, this one skips by "
+            f"{plan.granularity}. Use --format {' or '.join(fitting)}."
+        )
+
+
+@contextmanager
+def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Folding]:
+    """The model with the scalars in its weights, as far as the format needs that."""
+    ones = all(value == 1.0 for own in plan.scalars.values() for value in own.values())
+    if format == "layer" and ones:  # whole layers go, and nothing is left to fold: any family will do
+        yield Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "There are no scalars to fold.")
+        return
+    with folded(anatomy, plan, most=math.inf if format == "fast" else None) as folding:
+        yield folding
+
+
+@contextmanager
+def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Carry the generation settings as they are: some checkpoints have such as transformers loads but will not save."""
+    settings = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json")
+
+
+@contextmanager
+def _folder_to_be(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that gets its name at the end; on an error it is gone, as if never begun.
+
+    Raises:
+        FulldepthError: if it cannot be written (disk full, no permission).
+    """
+    new = [parent for parent in target.absolute().parents if not parent.exists()]
+    part: Path | None = None
+    named = False
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+        part.chmod(0o755)  # mkdtemp's is for its owner alone
+        yield part
+        check_target(target)
+        part.rename(target)
+        named = True
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error
+    finally:
+        if not named:
+            if part is not None:
+                shutil.rmtree(part, ignore_errors=True)
+            for parent in new:
+                with suppress(OSError):
+                    parent.rmdir()
+
+
+def _save_tokenizer(tokenizer: Any, source: str, folder: Path) -> list[str]:
+    """Save the tokenizer given, or that of the checkpoint if it has one."""
+    if tokenizer is None and Path(source).is_dir():
+        if any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
+            tokenizer = load_tokenizer(source)
+    elif tokenizer is None and source:
+        with suppress(FulldepthError):
+            tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        return ["No tokenizer was given, and none was found with the checkpoint."]
+    tokenizer.save_pretrained(folder)
+    return []
+
+
+def _parameters(folder: Path) -> int:
+    """Numbers in the weights on disk."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count
+
+
+def _describe(report: Export, plan: Plan, folder: Path) -> None:
+    """Write what the export is, for programs and for people."""
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "format": report.format,
+        "logit_error": report.logit_error,
+        "parameters": report.parameters,
+        "verified": report.verified,
+        "notes": list(report.notes),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "plan": plan.document(),
+    }
+    (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    blocks = ", ".join(map(str, sorted(plan.blocks)))
+    lines = [
+        f"# {plan.model.name} without the {plan.granularity} of layer{'s' * (len(plan.blocks) > 1)} {blocks}",
+        "",
+        f"Format `{report.format}` of `fulldepth skip`. Loaded in a fresh process without that package, its logits "
+        f"differ from the plan's by {report.logit_error:.1e} of the largest.",
+        "",
+        *(f"- {note}" for note in report.notes),
+        "",
+        f"The plan is in `{NOTES}`.",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,155 @@
+"""`decilm`: the layout of DeciLM, which vLLM, llama.cpp's converter and mlx-lm read, for the shapes of Llama and Qwen2.
+
+Layers without attention are `block_configs[i].attention.no_op`. What the readers need and the model may not have:
+
+- the MLP's width comes as `ffn_mult`, rounded up to a multiple of 256: the MLP gets neurons of zeros up to it;
+- biases are on all four projections or none: Qwen2's get an output bias of zeros;
+- vLLM and llama.cpp cannot do without attention in the first layer: there it stays, with an output of zeros;
+- a layer without MLP, `ffn.no_op`, llama.cpp takes for one without anything: such plans are not written.
+
+Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py`; llama.cpp `conversion/deci.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
+from fulldepth.errors import FulldepthError
+from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
+from fulldepth.skip.plan import Plan
+
+GRANULARITIES = ("attention",)
+MULTIPLE = 256
+"""What readers round the MLP's width up to."""
+NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
+ATTENTION_REST: dict[str, Any] = {
+    "num_sink_tokens": None,
+    "replace_with_linear": False,
+    "sparsify": None,
+    "unshifted_sink": False,
+    "use_prefill_window_in_sink_attention": False,
+    "window_length": None,
+}
+FFN_REST: dict[str, Any] = {"replace_with_linear": False, "sparsify": None}
+"""What published configurations say of blocks that are only left out or kept."""
+
+
+def intermediate_size(ffn_mult: float, width: int) -> int:
+    """The MLP's width as every reader computes it."""
+    size = int(2 * ffn_mult * width / 3)
+    return size if size % MULTIPLE == 0 else size + MULTIPLE - size % MULTIPLE
+
+
+def check(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse a family or shape that the layout has no words for.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    config = model.config
+    heads = config.num_attention_heads
+    window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
+    if config.model_type not in ("llama", "qwen2"):
+        raise FulldepthError(
+            f"The decilm layout is for llama and qwen2, this is a {config.model_type}. Use --format fast or folded."
+        )
+    rope = config.rope_parameters.get("rope_type", "default")
+    reasons = {
+        "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
+        not in (None, config.hidden_size // heads),
+        "some of its layers see a sliding window only": window,
+        f"its positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
+    }
+    if why := next((reason for reason, applies in reasons.items() if applies), None):
+        raise FulldepthError(f"The decilm layout has no words for this model: {why}. Use --format fast or folded.")
+
+
+def write(draft: Draft) -> list[str]:
+    """Write the checkpoint, its configuration by the published names, and code for transformers."""
+    config = draft.model.config
+    skipped = set(draft.plan.blocks) - {1}
+    size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
+    biased = getattr(config, "attention_bias", False) or config.model_type == "qwen2"
+    values = _llama_values(config) | {
+        "architectures": ["DeciLMForCausalLM"],
+        "intermediate_size": size,
+        "attention_bias": biased,
+        "block_configs": block_configs(config, skipped, size),
+    }
+    weights = _weights(draft, skipped, size, biased)
+    save(draft, DeciLMForCausalLM, DeciLMConfig(**values), weights)
+    _publish_rope(draft, config)
+    return [draft.folding.note, *_notes(draft, size, biased)]
+
+
+def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> list[dict[str, dict[str, Any]]]:
+    """One entry a layer, by the published names."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    mult = 1.5 * size / config.hidden_size
+    if intermediate_size(mult, config.hidden_size) != size:  # a rounding error away from the next multiple
+        mult = 1.5 * (size - MULTIPLE / 2) / config.hidden_size
+    return [
+        {
+            "attention": (NO_ATTENTION if layer in skipped else {"n_heads_in_group": group, "no_op": False})
+            | ATTENTION_REST,
+            "ffn": {"ffn_mult": mult, "no_op": False} | FFN_REST,
+        }
+        for layer in range(1, config.num_hidden_layers + 1)
+    ]
+
+
+def _llama_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Entries that a Llama has, too."""
+    foreign = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+    return {name: value for name, value in plain_values(config).items() if name not in foreign}
+
+
+def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Tensor]:
+    """Weights by Llama's names: those of skipped attention gone, zeros where readers want more than there is."""
+    gone = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
+    weights = {name: weight for name, weight in draft.model.state_dict().items() if not name.startswith(gone)}
+    for name, weight in list(weights.items()):
+        missing = size - draft.model.config.intermediate_size
+        if missing and ".mlp." in name:
+            if ".down_proj." not in name:
+                weights[name] = torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
+            elif name.endswith("weight"):
+                weights[name] = torch.cat([weight, weight.new_zeros(weight.shape[0], missing)], dim=1)
+        if biased and name.endswith("o_proj.weight"):
+            weights.setdefault(name.replace("weight", "bias"), weight.new_zeros(weight.shape[0]))
+    return weights
+
+
+def _publish_rope(draft: Draft, config: PreTrainedConfig) -> None:
+    """Say the positions by their older names as well, which mlx-lm and older readers look for."""
+    path = draft.folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    rope = dict(config.rope_parameters)
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
+    config = draft.model.config
+    notes = []
+    if size != config.intermediate_size:
+        notes.append(
+            f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers know only "
+            f"multiples of {MULTIPLE}."
+        )
+    if biased and config.model_type == "qwen2":
+        notes.append("The output projections have biases of zeros: readers know biases on all projections or none.")
+    if 1 in draft.plan.blocks:
+        notes.append(
+            "Layer 1 keeps its attention, with an output of zeros: vLLM and llama.cpp fail on a first layer without."
+        )
+    if config.model_type != "llama" or config.vocab_size != 128256:
+        notes.append("llama.cpp's converter for this layout knows the tokenizers of Llama 2 and 3 only.")
+    return notes

@@ -1,0 +1,80 @@
+"""`layer`: a plain, truly shallower checkpoint of the same class, for plans that skip whole layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.skip.exports.formats.checkpoint import Draft, save
+from fulldepth.skip.plan import Plan
+
+GRANULARITIES = ("layer",)
+NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
+"""Endings of names whose lists are not one entry a layer, however long they happen to be."""
+
+
+def check(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse what would have no layer left, or layers that compute something else under another number.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    num_layers = model.config.num_hidden_layers
+    if len(plan.blocks) >= num_layers:
+        raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
+    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+        raise FulldepthError(
+            "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its layers "
+            "cannot be renumbered. Use --format folded."
+        )
+
+
+def write(draft: Draft) -> list[str]:
+    """Write the layers that are left, renumbered, with every list of the configuration that has an entry a layer."""
+    num_layers = draft.anatomy.num_layers
+    kept = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
+    config = copy.deepcopy(draft.model.config)
+    sliced = slice_lists(config, kept, num_layers)
+    prefix = f"{draft.blocks_name}."
+    numbers = {f"{layer - 1}": str(index) for index, layer in enumerate(kept)}
+    weights = {}
+    for name, weight in draft.model.state_dict().items():
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            if number not in numbers:
+                continue
+            name = f"{prefix}{numbers[number]}.{rest}"
+        weights[name] = weight
+    save(draft, type(draft.model), config, weights)
+    lists = f" Cut to them: {', '.join(sliced)}." if sliced else ""
+    return [draft.folding.note, f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}"]
+
+
+def slice_lists(config: PreTrainedConfig, kept: list[int], num_layers: int) -> list[str]:
+    """Cut a configuration to the layers that are left, in place.
+
+    Args:
+        config: of a model of `num_layers` layers.
+        kept: 1-based layers.
+        num_layers: L.
+
+    Returns:
+        The names of the lists that had an entry a layer.
+    """
+
+    def cut(values: Any) -> Any:
+        return type(values)(values[layer - 1] for layer in kept)
+
+    found = [
+        name
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith(NOT_PER_LAYER)
+    ]
+    values = {name: cut(getattr(config, name)) for name in found}
+    config.num_hidden_layers = len(kept)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return sorted(found)

@@ -1,0 +1,339 @@
+"""`read_examples`: what a search fits scalars on and scores blocks with: pairs, chats or text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulldepth.data.conversations import is_conversation, open_rows, read_conversations
+from fulldepth.data.documents import Documents, list_files, open_documents, text_column
+from fulldepth.data.files import ROWS
+from fulldepth.data.masking import IGNORE
+from fulldepth.data.records import TEXT_COLUMNS, require_columns, text_value
+from fulldepth.data.sequences import Fingerprint
+from fulldepth.data.sources import CORPUS
+from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
+from fulldepth.errors import FulldepthError
+from fulldepth.skip.inputs.rendering import encode_pair
+
+HELDOUT_SHARE = 5
+"""One document or pair in so many is held out where no file is."""
+DEFAULT_LENGTH = 256
+SPREAD = 20
+"""Documents that a limited number of windows comes from, where there are so many."""
+EXPECTED = "prompt + response, messages, or text"
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence: a prompt with its response, or a window of text."""
+
+    input_ids: Tensor
+    """[n] int64."""
+    labels: Tensor
+    """[n] int64: the token itself where it is predicted (the model shifts), -100 elsewhere; always at position 0."""
+    document: int
+    """Index of the row or document that it comes from; those of a held-out file count on their own."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that the loss is on."""
+        return int((self.labels != IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What scalars are fitted on, what blocks are scored with, and where both came from."""
+
+    train: list[Example]
+    heldout: list[Example]
+    meta: dict[str, Any] = field(default_factory=dict)
+    """`hash` of both parts, names, kinds, counts, `warnings`: plain values for a plan's `data`."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Examples of one source."""
+
+    name: str
+    kind: str
+    """`pairs` (chats too) or `text`."""
+    examples: list[Example]
+
+
+def read_examples(
+    data: Any,
+    tokenizer: Any,
+    max_positions: int | None,
+    *,
+    heldout: Any = None,
+    seed: int = 0,
+    sequence_length: int | None = None,
+    limit: int | None = None,
+    vocab_size: int | None = None,
+) -> Examples:
+    """Examples with the loss on response tokens (pairs, chats) or on every token but a window's first (text).
+
+    Nothing is deduplicated and no pair is cut. A chat gives an example for each response, with all that was said
+    before it as the prompt, rendered by the tokenizer's template as the model would see it when it answers. Text is
+    cut into windows, none across two documents.
+
+    Args:
+        data: rows with a prompt and a response or with messages (all that `fulldepth.data.conversations` reads), rows
+            with `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a
+            list of texts or of mappings. Long plain text is several documents (`fulldepth.data.documents.text_pieces`).
+        tokenizer: the model's; its chat template, if it has one, is used for pairs too.
+        max_positions: what the model can take, None = any length.
+        heldout: the same kinds of data, to score with; None = a seeded fifth of the rows or documents of `data`.
+        seed: of that fifth.
+        sequence_length: tokens of a window of text, None = 256 or the model's positions if these are fewer; and, if
+            given, of a pair at most.
+        limit: of each source the first so many rows; of text so many windows at most, of the first documents and of
+            20 of them at least, where there are so many. None = all.
+        vocab_size: rows of the model's embedding; None = not checked.
+
+    Raises:
+        FulldepthError: if there is nothing to read or to hold out, a row lacks prompt or response, pairs are too long
+            (says which), or tokens are not in the vocabulary, or there is no tokenizer.
+    """
+    _check_settings(max_positions, sequence_length, limit)
+    longest = sequence_length or max_positions
+    window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
+    first = _read(data, tokenizer, longest, window, limit)
+    if heldout is None:
+        train, kept = _split(first, seed)
+        second = _Part(f"a seeded fifth of {first.name}", first.kind, kept)
+    else:
+        train, second = first.examples, _read(heldout, tokenizer, longest, window, limit)
+    highest = max(int(example.input_ids.max()) for example in (*train, *second.examples))
+    warnings = [*check_vocabulary(highest, tokenizer, vocab_size), *_overlap(train, second.examples)]
+    meta = {
+        "hash": _hash(train, second.examples),
+        "name": first.name,
+        "kind": first.kind,
+        "train": _counts(train),
+        "heldout": {"name": second.name, "kind": second.kind, **_counts(second.examples)},
+        "sequence_length": window if "text" in (first.kind, second.kind) else sequence_length,
+        "limit": limit,
+        "seed": seed,
+        "warnings": warnings,
+    }
+    return Examples(train, second.examples, meta)
+
+
+def _check_settings(max_positions: int | None, sequence_length: int | None, limit: int | None) -> None:
+    for what, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
+        if number is not None and number < least:
+            raise FulldepthError(f"{what} must be at least {least}, got {number}.")
+    if max_positions is not None and sequence_length is not None and sequence_length > max_positions:
+        raise FulldepthError(
+            f"Sequences of {sequence_length} tokens are longer than the model's {max_positions} positions. "
+            f"Set sequence_length to {max_positions} or less."
+        )
+
+
+def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Right-padded batches for `model(**batch)`, the longest sequences first, equals in their order.
+
+    Args:
+        examples: what to batch; every one comes once.
+        batch_size: sequences in a batch; the last may have fewer.
+        pad_id: token id of padding, which must exist in the model; it is masked and has no label.
+
+    Returns:
+        `input_ids`, `attention_mask` (1, padding 0) and `labels` (padding -100), each [B, T] int64.
+
+    Raises:
+        FulldepthError: if `batch_size` is less than 1.
+    """
+    if batch_size < 1:
+        raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
+    ordered = sorted(examples, key=len, reverse=True)  # stable, also in reverse
+    return (_collate(ordered[i : i + batch_size], pad_id) for i in range(0, len(ordered), batch_size))
+
+
+def _collate(chosen: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
+    shape = (len(chosen), max(map(len, chosen)))
+    batch = {
+        name: torch.full(shape, v) for name, v in (("input_ids", pad_id), ("attention_mask", 0), ("labels", IGNORE))
+    }
+    for row, example in enumerate(chosen):
+        batch["input_ids"][row, : len(example)] = example.input_ids
+        batch["attention_mask"][row, : len(example)] = 1
+        batch["labels"][row, : len(example)] = example.labels
+    return batch
+
+
+def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: int | None) -> _Part:
+    """All examples of one source."""
+    if tokenizer is None:
+        raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
+    if isinstance(data, str) and data == f"{CORPUS}builtin":
+        data = f"{CORPUS}builtin/heldout"  # as for `measure`: what a trained model has not seen
+    if _is_plain(data):
+        documents = open_documents(data)
+        return _Part(documents.name, "text", _windows(documents.name, documents, tokenizer, window, limit))
+    name, rows = open_rows(data)
+    where, row = next(rows, ("", {}))
+    if not row:
+        raise FulldepthError(f"{name} is empty. Expected rows with {EXPECTED}.")
+    conversation = is_conversation(row)
+    if not conversation and not any(column in row for column in TEXT_COLUMNS):
+        raise FulldepthError(
+            f"{where} has none of the columns to search with. Got: {', '.join(map(repr, row))}. Expected: {EXPECTED}."
+        )
+    if conversation:
+        name, rows = open_rows(data, limit=limit)
+        return _Part(name, "pairs", _pairs(name, read_conversations(rows, tokenizer), tokenizer, longest))
+    _, rows = open_rows(data)
+    return _Part(name, "text", _windows(name, _column(rows), tokenizer, window, limit))
+
+
+def _is_plain(data: Any) -> bool:
+    """Whether data are texts without columns."""
+    if isinstance(data, Documents) or (isinstance(data, str) and data.startswith(CORPUS)):
+        return True
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        return bool(data) and isinstance(data[0], str)
+    if not isinstance(data, str | Path) or not Path(data).expanduser().exists():
+        return isinstance(data, str | Path) and Path(data).suffix.lower() == ".txt"  # `open_documents` says what lacks
+    return list_files(Path(data).expanduser(), (".txt", *ROWS))[0].suffix.lower() == ".txt"
+
+
+def _column(rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
+    """The texts of rows."""
+    column: str | None = None
+    for where, row in rows:
+        column = column or text_column(row, None, where)
+        require_columns(row, [column], where)
+        yield text_value(row[column], f"{where}, {column!r}")
+
+
+def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, limit: int | None) -> list[Example]:
+    """Windows of at most `length` tokens; with a limit, those at the beginning of at least `SPREAD` documents."""
+    share = None if limit is None else max(1, limit // SPREAD)
+    first: list[Example] = []
+    rest: list[Example] = []
+    for document, text in enumerate(documents):
+        windows = _cut(text, document, tokenizer, length)
+        first += windows[:share]
+        rest += windows[len(windows[:share]) :]
+        if limit is not None and len(first) >= limit:
+            break
+    found = sorted([*first, *rest][:limit], key=lambda example: example.document)  # stable: windows stay in order
+    if not found:
+        raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
+    return found
+
+
+def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]:
+    """The windows of one document; the last may be shorter, and is left out if it is a single token."""
+    ids = Frame.of(tokenizer, [text]).wrap(plain_ids(tokenizer, text)) if text.strip() else []
+    windows = [ids[start : start + length] for start in range(0, len(ids) - 1, length)]
+    return [_example(window, 1, len(window), document) for window in windows]
+
+
+def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
+    """An example for each response, the labels on its tokens."""
+    found, too_long = [], []
+    for document, (where, conversation) in enumerate(rows):
+        for prompt, response in _turns(conversation, where):
+            before, said, after = encode_pair(tokenizer, prompt, response, where)
+            size = len(before) + len(said) + len(after)
+            if longest is not None and size > longest:
+                too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(said)} in the response)")
+            start = max(1, len(before))  # nothing predicts the first token
+            if start >= len(before) + len(said):
+                raise FulldepthError(f"The response of {where} has no token that can be predicted.")
+            found.append(_example([*before, *said, *after], start, len(before) + len(said), document))
+    if too_long:
+        raise FulldepthError(
+            f"{len(too_long)} of the {len(found)} prompts with their responses in {name} are longer than {longest} "
+            f"tokens, and pairs are never cut: {'; '.join(too_long[:5])}{'; ...' if len(too_long) > 5 else ''}. "
+            "Leave them out, or shorten them."
+        )
+    return found
+
+
+def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any, Any]]:
+    """Prompts with their responses, both texts, or messages and a message."""
+    for row in conversation:
+        if "messages" not in row and isinstance(row["prompt"], str):
+            if not row["prompt"].strip():
+                raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+            yield row["prompt"], row["completion"]
+            continue
+        messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+        first = max(1, 0 if "messages" in row else len(row["prompt"]))
+        for index in range(first, len(messages)):
+            if messages[index]["role"] != "assistant":
+                continue
+            if not messages[index]["content"].strip():
+                raise FulldepthError(f"{where} has an empty response, message {index + 1}. Leave it out.")
+            if not any(message["content"].strip() for message in messages[:index]):
+                raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+            yield messages[:index], messages[index]
+    if not conversation:
+        raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
+
+
+def _example(ids: Sequence[int], start: int, stop: int, document: int) -> Example:
+    """Labels from position `start` to before `stop`."""
+    input_ids = torch.tensor(ids, dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORE)
+    labels[start:stop] = input_ids[start:stop]
+    return Example(input_ids, labels, document)
+
+
+def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
+    """Examples to fit on, and those of a seeded fifth of the documents, one at least."""
+    documents = list(dict.fromkeys(example.document for example in part.examples))
+    if len(documents) < 2:
+        raise FulldepthError(
+            f"{part.name} holds one {'document' if part.kind == 'text' else 'row'}, so none can be held out to score "
+            "with. Give more, or a held-out file."
+        )
+    order = np.random.default_rng(seed).permutation(documents).tolist()
+    kept = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
+    return (
+        [example for example in part.examples if example.document not in kept],
+        [example for example in part.examples if example.document in kept],
+    )
+
+
+def _counts(examples: Sequence[Example]) -> dict[str, int]:
+    return {
+        "examples": len(examples),
+        "documents": len({example.document for example in examples}),
+        "tokens": sum(map(len, examples)),
+        "predicted": sum(example.predicted for example in examples),
+    }
+
+
+def _content(example: Example) -> bytes:
+    return b"".join(part.numpy().astype("<i8").tobytes() for part in (example.input_ids, example.labels))
+
+
+def _overlap(train: Sequence[Example], heldout: Sequence[Example]) -> list[str]:
+    seen = set(map(_content, train))
+    twice = sum(_content(example) in seen for example in heldout)
+    return [f"{twice} of the {len(heldout)} held-out examples are also among those to fit on."] if twice else []
+
+
+def _hash(train: Sequence[Example], heldout: Sequence[Example]) -> str:
+    """Over token ids and labels of both parts, in their order."""
+    fingerprint = Fingerprint("fulldepth examples 1")
+    for part in (train, heldout):
+        fingerprint.add(str(len(part)).encode())
+        for example in part:
+            fingerprint.add(_content(example))
+    return str(fingerprint)

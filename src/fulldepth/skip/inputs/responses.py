@@ -1,0 +1,304 @@
+"""`generate_responses`: pairs whose responses are the unmodified model's own, as the paper selects and fits on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, open_rows, read_conversations
+from fulldepth.data.records import PROMPT_COLUMNS
+from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
+from fulldepth.results import atomic
+from fulldepth.skip.inputs.rendering import Prompt, as_prompt, encode_prompt
+
+FILE = "responses.jsonl"
+STAND_IN = "."
+"""A response in the place of one that is not there or not wanted."""
+
+
+class Responses(NamedTuple):
+    """Prompts with the model's own responses, and how these were made."""
+
+    pairs: list[dict[str, Any]]
+    """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages."""
+    settings: dict[str, Any]
+    """What they depend on, and what became of them; plain values for a plan's `data`."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the pairs as a `.jsonl` file, whole or not at all.
+
+        Raises:
+            FulldepthError: if it cannot be written.
+        """
+        target = Path(path)
+        try:
+            with atomic(target) as part:
+                part.write_text("".join(json.dumps(pair) + "\n" for pair in self.pairs), encoding="utf-8")
+        except OSError as error:
+            raise FulldepthError(f"Cannot write responses to {target}: {error.strerror or error}.") from error
+        return target
+
+
+def read_prompts(data: Any, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+    """The prompts of rows, whose responses, if any, are not looked at.
+
+    Args:
+        data: what `read_examples` takes as pairs; rows may also hold a prompt alone. Of a chat, all before its last
+            response is the prompt.
+        tokenizer: with a chat template, prompts become messages.
+        limit: the first so many rows.
+
+    Raises:
+        FulldepthError: if there is no prompt in a row, or no row.
+    """
+    name, rows = open_rows(data, limit=limit)
+    prompts: list[Prompt] = []
+    for where, found in read_conversations(_with_stand_ins(rows), tokenizer, per_response=True):
+        prompt = found[-1]["prompt"] if found else ""
+        if not _said(prompt):
+            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+        prompts.append(prompt)
+    if not prompts:
+        raise FulldepthError(f"There are no prompts in {name}.")
+    return prompts
+
+
+def generate_responses(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    n: int | None = None,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = 256,
+    batch_size: int = 8,
+    watcher: Watcher | None = None,
+) -> Responses:
+    """The model's own responses to the first `n` prompts, generated in batches with left padding and a cache.
+
+    Greedy responses are the same for every `batch_size`, up to ties that rounding decides. So are sampled ones: token
+    by token, the logits divided by the temperature get Gumbel noise out of a generator of (`seed`, number of the
+    prompt) and the largest wins, which is a sample from their softmax (no top-k, no top-p). What the checkpoint's
+    `generation_config` asks for, but for its end tokens, is set aside. Empty responses are left out and reported.
+
+    Args:
+        model: a causal language model; training mode is switched off meanwhile.
+        tokenizer: the model's, with its chat template if it has one.
+        prompts: texts or lists of messages (see `read_prompts`).
+        n: None = all.
+        temperature: 0 = greedy.
+        seed: of the sampling.
+        max_new_tokens: where a response is broken off that has not ended by itself.
+        batch_size: prompts at a time; alike in length, as they are sorted.
+        watcher: told the progress, and what is wrong with responses.
+
+    Returns:
+        Pairs in the order of the prompts, and the settings.
+
+    Raises:
+        FulldepthError: for settings that make no sense, a model that cannot generate, prompts that are empty or leave
+            no room for a response, or if no response is left.
+
+    Source: Hopscotch (arXiv 2506.03303), its data generation; Gumbel-max trick: Gumbel 1954.
+    """
+    watcher = watcher or Watcher()
+    count = len(prompts) if n is None else n
+    _check_settings(model, len(prompts), count, temperature, seed, max_new_tokens, batch_size)
+    asked = [as_prompt(tokenizer, prompt) for prompt in prompts[:count]]
+    encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(asked, start=1)]
+    _check_prompts(asked, encoded, model, max_new_tokens)
+    ends = _end_tokens(model, tokenizer)
+    config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
+    order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
+    answers: dict[int, list[int]] = {}
+    watcher.begin("Responses", count)
+    with _undisturbed(model):
+        for start in range(0, count, batch_size):
+            chosen = order[start : start + batch_size]
+            noise = [GumbelNoise(temperature, seed, chosen)] if temperature else []
+            answers |= zip(chosen, _answers(model, [encoded[i] for i in chosen], config, noise), strict=True)
+            watcher.advance(len(chosen))
+    settings = {"prompts": count, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
+    settings |= {"batch_size": batch_size, "chat_template": bool(tokenizer.chat_template)}
+    return _responses(tokenizer, prompts, asked, answers, ends, settings, watcher)
+
+
+def _answers(
+    model: PreTrainedModel, prompts: Sequence[list[int]], config: GenerationConfig, noise: Sequence[LogitsProcessor]
+) -> list[list[int]]:
+    """What follows each prompt of one batch, to the end of the longest answer."""
+    batch = _left_padded(prompts, model.device)
+    generate: Any = model.generate
+    sequences = generate(**batch, generation_config=config, logits_processor=LogitsProcessorList(noise))
+    return sequences[:, batch["input_ids"].shape[1] :].tolist()
+
+
+class GumbelNoise(LogitsProcessor):
+    """Adds temperature * Gumbel noise to the logits, so that the largest is a sample of softmax(logits / temperature).
+
+    Args:
+        temperature: above 0.
+        seed: with the number of a row, decides all its noise.
+        rows: number of each row of the batch, whatever batch it is in.
+    """
+
+    def __init__(self, temperature: float, seed: int, rows: Sequence[int]) -> None:
+        self.temperature = temperature
+        self.sources = [np.random.default_rng([seed, row]) for row in rows]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, V] logits with noise."""
+        noise = np.stack([source.gumbel(size=scores.shape[-1]) for source in self.sources])
+        return scores + self.temperature * torch.from_numpy(noise).to(scores)
+
+
+def _responses(
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    asked: Sequence[Prompt],
+    answers: Mapping[int, list[int]],
+    ends: set[int],
+    settings: dict[str, Any],
+    watcher: Watcher,
+) -> Responses:
+    """Pairs in order, without the empty ones, which are reported."""
+    pairs: list[dict[str, Any]] = []
+    empty, unfinished, tokens = [], 0, 0
+    for index in range(len(asked)):
+        ids = answers[index]
+        stop = next((i for i, token in enumerate(ids) if token in ends), None)
+        text = tokenizer.decode(ids[:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not text.strip():
+            empty.append(index + 1)
+            continue
+        unfinished += stop is None
+        tokens += len(ids[:stop])
+        if isinstance(prompts[index], str):  # the template makes the same messages of it when it is read
+            prompt = prompts[index] if tokenizer.chat_template else asked[index]
+            pairs.append({"prompt": prompt, "response": text})
+        else:
+            pairs.append({"prompt": prompts[index], "response": [{"role": "assistant", "content": text}]})
+    settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
+    if not pairs:
+        raise FulldepthError(f"The model gave an empty response to each of the {len(asked)} prompts.")
+    if empty:
+        watcher.say(f"{len(empty)} of {len(asked)} responses are empty and left out: {_numbers(empty)}.")
+    if unfinished:
+        watcher.say(
+            f"{unfinished} of {len(asked)} responses were broken off after {settings['max_new_tokens']} tokens."
+        )
+    return Responses(pairs, settings)
+
+
+def _check_settings(
+    model: PreTrainedModel, available: int, n: int, temperature: float, seed: int, max_new_tokens: int, batch_size: int
+) -> None:
+    if not available:
+        raise FulldepthError("There are no prompts to respond to.")
+    if n > available:
+        raise FulldepthError(f"{n} responses were asked for, but there are {available} prompts.")
+    for what, number in (("responses", n), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if number < 1:
+            raise FulldepthError(f"{what} must be at least 1, got {number}.")
+    if not 0 <= temperature < math.inf:
+        raise FulldepthError(f"The temperature must be a number from 0 (greedy), got {temperature}.")
+    if seed < 0:
+        raise FulldepthError(f"The seed must be at least 0, got {seed}.")
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise FulldepthError(f"{type(model).__name__} cannot respond to prompts; give a causal language model.")
+
+
+def _check_prompts(
+    asked: Sequence[Prompt], encoded: Sequence[list[int]], model: PreTrainedModel, max_new_tokens: int
+) -> None:
+    for number, (prompt, ids) in enumerate(zip(asked, encoded, strict=True), start=1):
+        if not _said(prompt) or not ids:
+            raise FulldepthError(f"Prompt {number} is empty. Leave it out, or give it text.")
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is None:
+        return
+    long = [number for number, ids in enumerate(encoded, start=1) if len(ids) + max_new_tokens > positions]
+    if long:
+        most = max(map(len, encoded))
+        room = f"Set max_new_tokens to {positions - most} or less" if most < positions else "Shorten them"
+        raise FulldepthError(
+            f"{_numbers(long, 'prompt')} with {max_new_tokens} new tokens would be longer than the model's {positions} "
+            f"positions; the longest prompt has {most} tokens. {room}, or leave them out."
+        )
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Ids that end a response: the tokenizer's, and all that the checkpoint's `generation_config` names."""
+    named = model.generation_config.eos_token_id if model.generation_config else None
+    found = {named} if isinstance(named, int) else set(named or ())
+    return found | ({tokenizer.eos_token_id} - {None})
+
+
+@contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode and plain generation defaults meanwhile."""
+    own, training = model.generation_config, [module for module in model.modules() if module.training]
+    model.eval()
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+        for module in training:
+            module.training = True
+
+
+def _left_padded(rows: Sequence[list[int]], device: torch.device) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, [B, T] int64."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _said(prompt: Prompt) -> bool:
+    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return any(part.strip() for part in parts)
+
+
+def _with_stand_ins(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows whose response is one that is there, so that they read as pairs and chats do."""
+    for where, row in rows:
+        chat = next((column for column in CHAT_COLUMNS if column in row), None)
+        if chat is not None:
+            yield where, {chat: _without_answer(row[chat])}
+            continue
+        pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row), None)
+        if pair is None:
+            expected = ", ".join(dict.fromkeys([*CHAT_COLUMNS, *(first for first, _ in PROMPT_COLUMNS)]))
+            found = ", ".join(map(repr, row)) or "none"
+            raise FulldepthError(f"{where} has no column of prompts. Got: {found}. Expected one of: {expected}.")
+        first, second = pair
+        stand_in: Any = [{"role": "assistant", "content": STAND_IN}] if isinstance(row[first], list) else STAND_IN
+        yield where, {**row, second: stand_in}
+
+
+def _without_answer(messages: Any) -> Any:
+    """Messages of a chat, their last response exchanged for the stand-in, or one added."""
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
+        return messages
+    last = messages[-1]
+    keys = ("from", "value") if "from" in last and "value" in last else ("role", "content")
+    answered = ROLES.get(str(last.get(keys[0]))) == "assistant"
+    return [*(messages[:-1] if answered else messages), {keys[0]: "assistant", keys[1]: STAND_IN}]
+
+
+def _numbers(numbers: Sequence[int], what: str = "") -> str:
+    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}".strip().capitalize() if what else shown

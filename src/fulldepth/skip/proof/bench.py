@@ -1,0 +1,395 @@
+r"""`bench`: time, memory and cache of exports beside the model that they come from, measured and predicted.
+
+All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes from
+round to round, so that what the machine does besides falls on all of them. A time is the median over rounds; the share
+saved is the median of the rounds' own shares,
+
+.. math:: s = 1 - t_{\text{export}} / t_{\text{original}}.
+
+It is predicted twice: `toggled`, by timing the original, in the same rounds, with the same blocks skipped in place
+(their share of the step), and `flops`, by what the two multiply. `time_saved_ratio` is measured over predicted.
+
+Rows, by `model`, `batch` and `context`; `difference` is the value minus the original's:
+`prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
+`predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's steps:
+what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
+`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token), and with `tasks` `task_score` (site:
+the task; statistic: lm-eval's metric, and its `_stderr`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.capture import verify
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, pick_dtype
+from fulldepth.hf.surgery import skipping
+from fulldepth.progress import Watcher
+from fulldepth.recipes import layer as layered
+from fulldepth.results import Results, finite
+from fulldepth.skip.exports.export import NOTES, load, read_notes
+from fulldepth.skip.identity import model_hash
+from fulldepth.skip.proof.bench_settings import BenchSettings
+from fulldepth.skip.proof.bench_table import Cell, Gone, Measured, headline, noise, table_of
+from fulldepth.skip.proof.tasks import TaskScorer
+from fulldepth.skip.proof.trial import PHASES, Runner, Trial, cache_bytes, parameter_bytes
+from fulldepth.skip.selection.flops import costs_of
+from fulldepth.skip.subject import check_task, evaluating, open_model, open_tokenizer
+
+
+def bench(
+    original: str | Path | PreTrainedModel,
+    exports: Sequence[str | Path | PreTrainedModel],
+    output: str | Path | None = None,
+    *,
+    batches: Sequence[int] = (1, 4),
+    contexts: Sequence[int] | None = None,
+    new_tokens: int = 16,
+    repeats: int = 5,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str = "auto",
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """Time exports against the model that they come from, prefill and decode apart, over batch sizes and contexts.
+
+    How, and what the rows are, is said at the top of this module.
+
+    Args:
+        original: the checkpoint (folder, Hub name) or the loaded model; a loaded model stays on its device, as it is.
+        exports: folders that `export` wrote; other checkpoints and loaded models are timed too, without predictions
+            where it is not known which blocks they lack.
+        output: result folder; None = not saved.
+        batches: sequences at once.
+        contexts: tokens of the prompt; None = 128 and 512, less where the model has fewer positions.
+        new_tokens: tokens decoded after it.
+        repeats: rounds.
+        seed: of tokens and order.
+        device: None = the first accelerator, else the CPU.
+        dtype: `auto` = each checkpoint's own.
+        watcher: told the progress.
+        **options: any other field of `BenchSettings`.
+
+    Raises:
+        FulldepthError: if there is nothing to compare, a model cannot be loaded or is no language model, models are on
+            different devices or know different tokens, or a context with its new tokens exceeds their positions.
+    """
+    asked: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats}
+    asked |= {} if contexts is None else {"contexts": list(contexts)}
+    settings = layered(BenchSettings, {**asked, "seed": seed, "device": device, "dtype": dtype, **options})
+    if isinstance(exports, str | Path | PreTrainedModel) or not exports:
+        raise FulldepthError("Nothing to compare the original with: name one export or more.")
+    watcher = watcher or Watcher()
+    entries = _open([original, *exports], settings)
+    with ExitStack() as modes:
+        for entry in entries:
+            modes.enter_context(evaluating(entry.model))
+        results = _bench(entries, settings, contexts is None, watcher)
+    if output is not None:
+        results.save(output)
+    return results
+
+
+def _bench(entries: Sequence[_Entry], settings: BenchSettings, shorten: bool, watcher: Watcher) -> Results:
+    """Everything about models in memory."""
+    subject = _Original.of(entries)
+    if shorten:
+        settings = _fitting(settings, subject.anatomy.max_positions)
+    _check(entries, subject.anatomy, settings)
+    entries[0].hash = model_hash(entries[0].model)
+    scorer = _scorer(entries[0], settings)
+    measured = _measure(entries, subject, settings, watcher)
+    if scorer is not None:
+        measured.scores = scorer.scores({entry.label: entry.model for entry in entries}, watcher)
+    return Results(table_of(measured), _document(entries, subject, measured, settings))
+
+
+@dataclass
+class _Entry:
+    """A model that takes part."""
+
+    label: str
+    model: PreTrainedModel
+    name: str
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What an export says of itself: `format`, `plan`."""
+    hash: str | None = None
+
+    @property
+    def gone(self) -> Gone | None:
+        """What it does not compute of the original; None if that is not known."""
+        if self.notes:
+            plan = self.notes["plan"]
+            left = self.notes["format"] == "folded"  # zero weights are multiplied like any others
+            return Gone(plan["granularity"], frozenset() if left else frozenset(plan["blocks"]))
+        attention, mlp = (
+            frozenset(getattr(self.model.config, f"skipped_{part}", None) or ()) for part in ("attention", "mlp")
+        )
+        if attention and not mlp:
+            return Gone("attention", attention)
+        return Gone("mlp", mlp) if mlp and not attention else None
+
+    def describe(self, baseline: bool) -> dict[str, Any]:
+        """Its entry in the document."""
+        model, plan = self.model, self.notes.get("plan") or {}
+        gone = self.gone
+        return {
+            "label": self.label,
+            "baseline": baseline,
+            "model": {
+                "name": self.name,
+                "class": type(model).__name__,
+                "num_layers": anatomy_candidates(model)[0].num_layers if baseline else _depth(model),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "hash": self.hash,
+            },
+            "format": self.notes.get("format"),
+            "granularity": None if gone is None or baseline else gone.granularity,
+            "blocks": plan.get("blocks"),
+            "not_computed": None if gone is None or baseline else sorted(gone.layers),
+            "data": {"hash": (plan.get("data") or {}).get("hash")},
+            "losses": plan.get("losses"),
+            "healed_loss": plan.get("healed_loss"),
+        }
+
+
+def _depth(model: PreTrainedModel) -> int | None:
+    found = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return found if isinstance(found, int) else None
+
+
+class _Original(NamedTuple):
+    """The original, understood: what can be skipped in it, and what it multiplies."""
+
+    anatomy: Anatomy
+    classifier: Classifier
+    toggles: dict[Gone, str]
+    """What is skipped in place -> the key of its times."""
+    warnings: list[str]
+
+    @classmethod
+    def of(cls, entries: Sequence[_Entry]) -> _Original:
+        """Prove the anatomy of the first entry, and try what is to be skipped in it."""
+        model = entries[0].model
+        candidates = anatomy_candidates(model)
+        check_task(candidates[0])
+        ids = torch.arange(3, 11, device=model.device).view(2, 4) % (candidates[0].vocab_size or 1)
+        proven = verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        if proven.classifier is None:
+            raise FulldepthError(f"{type(model).__name__} has no prediction head.")
+        anatomy, toggles, said = proven.anatomy, {}, []
+        every = Gone("attention", frozenset(anatomy.layers_with("attention")))
+        for gone in dict.fromkeys([every, *(entry.gone for entry in entries[1:])]):
+            if gone is None or not gone.layers:
+                continue
+            try:
+                with skipping(anatomy, gone.layers, gone.granularity):
+                    toggles[gone] = f"without the {gone.granularity} of {sorted(gone.layers)}"
+            except FulldepthError as error:
+                said.append(f"No toggled prediction: {error}")
+        return cls(anatomy, proven.classifier, toggles, said)
+
+
+def _open(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[_Entry]:
+    """Every model in memory, under a label of its own."""
+    paths = [
+        Path(model.name_or_path or type(model).__name__ if isinstance(model, PreTrainedModel) else model)
+        for model in models
+    ]
+    return [_Entry(label, *_opened(model, settings)) for label, model in zip(_labels(paths), models, strict=True)]
+
+
+def _opened(
+    model: str | Path | PreTrainedModel, settings: BenchSettings
+) -> tuple[PreTrainedModel, str, dict[str, Any]]:
+    """A model, its name, and what it says of itself as an export."""
+    if isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
+        loaded = load(model, device=settings.device)
+        dtype = pick_dtype(settings.dtype)
+        if isinstance(dtype, torch.dtype):
+            loaded.to(dtype)  # type: ignore[arg-type]
+        return loaded, str(model), read_notes(Path(model))
+    found = open_model(
+        model,
+        dtype=settings.dtype,
+        device=settings.device,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return found.model, found.name, {}
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """As little of the end of each path as tells them apart; numbers where nothing does."""
+    parts = [path.parts or (".",) for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
+
+
+def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
+    """The contexts that nobody asked for, no longer than the model's positions allow."""
+    most = max(1, (limit or max(settings.contexts) + settings.new_tokens) - settings.new_tokens)
+    fitting = list(dict.fromkeys(min(context, most) for context in settings.contexts))
+    return settings.model_copy(update={"contexts": fitting})
+
+
+def _scorer(entry: _Entry, settings: BenchSettings) -> TaskScorer | None:
+    """What scores models on the tasks that are asked for, with the original's tokenizer."""
+    if not settings.tasks:
+        return None
+    tokenizer = open_tokenizer(
+        Checkpoint(entry.model, entry.name), trust_remote_code=settings.trust_remote_code, revision=settings.revision
+    )
+    return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
+
+
+def _check(entries: Sequence[_Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
+    """Refuse what cannot run, or not side by side."""
+    first = entries[0].model
+    longest = max(settings.contexts) + settings.new_tokens
+    limit = anatomy.max_positions
+    if limit is not None and longest > limit:
+        raise FulldepthError(
+            f"A context of {max(settings.contexts)} tokens and {settings.new_tokens} new ones exceed the model's "
+            f"{limit} positions. Set contexts (and new_tokens) to less."
+        )
+    for entry in entries[1:]:
+        if entry.model.device != first.device:
+            raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")
+        embeddings: Any = entry.model.get_input_embeddings()
+        words = int(embeddings.weight.shape[0])
+        if words != anatomy.vocab_size:
+            raise FulldepthError(
+                f"{entry.label} knows {words} tokens, the original {anatomy.vocab_size}: they are not the same model."
+            )
+
+
+def _measure(entries: Sequence[_Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
+    """Every number that comes from running the models."""
+    runners = {entry.label: Runner(entry.model) for entry in entries}
+    contestants = [(label, runner, None) for label, runner in runners.items()]
+    toggled = [(key, runners[entries[0].label], gone) for gone, key in subject.toggles.items()]
+    costs = {
+        granularity: costs_of(subject.anatomy, subject.classifier, granularity)
+        for granularity in dict.fromkeys(["attention", *(e.gone.granularity for e in entries if e.gone is not None)])
+    }
+    measured = Measured(
+        labels=list(runners),
+        gone={entry.label: entry.gone for entry in entries[1:]},
+        toggles=subject.toggles,
+        costs=costs,
+        last_only=runners[entries[0].label].last_only,
+        new_tokens=settings.new_tokens,
+        parameter_bytes={entry.label: parameter_bytes(entry.model) for entry in entries},
+    )
+    cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
+    everyone = [*contestants, *toggled]
+    watcher.begin("Benchmark", len(cells) * len(everyone) * (settings.repeats + settings.warmup))
+    for cell in cells:
+        ids = _tokens(cell, subject.anatomy, settings)
+        for label, runner in runners.items():
+            measured.peak[label, cell] = runner.peak(ids, cell.context)
+            held = cache_bytes(runner.run(ids, cell.context).cache)
+            measured.kv[label, cell] = held / (cell.batch * ids.shape[1])
+        for number in range(-settings.warmup, settings.repeats):
+            for index in order(len(everyone), number, settings.seed):
+                key, runner, gone = everyone[index]
+                with _toggled(subject.anatomy, gone):
+                    trial = runner.run(ids, cell.context)
+                if number >= 0:
+                    _note(measured, key, cell, trial)
+                watcher.advance(1)
+    return measured
+
+
+def _note(measured: Measured, key: str, cell: Cell, trial: Trial) -> None:
+    for phase in PHASES:
+        measured.times.setdefault((key, cell, phase), []).append(getattr(trial, phase))
+
+
+@contextmanager
+def _toggled(anatomy: Anatomy, gone: Gone | None) -> Iterator[None]:
+    with nullcontext() if gone is None else skipping(anatomy, gone.layers, gone.granularity):
+        yield
+
+
+def _tokens(cell: Cell, anatomy: Anatomy, settings: BenchSettings) -> torch.Tensor:
+    """[batch, context + new_tokens] random tokens, the same for every model and on every machine."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    shape = (cell.batch, cell.context + settings.new_tokens)
+    return torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
+
+
+def order(count: int, number: int, seed: int) -> list[int]:
+    """Who runs when in a round: a seeded circle that starts one further each round, backwards in odd ones.
+
+    So in `count` rounds each is first once, and neighbours come before as often as after each other.
+    """
+    circle = np.random.default_rng(seed).permutation(count).tolist()
+    start = number % count
+    found = circle[start:] + circle[:start]
+    return found if number % 2 == 0 else found[:1] + found[:0:-1]
+
+
+def _document(
+    entries: Sequence[_Entry], subject: _Original, measured: Measured, settings: BenchSettings
+) -> dict[str, Any]:
+    """Everything that `results.json` says, apart from the table."""
+    first = entries[0]
+    described = [entry.describe(entry is first) for entry in entries]
+    document = {
+        "kind": "bench",
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": settings.model_dump(),
+        "baseline": first.label,
+        "model": described[0]["model"],
+        "models": described,
+        "machine": _machine(first.model.device),
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "seed": settings.seed,
+        "warnings": [*subject.warnings, *_mismatches(entries, settings), *noise(measured)],
+        "headline": headline(measured),
+    }
+    return dict(finite(document))
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What the times were taken on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
+
+
+def _mismatches(entries: Sequence[_Entry], settings: BenchSettings) -> list[str]:
+    """What makes a comparison unfair."""
+    first, lines = entries[0], []
+    for entry in entries[1:]:
+        planned = (entry.notes.get("plan") or {}).get("model", {}).get("hash")
+        if entry.model.dtype != first.model.dtype:
+            lines.append(f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}.")
+        elif settings.dtype == "auto" and planned not in (None, first.hash):
+            lines.append(f"{entry.label} was made from other weights than those of {first.label}.")
+    return lines

@@ -1,0 +1,276 @@
+"""`curve`: what removing more and more blocks costs, and where it stops being cheap."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import GRANULARITIES, anatomy_candidates
+from fulldepth.progress import Watcher
+from fulldepth.recipes import layer as layered
+from fulldepth.results import COLUMNS, Results, finite, tabulate
+from fulldepth.skip.plan import Plan
+from fulldepth.skip.processes import Processes, processes
+from fulldepth.skip.proof.bend import Bend, find_bend
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.ready import Ready, prepared
+from fulldepth.skip.selection.score import BASE, CPU_LOGITS, DEVICE_LOGITS, Batch, batch_sums
+from fulldepth.skip.selection.search import search_with
+from fulldepth.skip.settings import SearchSettings
+from fulldepth.skip.subject import check_task, open_model
+
+MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
+"""What is read at every number of removed blocks, with its unit."""
+RESAMPLES = 1000
+
+
+class Curve(NamedTuple):
+    """What `curve` found."""
+
+    plan: Plan
+    """Blocks in the order of removal, as many as were tried."""
+    results: Results
+
+    def plan_of(self, number: int) -> Plan:
+        """The plan that removes the first so many blocks (not healed: scalars belong to a set of blocks).
+
+        Raises:
+            FulldepthError: if so many were not tried.
+        """
+        if not 1 <= number <= len(self.plan.blocks):
+            raise FulldepthError(f"Plans are there for 1 to {len(self.plan.blocks)} blocks, not for {number}.")
+        if number == len(self.plan.blocks):
+            return self.plan
+        return self.plan.changed(
+            blocks=self.plan.blocks[:number],
+            losses=self.plan.losses[: number + 1],
+            healed_loss=None,
+            control_loss=None,
+            scalars={},
+        )
+
+
+def curve(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    *,
+    max_blocks: int = 12,
+    output: str | Path | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Curve:
+    """Remove blocks one after another, and read off held-out data what each costs.
+
+    One search gives the order. Then, for every number of removed blocks (column `removed`; `layer` is the one that
+    went last), unhealed, over all labelled tokens: `loss`; `kl`, KL(unmodified || modified); `greedy_agreement`, the
+    share of tokens whose likeliest next token is the unmodified model's (for pairs: of the response's tokens, given
+    those before). Of each `mean`, `low` and `high` (95 % of resampled sequences). `loss_added` is paired: the same
+    sequences with and without. `break_point` is where the loss stops being linear, see `find_bend`; its row is missing
+    if it does not.
+
+    Args:
+        model: checkpoint folder, Hub name, or a loaded model (healed afterwards).
+        data: as for `search`.
+        max_blocks: how many to remove at most; fewer where the model has fewer.
+        output: folder for `plan.json` (with all blocks) and the results; None = not saved.
+        tokenizer: as for `search`.
+        heldout: as for `search`.
+        resume: go on with an interrupted curve.
+        watcher: told the progress.
+        **options: fields of `SearchSettings`; `fit` is off unless asked for, and heals the last plan only.
+
+    Raises:
+        FulldepthError: as `search`.
+    """
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
+        raise FulldepthError(f"max_blocks is {max_blocks!r}; expected a whole number from 1.")
+    watcher = watcher or Watcher()
+    settings = layered(SearchSettings, {"fit": False, **options})
+    if settings.blocks is not None:
+        raise FulldepthError("A curve has max_blocks, not blocks.")
+    with processes() as me:
+        owner = open_model(
+            model,
+            dtype=settings.dtype,
+            device=me.device(settings.device),
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        ).model
+        if settings.search != "given":
+            settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
+        opened = {"tokenizer": tokenizer, "heldout": heldout}
+        plan = search_with(owner, data, settings, me, watcher, output=output, resume=resume, **opened)
+        with prepared(owner, data, settings, me, **opened) as ready:
+            read = _read(ready, plan, me, watcher)
+        results = _results(plan, read, settings, max_blocks, anatomy_candidates(owner)[0].num_layers)
+        if output is not None and me.is_main:
+            results.save(output)
+        me.gather(None)
+    return Curve(plan, results)
+
+
+def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
+    """As many blocks as are asked for and there."""
+    anatomy = check_task(anatomy_candidates(owner)[0])
+    if settings.granularity == GRANULARITIES[-1]:  # whole layers
+        return min(max_blocks, anatomy.num_layers)
+    return min(max_blocks, len(anatomy.layers_with(settings.granularity))) or max_blocks
+
+
+class _Read(NamedTuple):
+    """What held-out sequences show at every number of removed blocks."""
+
+    sums: dict[str, np.ndarray]
+    """Measure -> [N, K + 1] sums over the tokens of each sequence."""
+    tokens: np.ndarray
+    """[N] tokens that count."""
+
+
+def _read(ready: Ready, plan: Plan, me: Processes, watcher: Watcher) -> _Read:
+    """Read every held-out sequence at every number; processes share the batches."""
+    variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
+    batches = [batch for chunk in ready.chunks for batch in chunk]
+    found = []
+    watcher.begin("Curve", len(batches) * len(variants))
+    for number, batch in enumerate(batches):
+        if number % me.world == me.rank:
+            found.append((number, _sums(ready, batch, variants)))
+        watcher.advance(len(variants))
+    parts = [
+        sums for _, sums in sorted((item for share in me.gather(found) for item in share), key=lambda item: item[0])
+    ]
+    tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
+    counts = tokens > 0
+    return _Read({name: np.concatenate([part[name] for part in parts])[counts] for name in MEASURES}, tokens[counts])
+
+
+@torch.no_grad()
+def _sums(ready: Ready, batch: Batch, variants: Sequence[Variant]) -> dict[str, np.ndarray]:
+    """Measure -> [B, K + 1] sums of each sequence of a batch under each variant."""
+    scorer = ready.scorer
+    batch = batch.to(scorer.device)
+    base = scorer.states(batch, BASE)
+    columns: dict[str, list[list[float]]] = {name: [] for name in MEASURES}
+    for variant in variants:
+        states = scorer.states(batch, variant)
+        read = [_compare(ready, base[at], states[at], batch.targets[at]) for at in _parts(ready, len(states))]
+        for name in MEASURES:
+            columns[name].append(batch_sums(torch.cat([part[name] for part in read]), batch))
+    scorer.plain()
+    return {name: np.array(values, dtype=np.float64).T for name, values in columns.items()}
+
+
+def _compare(ready: Ready, base: Tensor, states: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Measure -> [R] at labelled positions, of last states `[R, D]` of the unmodified model and of a variant."""
+    expected, own = ready.scorer.predictions(base), ready.scorer.predictions(states)
+    return {
+        "loss": functional.nll_loss(own, targets, reduction="none"),
+        "kl": (expected.exp() * (expected - own)).sum(-1).clamp(min=0),
+        "greedy_agreement": (expected.argmax(-1) == own.argmax(-1)).double(),
+    }
+
+
+def _parts(ready: Ready, rows: int) -> Iterator[slice]:
+    """Slices of positions whose logits may exist at once; one at least."""
+    room = CPU_LOGITS if ready.scorer.device.type == "cpu" else DEVICE_LOGITS
+    step = max(1, room // (ready.scorer.anatomy.vocab_size or 1))
+    return (slice(start, start + step) for start in range(0, max(rows, 1), step))
+
+
+def _results(plan: Plan, read: _Read, settings: SearchSettings, max_blocks: int, num_layers: int) -> Results:
+    """Table and document."""
+    bend = find_bend(read.sums["loss"] / read.tokens[:, None], read.tokens, resamples=RESAMPLES, seed=settings.seed)
+    table = _table(plan, read, bend, settings.seed)
+    document = {
+        "kind": "curve",
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": {**settings.model_dump(), "max_blocks": max_blocks},
+        "model": {**plan.document()["model"], "num_layers": num_layers},
+        "data": plan.data,
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "seed": settings.seed,
+        "plan": plan.document(),
+        "break_point": bend.document(),
+        "warnings": [str(line) for line in _warnings(plan)],
+        "headline": _headline(plan, bend, table),
+    }
+    return Results(table, dict(finite(document)))
+
+
+def _warnings(plan: Plan) -> list[Any]:
+    found = plan.data.get("warnings")
+    return found if isinstance(found, list) else []
+
+
+def _table(plan: Plan, read: _Read, bend: Bend, seed: int) -> pd.DataFrame:
+    """Rows with the column `removed`."""
+    count, tokens = len(read.tokens), int(read.tokens.sum())
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    weights = np.concatenate([np.ones((1, count)), draws])
+    means = {name: weights @ sums / (weights @ read.tokens)[:, None] for name, sums in read.sums.items()}
+    means["loss_added"] = means["loss"] - means["loss"][:, :1]
+    tables = []
+    for number in range(len(plan.blocks) + 1):
+        layer = plan.blocks[number - 1] if number else None
+        rows: list[tuple[Any, ...]] = []
+        for name, values in means.items():
+            low, high = np.quantile(values[1:, number], (0.025, 0.975))
+            for statistic, value in (("mean", values[0, number]), ("low", low), ("high", high)):
+                rows.append((name, "model", layer, None, statistic, value, tokens, MEASURES.get(name, "nats")))
+        tables.append(tabulate(rows, removed=number))
+    if bend.blocks is not None:
+        answer = (("value", bend.blocks), ("low", bend.low), ("high", bend.high))
+        rows = [("break_point", "model", None, None, name, value, count, "layers") for name, value in answer]
+        tables.append(tabulate(rows, removed=bend.blocks))
+    table = pd.concat(tables, ignore_index=True)
+    table["removed"] = table["removed"].astype("Int64")
+    return table[[*COLUMNS, "removed"]]
+
+
+def _headline(plan: Plan, bend: Bend, table: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """The break point, and what all blocks cost."""
+    most, kind = len(plan.blocks), plan.granularity
+    part = "layers" if kind == "layer" else f"{kind} blocks"
+    if bend.blocks is None:
+        sentence = (
+            f"The loss changes in a straight line up to {most} removed {part} ({bend.slope_before:+.4f} nats each), "
+            f"as far as {bend.sequences} held-out sequences tell ({bend.confidence:.0%} of resamples agree)."
+        )
+    else:
+        sentence = (
+            f"Up to {bend.blocks} removed {part} the loss changes by {bend.slope_before:+.4f} nats each, then by "
+            f"{bend.slope_after:+.4f} ({bend.confidence:.0%} of resamples agree that it bends; 95% of them bend at "
+            f"{bend.low} to {bend.high})."
+        )
+    keep = (table.measure == "loss_added") & (table.removed == most)
+    rows = table[keep].set_index("statistic")["value"]
+    cost = (
+        f"{most} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
+        f"{rows['high']:.4f}), not healed."
+    )
+    return {
+        "break_point": {"value": bend.blocks, "unit": "layers", "sentence": sentence},
+        "loss_added": {"value": float(rows["mean"]), "unit": "nats", "sentence": cost},
+    }

@@ -1,0 +1,288 @@
+"""`quantise`: what quantisation and removal cost and win, alone and together, in both orders.
+
+Five models: the original; skipped (a plan, with its scalars); quantised; quantised, then skipped (searched and healed
+anew, on the quantised model); skipped, then quantised (the original's plan and its scalars). Skipped parts are switched
+off in place, scalars stay float32 and unquantised.
+
+Rows, with the columns `model` and `difference` (the value minus the original's): `loss` (mean nats over held-out
+tokens, healed where the plan is), `parameter_bytes` (as held in memory, without the parts that are not computed, with
+the scalars), `prefill_time` and `decode_time` (of one token; median, min, max, s), taken in rounds, each model once a
+round, in an order that changes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy, anatomy_candidates
+from fulldepth.hf.surgery import skipping
+from fulldepth.progress import Watcher
+from fulldepth.recipes import layer as layered
+from fulldepth.results import DOCUMENT, Results, finite
+from fulldepth.skip.inputs.examples import Examples
+from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.processes import Processes
+from fulldepth.skip.proof.bench import order
+from fulldepth.skip.proof.bench_settings import BenchSettings
+from fulldepth.skip.proof.calibrated import calibrated
+from fulldepth.skip.proof.outcome import settings_of
+from fulldepth.skip.proof.quantise_table import (
+    FIRST,
+    ORIGINAL,
+    QUANTISED,
+    SECOND,
+    SKIPPED,
+    Corner,
+    headline,
+    scalars_of,
+    table_of,
+)
+from fulldepth.skip.proof.quantisers import PACKAGES, check_method, int8
+from fulldepth.skip.proof.trial import PHASES, Runner
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.ready import Ready, prepared
+from fulldepth.skip.selection.score import LOSS
+from fulldepth.skip.selection.search import search_with
+from fulldepth.skip.settings import SearchSettings
+from fulldepth.skip.subject import evaluating, open_model
+
+SEARCHED = "quantised"
+"""Folder inside the output: the search on the quantised model."""
+MOVED = 1e-3
+"""A loss that differs from the plan's by more (relative) was computed otherwise."""
+
+
+def quantise(
+    model: str | Path | PreTrainedModel,
+    plan: Plan | str | Path,
+    data: Any,
+    *,
+    method: str = "int8",
+    output: str | Path | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    batch: int = 1,
+    context: int = 128,
+    new_tokens: int = 16,
+    repeats: int = 5,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """Quantise a model before and after its blocks are removed, and measure every corner.
+
+    Args:
+        model: the checkpoint that the plan was made for, or the loaded model (left as it is).
+        plan: what is removed from it: a plan, its file, or the folder that holds it.
+        data: as for `search`; the same for the same held-out tokens.
+        method: `int8` (torchao, weight-only), `gptq` or `awq` (4 bits, calibrated on the training part of the data).
+        output: result folder; the plan of the quantised model goes into `quantised` in it. None = not saved.
+        tokenizer: as for `search`.
+        heldout: as for `search`.
+        batch: sequences at once, while times are taken.
+        context: tokens of the prompt.
+        new_tokens: tokens decoded after it.
+        repeats: rounds.
+        resume: go on with an interrupted search on the quantised model.
+        watcher: told the progress.
+        **options: fields of `SearchSettings` where they differ from the plan's, for the search on the quantised model.
+
+    Raises:
+        FulldepthError: if the plan is for another model, the packages of the method are missing or cannot quantise this
+            model here, or a context with its new tokens exceeds the model's positions.
+    """
+    check_method(method)
+    _check_place(output, resume)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    settings = settings_of(plan, options)
+    asked = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
+    timing = layered(BenchSettings, {**asked, "seed": settings.seed})
+    work = _Work(method, settings, None if output is None else Path(output), resume, watcher or Watcher(), Processes())
+    places = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
+    plan.check_model(owner)
+    with evaluating(owner):
+        _check_context(anatomy_candidates(owner)[0], timing)
+        corners, examples = _corners(owner, plan, data, work, tokenizer=tokenizer, heldout=heldout)
+        _time(corners, timing, work.watcher)
+    results = Results(table_of(corners), _document(corners, plan, examples, work, timing))
+    if work.folder is not None:
+        results.save(work.folder)
+    return results
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How it is to be done."""
+
+    method: str
+    settings: SearchSettings
+    folder: Path | None
+    resume: bool
+    watcher: Watcher
+    me: Processes
+
+    def quantised(self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None) -> Anatomy:
+        """A quantised copy, calibrated where the method is; with the plan's blocks skipped meanwhile."""
+        self.watcher.say(f"Quantising ({self.method}).")
+        if self.method == "int8":
+            return int8(anatomy)
+        return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed)
+
+
+def _check_place(output: str | Path | None, resume: bool) -> None:
+    """Refuse to overwrite, and to take times while other processes work."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
+    for name in () if output is None else (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
+        if (Path(output or "") / name).exists():
+            raise FulldepthError(f"{output} already holds {name}. Choose another output folder.")
+
+
+def _check_context(anatomy: Anatomy, timing: BenchSettings) -> None:
+    longest, limit = timing.contexts[0] + timing.new_tokens, anatomy.max_positions
+    if limit is not None and longest > limit:
+        raise FulldepthError(
+            f"A context of {timing.contexts[0]} tokens and {timing.new_tokens} new ones exceed the model's {limit} "
+            "positions. Set context (and new_tokens) to less."
+        )
+
+
+def _corners(
+    owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, *, tokenizer: Any, heldout: Any
+) -> tuple[list[Corner], Examples]:
+    """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
+    with prepared(owner, data, work.settings, work.me, tokenizer=tokenizer, heldout=heldout) as ready:
+        corners = [_corner(ready, ORIGINAL), _corner(ready, SKIPPED, plan)]
+        anatomy, examples = ready.scorer.anatomy, ready.examples
+    whole = work.quantised(anatomy, examples)
+    folder = None if work.folder is None else work.folder / SEARCHED
+    second = search_with(whole.model, examples, work.settings, work.me, work.watcher, output=folder, resume=work.resume)
+    with prepared(whole.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as ready:
+        corners += [_corner(ready, QUANTISED), _corner(ready, FIRST, second)]
+        if work.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
+            return [*corners, _corner(ready, SECOND, plan)], examples
+    without = work.quantised(anatomy, examples, plan)
+    with prepared(without.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as ready:
+        return [*corners, _corner(ready, SECOND, plan)], examples
+
+
+def _corner(ready: Ready, name: str, plan: Plan | None = None) -> Corner:
+    """A model with its loss over all held-out tokens."""
+    scorer, batches = ready.scorer, [batch for chunk in ready.chunks for batch in chunk]
+    variant = Variant(() if plan is None else plan.blocks)
+    scalars = scalars_of(plan, scorer.anatomy)
+    total = sum(sum(scorer.healed_sums(batch, variant, scalars)[LOSS]) for batch in batches)
+    tokens = sum(len(batch.targets) for batch in batches)
+    return Corner(name, scorer.anatomy, plan, total / tokens, tokens)
+
+
+def _time(corners: Sequence[Corner], timing: BenchSettings, watcher: Watcher) -> None:
+    """Prefill and decoding of every model, once a round, in an order that changes from round to round."""
+    anatomy = corners[0].anatomy
+    generator = torch.Generator().manual_seed(timing.seed)
+    shape = (timing.batches[0], timing.contexts[0] + timing.new_tokens)
+    ids = torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
+    watcher.begin("Timing", len(corners) * (timing.warmup + timing.repeats))
+    for number in range(-timing.warmup, timing.repeats):
+        for index in order(len(corners), number, timing.seed):
+            corner = corners[index]
+            with _switched(corner):
+                trial = Runner(corner.anatomy.model).run(ids, timing.contexts[0])
+            for phase in PHASES if number >= 0 else ():
+                corner.times.setdefault(phase, []).append(getattr(trial, phase))
+            watcher.advance(1)
+
+
+@contextmanager
+def _switched(corner: Corner) -> Iterator[None]:
+    """The model as its corner says."""
+    if corner.plan is None:
+        yield
+        return
+    with skipping(corner.anatomy, corner.plan.blocks, corner.plan.granularity, corner.scalars):
+        yield
+
+
+def _document(
+    corners: Sequence[Corner], plan: Plan, examples: Examples, work: _Work, timing: BenchSettings
+) -> dict[str, Any]:
+    """Everything that `results.json` says, apart from the table."""
+    device = corners[0].anatomy.model.device
+    plans = {corner.name: corner.plan.document() for corner in corners if corner.plan is not None}
+    document = {
+        "kind": "quantise",
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "method": work.method,
+        "settings": {**work.settings.model_dump(), "timing": timing.model_dump()},
+        "baseline": ORIGINAL,
+        "model": {**plan.document()["model"], "num_layers": corners[0].anatomy.num_layers},
+        "models": [_described(corner) for corner in corners],
+        "data": examples.meta,
+        "machine": {
+            "device": str(device),
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES[work.method]},
+        },
+        "seed": work.settings.seed,
+        "plans": {SKIPPED: plans[SKIPPED], FIRST: plans[FIRST]},
+        "warnings": list(_warnings(corners, plan, examples)),
+        "headline": headline(corners),
+    }
+    return dict(finite(document))
+
+
+def _described(corner: Corner) -> dict[str, Any]:
+    """A model's entry in the document."""
+    model, plan = corner.anatomy.model, corner.plan
+    return {
+        "label": corner.name,
+        "baseline": corner.name == ORIGINAL,
+        "model": {
+            "class": type(model).__name__,
+            "num_layers": corner.anatomy.num_layers,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantised": corner.name not in (ORIGINAL, SKIPPED),
+        },
+        "granularity": None if plan is None else plan.granularity,
+        "blocks": None if plan is None else plan.blocks,
+        "healed": plan is not None and plan.healed_loss is not None,
+    }
+
+
+def _warnings(corners: Sequence[Corner], plan: Plan, examples: Examples) -> Iterator[str]:
+    """What a reader should know before trusting a number."""
+    if examples.meta.get("hash") != plan.data.get("hash"):
+        yield "Losses were read on other data than those that the plan was searched with."
+    elif plan.healed_loss is not None and abs(corners[1].loss - plan.healed_loss) > MOVED * plan.healed_loss:
+        yield (
+            f"The plan says a healed loss of {plan.healed_loss:.4f} nats, here it is {corners[1].loss:.4f}: the device "
+            "or the precision differ."
+        )
+    if any(corner.scalars is not None for corner in corners):
+        yield (
+            "Times of skipped models include their scalars, computed apart from the weights as they are here; an "
+            "export with folded scalars does not compute them."
+        )

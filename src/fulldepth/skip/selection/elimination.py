@@ -1,0 +1,230 @@
+"""Successive elimination: candidates are scored on more and more of the data, and leave once they are surely worse.
+
+Two candidates are compared by their differences on the same sequences. With sums of losses `a_i, b_i` over the `n_i`
+tokens of the `m` sequences seen out of `N`, the difference of their mean losses is estimated by
+
+    r = sum(a_i - b_i) / sum(n_i),    se = sqrt(m / (m - 1) sum((a_i - b_i - r n_i)^2) (1 - m / N)) / sum(n_i)
+
+the ratio estimator of a sample without replacement (Cochran 1977, section 6.4): chunks are random parts of the held-out
+data, and what is asked is which candidate is best on all of them, so that the error ends at 0 with the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from fulldepth.skip.selection.flops import Costs, Variant, candidates
+from fulldepth.skip.selection.ledger import Chunk, Ledger, Refit
+from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED
+
+LEAST = 8
+"""Sequences before the first candidate may leave."""
+ENOUGH_CHUNKS = 8
+"""Chunks from which on a budget is kept by default: fewer cannot be divided well, and the data are small."""
+SHARE = 0.25
+"""That budget, of the FLOPs of the plain loop."""
+
+
+class Difference(NamedTuple):
+    """By how much one candidate is worse than another."""
+
+    mean: float
+    """In nats per token."""
+    error: float
+    """Standard error as an estimate for all held-out data; 0 once all were seen."""
+    free_error: float
+    """Standard error as an estimate for any such data."""
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """How one block was chosen."""
+
+    pick: int
+    """1-based layer."""
+    decided_by: str
+    """`bounds`: the others were surely worse; `data`: the best of those compared on all data; `budget`: the best so far
+    when the budget of the round was spent."""
+    sure: bool
+    """Whether other data of the same kind would lead to the same pick, at the confidence asked for."""
+    closest: int | None
+    """The candidate that came closest, in standard errors; None if there was no other."""
+    margin: float | None
+    """By how much that one is worse, in nats per token, on the sequences on which both were scored."""
+    standard_error: float | None
+    """Of the margin, as an estimate for any such data."""
+    sequences: int
+    """Those sequences."""
+
+    def document(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def difference(ledger: Ledger, kind: str, worse: Variant, better: Variant) -> Difference:
+    """How two variants compare on the chunks on which both are known."""
+    other = set(ledger.known_chunks(kind, better))
+    chunks = [chunk for chunk in ledger.known_chunks(kind, worse) if chunk in other]
+    gap = ledger.rows(kind, worse, chunks) - ledger.rows(kind, better, chunks)
+    return compare(gap, ledger.counts(chunks), ledger.sequences)
+
+
+def compare(gap: np.ndarray, tokens: np.ndarray, population: int) -> Difference:
+    """The ratio estimator above, of `gap = a - b` `[m]` over `tokens` `[m]`, out of `population` sequences."""
+    count, total = len(gap), float(tokens.sum())
+    rate = float(gap.sum()) / total if total else 0.0
+    if count < 2 or not total:
+        return Difference(rate, math.inf if count < population else 0.0, math.inf, count)
+    spread = float(np.sqrt(count / (count - 1) * ((gap - rate * tokens) ** 2).sum())) / total
+    return Difference(rate, spread * math.sqrt(max(0.0, 1 - count / population)), spread, count)
+
+
+def is_worse(found: Difference, risk: float, population: int, *, any_data: bool = False) -> bool:
+    """Whether a candidate is worse with an error probability of at most `risk`, by Student's t."""
+    if not any_data and found.sequences == population:
+        return found.mean > 0
+    if found.sequences < min(LEAST, population) or found.sequences < 2:
+        return False
+    error = found.free_error if any_data else found.error
+    return found.mean > error * float(stats.t.isf(risk, found.sequences - 1))
+
+
+def best(ledger: Ledger, kind: str, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
+    """The variant of the lowest loss on some chunks; of equals the one whose layers come first."""
+    return min(variants, key=lambda variant: (ledger.total(kind, variant, chunks), sorted(variant)))
+
+
+def judge(
+    ledger: Ledger, kind: str, picks: Sequence[int], winner: Variant, decided_by: str, confidence: float
+) -> Round:
+    """What is to be said about the round after some picks, and its winner."""
+    variants = ledger.round_of(picks)
+    (pick,) = winner.difference(picks)
+    others = {variant: difference(ledger, kind, variant, winner) for variant in variants if variant != winner}
+    if not others:
+        return Round(pick, decided_by, True, None, None, None, ledger.sequences)
+    risk = (1 - confidence) / len(others)
+    near = min(others, key=lambda v: (_errors(others[v]), sorted(v)))
+    (closest,) = near - winner
+    return Round(
+        pick,
+        decided_by,
+        all(is_worse(found, risk, ledger.sequences, any_data=True) for found in others.values()),
+        closest,
+        others[near].mean,
+        others[near].free_error if math.isfinite(others[near].free_error) else None,
+        others[near].sequences,
+    )
+
+
+def _errors(found: Difference) -> float:
+    """A difference in standard errors."""
+    return found.mean / found.free_error if found.free_error else math.copysign(math.inf, found.mean)
+
+
+def eliminate(
+    ledger: Ledger,
+    kind: str,
+    blocks: int,
+    *,
+    confidence: float = 0.95,
+    budget: float | None = None,
+) -> tuple[list[int], list[Round]]:
+    """Remove blocks one by one, each time the one that costs least with those before it removed.
+
+    A round scores all candidates on the first chunk, those that are left on the next, and so on. A candidate leaves
+    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x chunks)`.
+
+    Args:
+        ledger: what scores.
+        kind: the loss that decides.
+        blocks: k.
+        confidence: that no round loses its best candidate, for each round.
+        budget: FLOPs for everything, the losses of the plan on all data included; None = no bound. A round that has
+            spent its share ends with the best so far.
+
+    Returns:
+        Layers in the order of removal, and how each was chosen.
+    """
+    picks: list[int] = []
+    rounds: list[Round] = []
+    batches = sum(map(len, ledger.chunks))
+    for number in range(blocks):
+        ledger.begin(f"Block {number + 1} of {blocks}", len(ledger.round_of(picks)) * batches)
+        later = blocks - number - 1
+        limit = math.inf if budget is None else _limit(ledger, kind, picks, later, budget)
+        winner, decided_by = _round(ledger, kind, picks, confidence, later, limit)
+        ledger.finish()
+        rounds.append(judge(ledger, kind, picks, winner, decided_by, confidence))
+        picks.append(rounds[-1].pick)
+    return picks, rounds
+
+
+def chain(picks: Sequence[int]) -> list[Variant]:
+    """The model as it is, and after each removal: what a plan tells the losses of."""
+    return [Variant(picks[:number]) for number in range(len(picks) + 1)]
+
+
+def along(kind: str, picks: Sequence[int]) -> list[Variant]:
+    """What is run along with the round after some picks: the plan needs it, and most of it is run anyway."""
+    return [] if kind == SCALED else chain(picks)
+
+
+def _round(
+    ledger: Ledger, kind: str, picks: Sequence[int], confidence: float, later: int, limit: float
+) -> tuple[Variant, str]:
+    """The winner of the round after some picks, and what decided."""
+    variants, known = ledger.round_of(picks), along(kind, picks)
+    risk = (1 - confidence) / len(variants)
+    alive, leader, chunks = variants, variants[0], range(len(ledger.chunks))
+    for chunk in chunks:
+        if chunk and limit < math.inf:
+            now = ledger.price(kind, [*known, *alive], chunk)
+            if now + _committed(ledger, kind, [*chain(picks), leader], chunk + 1, later) > limit:
+                return leader, "budget"
+        ledger.need(kind, [*known, *alive], chunk)
+        leader = best(ledger, kind, alive, range(chunk + 1))
+        if chunk < len(chunks) - 1:
+            alive = [
+                variant
+                for variant in alive
+                if variant == leader
+                or not is_worse(difference(ledger, kind, variant, leader), risk / len(chunks), ledger.sequences)
+            ]
+        if len(alive) == 1:
+            break
+    return leader, "bounds" if len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1 else "data"
+
+
+def _limit(ledger: Ledger, kind: str, picks: Sequence[int], later: int, budget: float) -> float:
+    """What may have been committed by the end of this round: a share of what is free, by the number of candidates."""
+    needed = _committed(ledger, kind, chain(picks), 0, later + 1)
+    left = [len(ledger.costs.able) - len(picks) - number for number in range(later + 1)]
+    share = min(1.0, 2 * left[0] / sum(left))  # most rounds need less than theirs
+    return needed + max(0.0, budget - needed) * share
+
+
+def _committed(ledger: Ledger, kind: str, variants: Sequence[Variant], since: int, later: int) -> float:
+    """What is spent, and will be at least: losses of these variants from a chunk on, and so many more rounds."""
+    told = LOSS if kind == SCALED else kind
+    losses = sum(ledger.price(told, variants, chunk) for chunk in range(since, len(ledger.chunks)))
+    return ledger.spent["flops"] + losses + later * round_flops(ledger.costs, ledger.chunks, kind, ledger.refit)
+
+
+def round_flops(costs: Costs, chunks: Sequence[Chunk], kind: str, refit: Refit | None = None) -> float:
+    """What a round costs at least: its candidates on the first chunk, and the loss of its winner on all data."""
+    first = sum(costs.shared([BASE, *candidates(costs, ())], batch.shape) for batch in chunks[0])
+    fits = refit.flops * len(costs.able) if refit else 0.0
+    return first + fits + whole_flops(costs, chunks) * (2 if kind == DIVERGENCE else 1)
+
+
+def whole_flops(costs: Costs, chunks: Sequence[Chunk]) -> float:
+    """A pass of the model as it is over all data."""
+    return sum(costs.whole(BASE, batch.shape) for chunk in chunks for batch in chunk)

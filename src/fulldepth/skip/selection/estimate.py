@@ -1,0 +1,194 @@
+"""What a search will cost at most, told before it starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fulldepth.errors import FulldepthError
+from fulldepth.skip.inputs.examples import Example
+from fulldepth.skip.selection.elimination import ENOUGH_CHUNKS, SHARE, round_flops, whole_flops
+from fulldepth.skip.selection.fit import FitOptions, epoch_flops
+from fulldepth.skip.selection.flops import Costs, Shape, Variant, candidates
+from fulldepth.skip.selection.ledger import Chunk, Refit
+from fulldepth.skip.selection.score import BASE, SCALED, Scorer
+from fulldepth.skip.settings import SearchSettings, parse_budget
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Upper bounds of a search and its fits. Greedy searches mostly end far below."""
+
+    forwards: int
+    """Variants times batches, however much of a variant has to be computed."""
+    flops: float
+    """Of the search."""
+    fit_flops: float
+    """Of training the scalars, with all epochs."""
+    plain_forwards: int
+    """The same of the loop that runs the model for every candidate of every round."""
+    plain_flops: float
+    seconds: float
+    """For all of it, at the pace of one timed batch."""
+    pace: float
+    """FLOPs per second of that batch."""
+
+    @property
+    def sentence(self) -> str:
+        """For the person who waits."""
+        return (
+            f"At most {self.forwards:,} forward passes of a batch and {self.flops:.3g} FLOPs to search "
+            f"({self.flops / self.plain_flops:.0%} of the plain loop's {self.plain_flops:.3g}), {self.fit_flops:.3g} "
+            f"to fit scalars; {_time(self.seconds)} at the pace of a first batch."
+        )
+
+
+def fit_options(settings: SearchSettings) -> FitOptions:
+    """Of the final fit."""
+    return FitOptions(
+        settings.learning_rate,
+        settings.epochs,
+        settings.fit_batch_size,
+        min(settings.batch_size, settings.fit_batch_size),
+        settings.patience,
+        settings.per_channel,
+        settings.fit_kl,
+        settings.seed,
+    )
+
+
+def refit_options(settings: SearchSettings) -> FitOptions:
+    """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
+    return FitOptions(
+        1e-2, 1, settings.fit_batch_size, min(settings.batch_size, settings.fit_batch_size), seed=settings.seed
+    )
+
+
+def pace_of(scorer: Scorer, chunks: Sequence[Chunk]) -> float:
+    """FLOPs per second of a batch, the second time it is run."""
+    batch = chunks[0][0]
+    for _ in range(2):
+        start = time.perf_counter()
+        scorer.sums(batch, [BASE])
+        seconds = time.perf_counter() - start
+    return scorer.costs.whole(BASE, batch.shape) / max(seconds, 1e-9)
+
+
+def estimate_search(
+    costs: Costs,
+    chunks: Sequence[Chunk],
+    train: Sequence[Example],
+    settings: SearchSettings,
+    blocks: int,
+    pace: float,
+    refit: Refit | None = None,
+    world: int = 1,
+) -> Estimate:
+    """Bounds out of shapes alone.
+
+    Args:
+        costs: of the model.
+        chunks: the held-out data.
+        train: what scalars are fitted on.
+        settings: of the search.
+        blocks: k.
+        pace: FLOPs per second of one process.
+        refit: with the criterion `scaled`.
+        world: processes.
+    """
+    shapes = [batch.shape for chunk in chunks for batch in chunk]
+    plain = costs.plain(costs.able[:blocks], shapes)
+    forwards, flops = _search(costs, shapes, settings, blocks, refit)
+    limit, _ = budget_of(settings, costs, chunks, blocks, pace * world)
+    if settings.search == "greedy" and limit is not None:
+        flops = min(flops, limit)
+    fits = 0.0
+    if settings.fit:
+        options = fit_options(settings)
+        _, epoch = epoch_flops(costs, BASE, train, options)
+        again = sum(costs.whole(BASE, shape) for shape in shapes) * (1 + options.kl)
+        fits = 2 * (options.epochs * (epoch + again) + again)
+    return Estimate(
+        forwards=forwards,
+        flops=flops,
+        fit_flops=fits,
+        plain_forwards=costs.plain_forwards(blocks) * len(shapes),
+        plain_flops=plain,
+        seconds=(flops / world + fits / min(world, 2)) / pace,
+        pace=pace,
+    )
+
+
+def budget_of(
+    settings: SearchSettings, costs: Costs, chunks: Sequence[Chunk], blocks: int, pace: float
+) -> tuple[float | None, bool]:
+    """FLOPs that the search may spend, and whether somebody asked for that bound."""
+    flops, seconds = parse_budget(settings.budget)
+    if seconds is not None:
+        flops = seconds * pace
+    if flops is not None:
+        return flops, True
+    if settings.search != "greedy" or settings.criterion == SCALED or len(chunks) < ENOUGH_CHUNKS:
+        return None, False
+    plain = costs.plain(costs.able[:blocks], [batch.shape for chunk in chunks for batch in chunk])
+    return max(SHARE * plain, least_flops(costs, chunks, settings.criterion, blocks)), False
+
+
+def least_flops(
+    costs: Costs, chunks: Sequence[Chunk], criterion: str, blocks: int, refit: Refit | None = None
+) -> float:
+    """What a greedy search costs at least."""
+    return whole_flops(costs, chunks) + blocks * round_flops(costs, chunks, criterion, refit)
+
+
+def check_budget(settings: SearchSettings, found: Estimate, least: float, budget: float | None) -> None:
+    """Refuse a search that cannot be made within its budget.
+
+    Raises:
+        FulldepthError: with what it needs.
+    """
+    needs = least if settings.search == "greedy" else found.flops
+    if budget is not None and needs > budget:
+        hint = "" if settings.search == "greedy" else ", or --search greedy, which ends rounds early"
+        raise FulldepthError(
+            f"The search needs up to {needs:.3g} FLOPs ({_time(needs / found.pace)}), the budget is {budget:.3g}. "
+            f"Give it more, fewer blocks or less data{hint}."
+        )
+
+
+def _search(
+    costs: Costs, shapes: Sequence[Shape], settings: SearchSettings, blocks: int, refit: Refit | None
+) -> tuple[int, float]:
+    """Batches run and FLOPs at most, the plan's own losses included."""
+    every = (blocks + 1) * len(shapes)
+    chain = sum(costs.whole(BASE, shape) for shape in shapes) * (blocks + 1)
+    singles = candidates(costs, ())
+    by_round = settings.search in ("greedy", "exact")
+    if settings.search in ("random", "last", "given"):
+        return every, chain
+    if settings.search in ("cosine", "taylor"):
+        each = costs.training if settings.search == "taylor" else costs.whole
+        return every + len(shapes), chain + sum(each(BASE, shape) for shape in shapes)
+    rounds = range(blocks) if by_round else range(1)
+    passes = sum(len(singles) - number for number in rounds)
+    every += passes * len(shapes)
+    if settings.criterion == SCALED and refit is not None:
+        whole = sum(costs.whole(BASE, shape) for shape in shapes)
+        return every + passes * refit.forwards, chain + passes * (whole + refit.flops)
+    orders = (costs.able[:blocks], costs.able[::-1][:blocks])  # blocks that go first or last cost the most
+    flops = max(
+        sum(_round(costs, shapes, order[:number], settings.criterion == "kl") for number in rounds) for order in orders
+    )
+    return every, flops + chain
+
+
+def _round(costs: Costs, shapes: Sequence[Shape], picks: Sequence[int], divergence: bool) -> float:
+    variants: list[Variant] = [*candidates(costs, picks), *([BASE] if divergence else [])]
+    return sum(costs.shared(variants, shape) for shape in shapes)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,133 @@
+"""Rankings made once, without recomputing after a removal: the baselines that a search is compared with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from fulldepth.capture import body_inputs, capture
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.scalars import Scalars
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.ledger import Chunk, Ledger
+from fulldepth.skip.selection.score import BASE, Scorer
+from fulldepth.skip.subject import frozen
+
+STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
+"""Granularity -> the sites of what a part adds to, and of what it adds."""
+GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")}
+"""Granularity -> the factors that switch it off at 0."""
+
+
+def rank(
+    ledger: Ledger, search: str, blocks: int, kind: str, *, seed: int = 0, given: Sequence[int] | None = None
+) -> list[int]:
+    """The layers that a baseline removes, in its order.
+
+    - `one-shot`: lowest loss when it alone is skipped.
+    - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
+      output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, there for layers.
+    - `taylor`: first-order change of the mean loss, `|dL/dg|` of a gate g = 1 on the branch (a layer: one gate on both
+      its branches), from one backward pass; lowest first. Source: Molchanov et al. 2019 (arXiv 1906.10771), eq. 8.
+    - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
+
+    Args:
+        ledger: what scores, and keeps what was found.
+        search: one of these.
+        blocks: k.
+        kind: the loss of `one-shot`.
+        seed: of `random`.
+        given: layers of `given`.
+    """
+    able = list(ledger.costs.able)
+    if search == "given":
+        return list(given or ())
+    if search == "last":
+        return able[::-1][:blocks]
+    if search == "random":
+        return random.Random(seed).sample(able, blocks)
+    if search == "one-shot":
+        singles = ledger.round_of(())
+        ledger.begin("One-shot", len(singles) * ledger.num_batches)
+        for chunk in range(len(ledger.chunks)):
+            ledger.need(kind, singles, chunk)
+        ledger.finish()
+        scores = {layer: ledger.mean(kind, Variant({layer})) for layer in able}
+    else:
+        measure = {"cosine": influence, "taylor": sensitivity}[search]
+        scores = _scores(ledger, search, measure)
+    return sorted(able, key=lambda layer: (scores[layer], layer))[:blocks]
+
+
+def check_given(given: Sequence[int] | None, able: Sequence[int], depth: int) -> list[int]:
+    """The given layers.
+
+    Raises:
+        FulldepthError: if there are none, some are twice, out of range, or lack the part.
+    """
+    if not given:
+        raise FulldepthError("The search `given` needs the layers to remove, such as given=[3, 7].")
+    if twice := sorted({layer for layer in given if list(given).count(layer) > 1}):
+        raise FulldepthError(f"The given layers name {twice[0]} twice.")
+    if beyond := [layer for layer in given if not 1 <= layer <= depth]:
+        raise FulldepthError(f"There is no layer {beyond[0]}; this model has the layers 1 to {depth}.")
+    if lacking := [layer for layer in given if layer not in able]:
+        raise FulldepthError(f"Layer {lacking[0]} has nothing of that kind to skip.")
+    return list(given)
+
+
+def _scores(ledger: Ledger, search: str, measure: Callable[[Scorer, Chunk], list[float]]) -> dict[int, float]:
+    """1-based layer -> the size of a sum over all chunks; chunks are shared between processes."""
+    work = {f"{search} {number}": partial(measure, ledger.scorer, chunk) for number, chunk in enumerate(ledger.chunks)}
+    costs = ledger.costs
+    shapes = [batch.shape for chunk in ledger.chunks for batch in chunk]
+    passes = costs.training if search == "taylor" else costs.whole
+    each = sum(passes(BASE, shape) for shape in shapes) / len(ledger.chunks)
+    ledger.begin(search.capitalize(), len(ledger.chunks))
+    found = ledger.task(work, lambda _: (len(shapes) / len(ledger.chunks), each))
+    ledger.finish()
+    return {layer: abs(sum(sums[layer - 1] for sums in found)) for layer in range(1, costs.num_layers + 1)}
+
+
+@torch.no_grad()
+def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
+    """Of every layer: the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
+    scorer.plain()
+    sites = STREAMS.get(scorer.granularity, ("residual",))
+    totals = [0.0] * scorer.costs.num_layers
+    for batch in chunk:
+        inputs = batch.to(scorer.device).inputs
+        with capture(scorer.anatomy, sites) as tape:
+            scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
+        if scorer.granularity == "layer":
+            pairs = list(zip(tape["residual"][:-1], tape["residual"][1:], strict=True))
+        else:
+            pairs = [(x, x + a) for x, a in zip(*(tape[site] for site in sites), strict=True)]
+        for index, (before, after) in enumerate(pairs):
+            mask = inputs["attention_mask"].to(before.device).bool()
+            cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1)
+            totals[index] += float((1 - cosine.clamp(-1, 1)).sum())
+    return totals
+
+
+def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
+    """Of every layer: the gradient of a chunk's summed loss with respect to a gate on the branch."""
+    anatomy = scorer.anatomy
+    gates = Scalars(anatomy.num_layers, (), scorer.granularity).to(scorer.device)
+    factors = [
+        [gates.get(layer)[name] for name in GATES[scorer.granularity]] for layer in range(1, anatomy.num_layers + 1)
+    ]
+    totals = [0.0] * len(factors)
+    for batch in chunk:
+        batch = batch.to(scorer.device)
+        with torch.enable_grad(), frozen(anatomy.model):
+            loss = scorer.objective(scorer.states(batch, BASE, gates), batch.targets, None)
+            flat = torch.autograd.grad(loss, [factor for of in factors for factor in of])
+        per_layer = torch.stack(flat).double().view(len(factors), -1).sum(1).tolist()
+        totals = [total + more for total, more in zip(totals, per_layer, strict=True)]
+    scorer.plain()
+    return totals

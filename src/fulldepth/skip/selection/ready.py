@@ -1,0 +1,158 @@
+"""What a search works on: a model that can be scored, and its data in chunks, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Checkpoint, anatomy_candidates, first_broken_weight, load_tokenizer
+from fulldepth.hf.surgery import Switches
+from fulldepth.skip.identity import model_hash
+from fulldepth.skip.inputs.examples import Examples, read_examples
+from fulldepth.skip.processes import Processes
+from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
+from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.ledger import Chunk, Refit
+from fulldepth.skip.selection.rankings import check_given
+from fulldepth.skip.selection.score import BASE, SCALED, Scorer, make_batches
+from fulldepth.skip.settings import SearchSettings, parse_budget
+from fulldepth.skip.subject import check_task, evaluating, open_model, open_tokenizer, prove
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model that can be scored, with its data."""
+
+    checkpoint: Checkpoint
+    hash: str
+    scorer: Scorer
+    examples: Examples
+    chunks: list[Chunk]
+    settings: SearchSettings
+    blocks: int
+    refit: Refit | None
+
+    def estimate(self, me: Processes) -> Estimate:
+        """Bounds, the same in all processes."""
+        pace = me.agree(pace_of(self.scorer, self.chunks))
+        return estimate_search(
+            self.scorer.costs,
+            self.chunks,
+            self.examples.train,
+            self.settings,
+            self.blocks,
+            pace,
+            self.refit,
+            me.world,
+        )
+
+
+@contextmanager
+def prepared(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    settings: SearchSettings,
+    me: Processes,
+    *,
+    tokenizer: Any,
+    heldout: Any,
+) -> Iterator[Ready]:
+    """Model and data, checked against each other; the model is healed on leaving."""
+    parse_budget(settings.budget)
+    checkpoint = open_model(
+        model,
+        dtype=settings.dtype,
+        device=me.device(settings.device),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    owner = checkpoint.model
+    if broken := first_broken_weight(owner):
+        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    with evaluating(owner):
+        guess = check_task(anatomy_candidates(owner)[0])
+        _check_blocks(settings, guess.num_layers)
+        if not isinstance(data, Examples):
+            if tokenizer is None:
+                tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else open_tokenizer(checkpoint)
+            data = read_examples(
+                data,
+                tokenizer,
+                guess.max_positions,
+                heldout=heldout,
+                seed=settings.seed,
+                sequence_length=settings.sequence_length,
+                limit=settings.limit,
+                vocab_size=guess.vocab_size,
+            )
+        chunks = split(data, settings)
+        anatomy, classifier = prove(owner, chunks[0][0])
+        hashed = model_hash(owner)
+        with Switches(anatomy, settings.granularity) as switches:
+            scorer = Scorer(anatomy, classifier, switches, settings.granularity, chunks[0][0])
+            blocks = _check_able(settings, scorer)
+            if settings.fit or settings.criterion == SCALED:
+                check_fit(fit_options(settings), data.train)
+            refit = _refit(scorer, data, settings) if settings.criterion == SCALED else None
+            yield Ready(checkpoint, hashed, scorer, data, chunks, settings, blocks, refit)
+
+
+def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
+    """The held-out examples in chunks of batches, each chunk a random part, as equal as can be.
+
+    Raises:
+        FulldepthError: if there are none.
+    """
+    heldout = examples.heldout
+    if not heldout:
+        raise FulldepthError("The held-out data are empty.")
+    count = max(1, min(settings.chunks, len(heldout) // settings.batch_size))
+    order = np.random.default_rng(settings.seed).permutation(len(heldout))
+    return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
+
+
+def _check_blocks(settings: SearchSettings, depth: int) -> None:
+    """Refuse numbers that cannot be, before anything is read."""
+    if (settings.given is None) != (settings.search != "given"):
+        raise FulldepthError(
+            f"The search is {settings.search!r}, and given layers are {settings.given}; use both `search: given` and "
+            "the layers, or none."
+        )
+    blocks = settings.blocks if settings.given is None else len(settings.given)
+    if blocks is None:
+        raise FulldepthError("How many blocks to remove? Set blocks.")
+    if settings.given is not None and settings.blocks not in (None, blocks):
+        raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
+    if blocks > depth:
+        raise FulldepthError(f"Cannot remove {blocks} blocks: the model has {depth} layers.")
+
+
+def _check_able(settings: SearchSettings, scorer: Scorer) -> int:
+    """k, checked against the layers that have what is to be removed."""
+    able = scorer.costs.able
+    if settings.given is not None:
+        return len(check_given(settings.given, able, scorer.costs.num_layers))
+    assert settings.blocks is not None
+    if settings.blocks > len(able):
+        raise FulldepthError(
+            f"Cannot remove {settings.blocks} blocks: {len(able)} layers have a {settings.granularity} to remove."
+        )
+    return settings.blocks
+
+
+def _refit(scorer: Scorer, examples: Examples, settings: SearchSettings) -> Refit:
+    options = refit_options(settings)
+    forwards, flops = epoch_flops(scorer.costs, BASE, examples.train, options)
+
+    def one(variant: Variant) -> dict[str, Any]:
+        return {"scalars": fit(scorer, variant, examples.train, (), options).scalars.as_dict()}
+
+    return Refit(one, forwards, flops)

@@ -1,0 +1,94 @@
+"""A search in the words of `plan.json`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from fulldepth import __version__
+from fulldepth.skip.plan import SCHEMA_VERSION
+from fulldepth.skip.selection.elimination import Round
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.ledger import Ledger
+from fulldepth.skip.selection.ready import Ready
+from fulldepth.skip.selection.score import DIVERGENCE
+
+
+def cost_of(
+    ledger: Ledger,
+    ready: Ready,
+    picks: Sequence[int],
+    rounds: Sequence[Round],
+    searched: Mapping[str, float],
+    healed: dict[str, Any] | None,
+    control: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What the plan says of its making; FLOPs and forwards as one process would spend them."""
+    shapes = [batch.shape for chunk in ready.chunks for batch in chunk]
+    plain = ledger.costs.plain(picks, shapes)
+    cost: dict[str, Any] = {
+        "forwards": int(searched["forwards"]),
+        "flops": searched["flops"],
+        "seconds": round(searched["seconds"], 3),
+        "plain_forwards": ledger.costs.plain_forwards(len(picks)) * len(shapes),
+        "plain_flops": plain,
+        "share_of_plain": searched["flops"] / plain,
+        "batch_size": ready.settings.batch_size,
+        "chunks": len(ready.chunks),
+    }
+    if ready.settings.search in ("greedy", "exact"):
+        cost["confidence"] = ready.settings.confidence
+        cost["unsure_rounds"] = [number for number, found in enumerate(rounds, start=1) if not found.sure]
+        cost["rounds"] = [found.document() for found in rounds]
+    if ready.settings.criterion == DIVERGENCE:
+        cost["divergences"] = [ledger.mean(DIVERGENCE, Variant(picks[:n])) for n in range(len(picks) + 1)]
+    if healed is not None and control is not None:
+        spent = {name: ledger.spent[name] - searched[name] for name in searched}
+        kept = ("losses", "epoch", "train_losses", "divergences")
+        cost["fit"] = {
+            "forwards": int(spent["forwards"]),
+            "flops": spent["flops"],
+            "seconds": round(spent["seconds"], 3),
+            "healed": {name: healed[name] for name in kept},
+            "control": {name: control[name] for name in kept},
+        }
+    return cost
+
+
+def document_of(
+    ready: Ready,
+    of: Mapping[str, Any],
+    picks: Sequence[int],
+    losses: Sequence[float],
+    healed: dict[str, Any] | None,
+    control: dict[str, Any] | None,
+    cost: dict[str, Any],
+    responses: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The entries of `plan.json`."""
+    settings = ready.settings
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {"name": ready.checkpoint.name, "class": type(ready.checkpoint.model).__name__, "hash": ready.hash},
+        "granularity": settings.granularity,
+        "criterion": settings.criterion,
+        "search": settings.search,
+        "blocks": list(picks),
+        "losses": list(losses),
+        "healed_loss": None if healed is None else healed["heldout_loss"],
+        "control_loss": None if control is None else {"scalars_only": control["heldout_loss"]},
+        "scalars": {} if healed is None else healed["scalars"],
+        "data": {**ready.examples.meta, **({"responses": dict(responses)} if responses else {})},
+        "seed": settings.seed,
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "cost": {**cost, "settings": {k: v for k, v in of.items() if k not in ("model", "data")}},
+    }

@@ -1,0 +1,241 @@
+"""`search`: which blocks of a model to remove, in what order, at what loss; out comes a `Plan`.
+
+The flow, and where each step is:
+
+1. `ready.prepared` opens the model, proves its anatomy (`subject`) and that its blocks can be run one by one
+   (`replay`), reads the examples, and splits the held-out ones into chunks, each a random part.
+2. `estimate` tells what the search will cost at most (`flops`).
+3. `elimination` (greedy), `exact` or `rankings` (the baselines) choose layers. They ask the `ledger` for the losses of
+   variants on chunks; it shares the work between processes, has the `scorer` run what is missing, adds up the cost,
+   and keeps all of it on disk, so that a search that was killed reads what it asked for before.
+4. The ledger gives the losses of the plan on all data; `fit` trains the scalars, and the control with nothing skipped.
+5. `record` writes it down as a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
+from fulldepth.recipes import layer as layered
+from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.processes import Processes, processes
+from fulldepth.skip.selection.elimination import Round, chain, eliminate
+from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
+from fulldepth.skip.selection.exact import exact
+from fulldepth.skip.selection.fit import FitResult, fit
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.ledger import PROGRESS, Ledger
+from fulldepth.skip.selection.rankings import rank
+from fulldepth.skip.selection.ready import Ready, prepared
+from fulldepth.skip.selection.record import cost_of, document_of
+from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
+from fulldepth.skip.settings import PLACES, SearchSettings
+
+
+def search(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    blocks: int | None = None,
+    *,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    criterion: str = "loss",
+    search: str = "greedy",
+    granularity: str = "attention",
+    given: Sequence[int] | None = None,
+    fit: bool = True,
+    batch_size: int = 8,
+    seed: int = 0,
+    output: str | Path | None = None,
+    resume: bool = False,
+    responses: Mapping[str, Any] | None = None,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Plan:
+    """Find the blocks whose removal costs least on held-out data, then train scalars that heal it.
+
+    Under torchrun, processes share the work; the plan is the one that one process finds.
+
+    Args:
+        model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode, whole).
+        data: what `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`.
+        blocks: k, how many to remove; None = as many as are given.
+        tokenizer: needed with a loaded model, unless data are `Examples`; else the one saved with the checkpoint.
+        heldout: the same kinds of data, to score with; None = a seeded fifth.
+        criterion: `loss`, `scaled` or `kl`.
+        search: `greedy`, `exact`, `one-shot`, `cosine`, `taylor`, `random`, `last`, or `given` (with the layers).
+        granularity: `attention`, `mlp` or `layer`.
+        given: 1-based layers in the order of their removal.
+        fit: train scalars, with the control "scalars only".
+        batch_size: sequences run at once.
+        seed: of everything that is drawn.
+        output: folder for `plan.json`, and for `progress.json` while the search runs.
+        resume: go on with an interrupted search; it gives the plan that it would have given.
+        responses: how the responses were generated, for the plan's `data`.
+        watcher: told what happens.
+        **options: any other field of `SearchSettings`.
+
+    Raises:
+        FulldepthError: if model, data or options are wrong, or the output folder holds something else.
+    """
+    asked = {
+        "blocks": blocks,
+        "criterion": criterion,
+        "search": search,
+        "granularity": granularity,
+        "given": given,
+        "fit": fit,
+        "batch_size": batch_size,
+        "seed": seed,
+        **options,
+    }
+    settings = layered(SearchSettings, asked)
+    where: Any = {"tokenizer": tokenizer, "heldout": heldout, "output": output, "resume": resume}
+    with processes() as me:
+        return search_with(model, data, settings, me, watcher or Watcher(), responses=responses, **where)
+
+
+def search_with(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    settings: SearchSettings,
+    me: Processes,
+    watcher: Watcher,
+    *,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    output: str | Path | None = None,
+    resume: bool = False,
+    responses: Mapping[str, Any] | None = None,
+) -> Plan:
+    """`search` with its settings resolved and its process group joined."""
+    folder = None if output is None else Path(output)
+    with prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
+        of = {"model": ready.hash, "data": ready.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
+        done = _finished(folder, of, resume, me)
+        if done is not None:
+            return done
+        found = ready.estimate(me)
+        watcher.say(found.sentence)
+        path = None if folder is None else folder / PROGRESS
+        ledger = Ledger(
+            ready.scorer,
+            ready.chunks,
+            me,
+            path=path,
+            fingerprint=of,
+            resume=resume,
+            watcher=watcher,
+            refit=ready.refit,
+        )
+        budget = _agreed_budget(ledger, ready, found, me)
+        picks, rounds = _pick(ledger, ready, budget)
+        losses = _losses(ledger, picks, settings.criterion)
+        searched = dict(ledger.spent)
+        healed, control = _fits(ledger, ready, picks, watcher) if settings.fit else (None, None)
+        cost = cost_of(ledger, ready, picks, rounds, searched, healed, control)
+        plan = Plan.of(document_of(ready, of, picks, losses, healed, control, cost, responses))
+    if folder is not None and me.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.save(folder)
+        _clear(folder)
+    me.gather(None)
+    return plan
+
+
+def estimate(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    blocks: int | None = None,
+    *,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    **options: Any,
+) -> Estimate:
+    """What `search` with the same arguments will cost at most: forward passes, FLOPs, and seconds by a timed batch."""
+    settings = layered(SearchSettings, {"blocks": blocks, **options})
+    with processes() as me, prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
+        return ready.estimate(me)
+
+
+def _agreed_budget(ledger: Ledger, ready: Ready, found: Estimate, me: Processes) -> float | None:
+    """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
+    costs, chunks = ledger.costs, ledger.chunks
+    limit, asked = budget_of(ready.settings, costs, chunks, ready.blocks, found.pace * me.world)
+    (limit,) = ledger.task({"budget": lambda: limit}, lambda _: (0, 0.0))
+    if asked:
+        least = least_flops(costs, chunks, ready.settings.criterion, ready.blocks, ready.refit)
+        check_budget(ready.settings, found, least, limit)
+    return limit
+
+
+def _pick(ledger: Ledger, ready: Ready, budget: float | None) -> tuple[list[int], list[Round]]:
+    """Layers in the order of removal, and what is known of each choice."""
+    settings, blocks = ready.settings, ready.blocks
+    if settings.search == "greedy":
+        return eliminate(ledger, settings.criterion, blocks, confidence=settings.confidence, budget=budget)
+    if settings.search == "exact":
+        return exact(ledger, settings.criterion, blocks, confidence=settings.confidence)
+    picks = rank(ledger, settings.search, blocks, settings.criterion, seed=settings.seed, given=settings.given)
+    return picks, []
+
+
+def _losses(ledger: Ledger, picks: Sequence[int], criterion: str) -> list[float]:
+    """Mean held-out losses of the model and after each removal."""
+    kind = DIVERGENCE if criterion == DIVERGENCE else LOSS
+    variants = chain(picks)
+    ledger.begin("Losses on all data", len(variants) * ledger.num_batches)
+    for chunk in range(len(ledger.chunks)):
+        ledger.need(kind, variants, chunk)
+    ledger.finish()
+    return [ledger.mean(LOSS, variant) for variant in variants]
+
+
+def _fits(
+    ledger: Ledger, ready: Ready, picks: Sequence[int], watcher: Watcher
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The scalars of the plan, and of the model with nothing skipped."""
+    options, every = fit_options(ready.settings), [batch for chunk in ready.chunks for batch in chunk]
+
+    def one(variant: Variant) -> dict[str, Any]:
+        return _plain(fit(ready.scorer, variant, ready.examples.train, every, options, watcher))
+
+    work = {"fit healed": lambda: one(Variant(picks)), "fit control": lambda: one(BASE)}
+    healed, control = ledger.task(work, lambda found: (found["forwards"], found["flops"]))
+    return healed, control
+
+
+def _plain(found: FitResult) -> dict[str, Any]:
+    names = ("heldout_loss", "losses", "epoch", "train_losses", "divergences", "forwards", "flops")
+    return {"scalars": found.scalars.as_dict(), **{name: getattr(found, name) for name in names}}
+
+
+def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Processes) -> Plan | None:
+    """The plan of a search that came to its end, if it is this one.
+
+    Raises:
+        FulldepthError: if the folder holds a plan and `resume` is not set, or the plan of another search.
+    """
+    if folder is None or not me.agree((folder / FILE).exists()):
+        return None
+    if not resume:
+        raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
+    plan = Plan.load(folder)
+    settings = {k: v for k, v in of.items() if k not in ("model", "data")}
+    if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != (of["model"], of["data"], settings):
+        raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
+    if me.is_main:
+        _clear(folder)
+    return plan
+
+
+def _clear(folder: Path) -> None:
+    """Remove the progress, and what a process that was killed while writing it has left."""
+    for path in (folder / PROGRESS, *folder.glob(f".{PROGRESS}.*.part")):
+        path.unlink(missing_ok=True)

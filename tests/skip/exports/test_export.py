@@ -1,0 +1,429 @@
+"""Exports: whole and proven, or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import tiny_models
+from fulldepth.errors import FulldepthError
+from fulldepth.skip.exports import readers
+from fulldepth.skip.exports.export import NOTES, export, load
+from fulldepth.skip.exports.formats import FORMATS, decilm, fast, folded
+from fulldepth.skip.exports.formats import layer as layer_format
+from skip import planned
+
+EXPORT = "fulldepth.skip.exports.export"
+
+
+@pytest.fixture
+def unproven(monkeypatch):
+    """Exports without the fresh process, for tests of what is written."""
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: 0.0)
+
+
+def ids(batch=2, length=12):
+    return torch.randint(3, tiny_models.VOCAB, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=ids(), attention_mask=torch.ones_like(ids())).logits
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def tokenizer():
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, tiny_models.VOCAB)}
+    found = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def prepared(name, blocks, granularity="attention", **options):
+    """A model whose stream is larger than eps, its plan, and the logits of the definition in float64."""
+    model = tiny_models.build(name, **options)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(30.0)
+    plan = planned.plan(model, blocks, granularity)
+    return model, plan, logits(planned.scaled(model, plan))
+
+
+PROVEN = [
+    ("llama", "folded", "attention", [2]),
+    ("gpt_neox", "folded", "attention", [1, 2, 3]),
+    ("gemma3", "fast", "attention", [1, 3]),
+    ("gpt2", "fast", "attention", [1, 2, 3]),
+    ("qwen2", "decilm", "attention", [1, 3]),
+    ("gemma2", "layer", "layer", [2]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "format", "granularity", "blocks"), PROVEN)
+def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
+    model, plan, expected = prepared(name, blocks, granularity)
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+    report = export(plan, model, format, tmp_path / "made" / "here", tokenizer=tokenizer())
+    assert report.path.is_dir()
+    assert [path.name for path in report.path.parent.iterdir()] == ["here"]
+    assert report.logit_error < 1e-4
+    assert report.verified or format == "decilm"
+    assert report.bytes == sum(path.stat().st_size for path in report.path.iterdir())
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+    assert relative(logits(load(report.path)), expected) < 1e-4
+    notes = json.loads((report.path / NOTES).read_text())
+    assert notes["plan"] == plan.document()
+    assert (notes["format"], notes["logit_error"]) == (format, report.logit_error)
+    assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [5, 9]
+    assert (report.path / "generation_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_what_would_load_as_another_model_is_dropped(tmp_path, monkeypatch):
+    """A writer that forgets the skipping: the folder loads, but as the base model."""
+    model, plan, _ = prepared("llama", [2])
+
+    def forgets(draft):
+        tiny = tiny_models.build("llama")
+        tiny.save_pretrained(draft.folder)
+        return []
+
+    monkeypatch.setattr(folded, "write", forgets)
+    with pytest.raises(
+        FulldepthError, match=r"The export is dropped: loaded again as LlamaForCausalLM, its logits miss"
+    ):
+        export(plan, model, "folded", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_what_transformers_would_load_without_its_code_is_dropped(tmp_path, monkeypatch):
+    """The trap of a stock class: without a type of its own, the fast format would load with attention at random."""
+    model, plan, _ = prepared("llama", [2])
+    write = fast.write
+
+    def stock_type(draft):
+        notes = write(draft)
+        path = draft.folder / "config.json"
+        values = json.loads(path.read_text())
+        for name in ("auto_map", "layer_types", "skipped_attention", "skipped_mlp", "stream_scale"):
+            del values[name]
+        path.write_text(json.dumps(values | {"model_type": "llama"}))
+        return notes
+
+    monkeypatch.setattr(fast, "write", stock_type)
+    with pytest.raises(readers.NotLoadedError, match="transformers loads it without its code, as another model"):
+        export(plan, model, "fast", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_broken_weights_are_dropped_with_what_the_reader_says(tmp_path):
+    folder = tmp_path / "broken"
+    tiny_models.build("llama").save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(readers.NotLoadedError, match=r"does not load in a fresh process\. .*[Ee]rror"):
+        readers.prove(folder, ids(), torch.zeros(2, 12, tiny_models.VOCAB), 1e-4, "stock")
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("name", planned.FAMILIES)
+@pytest.mark.parametrize("blocks", [[1], [1, 2, 3]])
+def test_fast_is_exact_whatever_the_norms_eps(name, blocks, tmp_path):
+    """Streams hardly larger than eps, where folding alone is not: the class's norms follow the scale."""
+    model = tiny_models.build(name)
+    plan = planned.plan(model, blocks)
+    expected = logits(planned.scaled(model, plan))
+    report = export(plan, model, "fast", tmp_path / "out")
+    made = load(report.path)
+    assert relative(logits(made), expected) < 5e-6
+    assert type(made).__name__.startswith("Skipped")
+    gone = sum(w.numel() for n, w in model.state_dict().items() if "attn" in n or "attention." in n) / 3 * len(blocks)
+    assert report.parameters <= sum(p.numel() for p in model.parameters()) - gone
+    stored = load_file(report.path / "model.safetensors")
+    assert not any(f".{block - 1}.{part}" in n for n in stored for block in blocks for part in ("self_attn", "attn."))
+
+
+@pytest.mark.usefixtures("unproven")
+def test_a_plan_of_mlps_and_a_depth_llama_without_switches(tmp_path):
+    model, plan, expected = prepared("qwen3", [2], "mlp")
+    made = load(export(plan, model, "fast", tmp_path / "mlp").path)
+    assert relative(logits(made), expected) < 1e-5
+    assert not any(".1.mlp." in name for name in made.state_dict())
+    model, plan, expected = prepared("depth_llama", [2])
+    made = load(export(plan, model, "folded", tmp_path / "plain").path)
+    assert type(made).__module__.startswith("transformers.")
+    assert relative(logits(made), expected) < 1e-5
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen2"])
+def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_it(name, tmp_path):
+    model, plan, expected = prepared(name, [2], "layer")
+    model.config.layer_thing, model.config.eos_token_id = (
+        ["a", "b", "c"],
+        [2, 3, 4],
+    )  # both as long as the model is deep
+    made = load(export(plan, model, "layer", tmp_path / "out").path)
+    assert relative(logits(made), expected) < 1e-5
+    assert made.config.num_hidden_layers == 2
+    assert made.config.layer_thing == ["a", "c"]
+    assert made.config.eos_token_id == [2, 3, 4]
+    assert len(getattr(made.config, "layer_types", None) or "ab") == 2
+    assert made.generate(ids(), max_new_tokens=2, pad_token_id=0).shape[1] <= 14
+    assert model.config.num_hidden_layers == 3
+
+
+@pytest.mark.usefixtures("unproven")
+def test_layers_of_an_unlisted_family_can_go_where_nothing_has_to_be_folded(tmp_path):
+    model = tiny_models.build("olmo2")
+    plan = planned.plan(model, [3], "layer", values=None)
+    with torch.no_grad():
+        expected = planned.without_last(model)(input_ids=ids()).logits
+    made = load(export(plan, model, "layer", tmp_path / "out").path)
+    assert relative(logits(made), expected) < 1e-6
+
+
+def test_the_last_layer_stays_and_numbered_attention_is_refused(tmp_path, monkeypatch):
+    model = tiny_models.build("llama")
+    with pytest.raises(FulldepthError, match="skips all 3 layers"):
+        export(planned.plan(model, [1, 2, 3], "layer"), model, "layer", tmp_path / "out")
+    model = tiny_models.build("gpt2")
+    monkeypatch.setattr(model.config, "scale_attn_by_inverse_layer_idx", True)
+    with pytest.raises(FulldepthError, match="cannot be renumbered"):
+        export(planned.plan(model, [1], "layer"), model, "layer", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+PUBLISHED = {
+    "attention": {
+        *("n_heads_in_group", "no_op", "num_sink_tokens", "replace_with_linear", "sparsify", "unshifted_sink"),
+        *("use_prefill_window_in_sink_attention", "window_length"),
+    },
+    "ffn": {"ffn_mult", "no_op", "replace_with_linear", "sparsify"},
+}
+"""Names in the published configuration of Llama-3_1-Nemotron-51B."""
+LLAMA_NAMES = {
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "input_layernorm"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"),
+}
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_decilm_speaks_by_the_published_names(name, tmp_path):
+    model, plan, expected = prepared(name, [1, 3])
+    report = export(plan, model, "decilm", tmp_path / "out")
+    config = json.loads((report.path / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("nemotron-nas", ["DeciLMForCausalLM"])
+    assert [{part: set(block[part]) for part in block} for block in config["block_configs"]] == [PUBLISHED] * 3
+    assert [block["attention"]["no_op"] for block in config["block_configs"]] == [False, False, True]
+    assert [block["attention"]["n_heads_in_group"] for block in config["block_configs"]] == [2, 2, None]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["attention_bias"] is (name == "qwen2")
+    weights = load_file(report.path / "model.safetensors")
+    assert {n.split(".", 3)[3].rpartition(".")[0] for n in weights if ".layers." in n} == LLAMA_NAMES
+    assert not any(".2.self_attn" in n or ".2.input_layernorm" in n for n in weights)
+    assert not weights[
+        "model.layers.0.self_attn.o_proj.weight"
+    ].any()  # readers fail on a first layer without attention
+    mult = {block["ffn"]["ffn_mult"] for block in config["block_configs"]}
+    assert len(mult) == 1
+    assert decilm.intermediate_size(mult.pop(), 32) == 256 == weights["model.layers.1.mlp.up_proj.weight"].shape[0]
+    assert relative(logits(load(report.path)), expected) < 1e-5
+    assert not report.verified
+    assert "UNVERIFIED" in report.notes[0]
+    assert "UNVERIFIED" in (report.path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("size", [256, 4864, 8960, 11008, 14336, 18944, 28672])
+@pytest.mark.parametrize("width", [896, 1536, 2048, 3072, 3584, 4096, 8192])
+def test_every_reader_computes_the_width_that_was_meant(size, width):
+    config = tiny_models.build("llama").config
+    config.hidden_size = width
+    (mult,) = {entry["ffn"]["ffn_mult"] for entry in decilm.block_configs(config, set(), size)}
+    for read in (mult, round(mult, 6)):  # mlx-lm rounds
+        assert decilm.intermediate_size(read, width) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("mistral", {}, "llama and qwen2, this is a mistral"),
+        ("llama", {"head_dim": 16}, "head_dim"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window"),
+    ],
+)
+def test_decilm_refuses_shapes_that_it_has_no_words_for(name, options, reason, tmp_path, monkeypatch):
+    model = tiny_models.build(name)
+    for option, value in options.items():
+        monkeypatch.setattr(model.config, option, value)
+    with pytest.raises(FulldepthError, match=reason):
+        export(planned.plan(model, [2]), model, "decilm", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_of_decilm_that_works_makes_it_verified(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *arguments: asked.append(arguments[-1]) or 0.0)
+    monkeypatch.setattr(f"{EXPORT}.find_spec", lambda name: name)
+    model = tiny_models.build("llama")
+    report = export(planned.plan(model, [2]), model, "decilm", tmp_path / "out")
+    assert asked == ["carried", "mlx"]
+    assert report.verified
+    assert report.notes[0].startswith("mlx-lm has loaded it")
+
+
+@pytest.mark.slow
+def test_mlx_gives_the_plans_logits(tmp_path):
+    pytest.importorskip("mlx_lm")
+    model, plan, _ = prepared("qwen2", [1, 3])
+    assert export(plan, model, "decilm", tmp_path / "out").verified
+
+
+@pytest.mark.usefixtures("unproven")
+def test_tokenizers_and_settings_come_from_the_checkpoint(tmp_path):
+    folder = tmp_path / "model"
+    model = tiny_models.build("llama")
+    model.save_pretrained(folder)
+    settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    plan = planned.plan(model, [2])
+    plan.save(tmp_path / "plan.json")
+    report = export(tmp_path / "plan.json", folder, "folded", tmp_path / "bare")
+    assert "No tokenizer was given, and none was found with the checkpoint." in report.notes
+    tokenizer().save_pretrained(folder)
+    for format in ("folded", "fast"):
+        report = export(plan, folder, format, tmp_path / format)
+        assert AutoTokenizer.from_pretrained(report.path)("w7").input_ids == [7]
+        assert json.loads((report.path / "generation_config.json").read_text())["top_k"] == 7
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_existing_output_is_never_touched(format, tmp_path):
+    model = tiny_models.build("llama")
+    plan = planned.plan(model, [2], "layer" if format == "layer" else "attention")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("out", "link"):
+        with pytest.raises(FulldepthError, match=f"{name} exists already"):
+            export(plan, model, format, tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    model = tiny_models.build("llama")
+    target = tmp_path / "out"
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: target.mkdir() or 0.0)
+    with pytest.raises(FulldepthError, match="exists already"):
+        export(planned.plan(model, [2]), model, "folded", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not list(target.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("format", "granularity", "message"),
+    [
+        ("fats", "attention", "Unknown format 'fats'. Did you mean 'fast'"),
+        ("layer", "attention", "Use --format folded or fast or decilm"),
+        ("fast", "layer", "Use --format folded or layer"),
+        ("decilm", "mlp", "Use --format folded or fast"),
+    ],
+)
+def test_formats_that_do_not_fit_the_plan(format, granularity, message, tmp_path):
+    model = tiny_models.build("llama")
+    with pytest.raises(FulldepthError, match=message):
+        export(planned.plan(model, [2], granularity), model, format, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_models_and_plans_that_cannot_be_folded_are_refused(tmp_path):
+    model = tiny_models.build("llama")
+    with pytest.raises(FulldepthError, match="another LlamaForCausalLM"):
+        export(planned.plan(tiny_models.build("llama", seed=3), [2]), model, "fast", tmp_path / "out")
+    values = planned.scalars([2])
+    values["1"]["s_mlp"] = -0.1
+    for format in ("folded", "fast", "decilm"):
+        with pytest.raises(FulldepthError, match=r"s_mlp of layer 1 is -0\.1"):
+            export(planned.plan(model, [2], values=values), model, format, tmp_path / "deep" / "er" / "out")
+    classifier = tiny_models.build("llama-classifier")
+    with pytest.raises(FulldepthError, match="Only language models"):
+        export(planned.plan(classifier, [2]), classifier, "folded", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["folded", "fast", "decilm"])
+def test_a_full_disk_leaves_nothing_and_is_said(format, tmp_path):
+    """The system refuses to write more than 20,000 bytes into any file."""
+    model = tiny_models.build("llama")
+    plan, limits = planned.plan(model, [2]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(FulldepthError, match=r"Cannot write the export to .*out: .*[Ff]ile too large"):
+            export(plan, model, format, tmp_path / "new" / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_leaves_nothing_and_heals_the_model(tmp_path, monkeypatch):
+    model = tiny_models.build("llama")
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+
+    def interrupted(draft):
+        (draft.folder / "half").write_text("written")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folded, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(planned.plan(model, [2]), model, "folded", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+
+
+def test_an_output_that_cannot_be_written(tmp_path):
+    model = tiny_models.build("llama")
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(FulldepthError, match="Cannot write the export to"):
+        export(planned.plan(model, [2]), model, "folded", tmp_path / "file" / "out")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_load_wants_an_export(tmp_path):
+    with pytest.raises(FulldepthError, match="is no export of a skip plan"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text('{"schema_version": 9, "format": "fast"}')
+    with pytest.raises(FulldepthError, match="schema version 9"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text("{")
+    with pytest.raises(FulldepthError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text('{"schema_version": 1, "format": "decilm"}')
+    with pytest.raises(FulldepthError, match="Cannot load a model"):
+        load(tmp_path)
+
+
+def test_lists_are_cut_by_what_they_are_not_only_by_length():
+    config = tiny_models.build("gemma3").config
+    config.mrope_section, config.pair = [1, 2, 3], (7, 8, 9)
+    assert layer_format.slice_lists(config, [1, 3], 3) == ["layer_types", "pair"]
+    assert (config.pair, config.mrope_section) == ((7, 9), [1, 2, 3])
+
+
+def test_programs_stand_by_themselves():
+    for name, _ in ((program[0], program) for program in readers.READERS.values()):
+        assert "from fulldepth" not in (Path(readers.__file__).parent / name).read_text()

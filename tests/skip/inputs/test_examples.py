@@ -1,0 +1,428 @@
+"""Examples against ids written down by hand, transformers' own assistant masks, and the loss of stock models."""
+
+import json
+import math
+from collections import Counter
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.skip.inputs import rendering
+from fulldepth.skip.inputs.examples import Example, batches, read_examples
+from skip.wordy import (
+    ASSISTANT,
+    BOS,
+    CHAT,
+    COUNTING,
+    EOS,
+    LINE,
+    MARKED,
+    NO_THINK,
+    STRICT,
+    SYSTEM,
+    THINK,
+    THINKING,
+    USER,
+    ids,
+    tokenizer,
+    words,
+)
+from tiny_models import build
+
+NO = -100
+
+
+def jsonl(path, *rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def both(examples):
+    """All examples in the order of the rows that they come from."""
+    return sorted([*examples.train, *examples.heldout], key=lambda example: example.document)
+
+
+def listed(examples):
+    return [(example.input_ids.tolist(), example.labels.tolist()) for example in examples]
+
+
+def pair(prompt, response):
+    return {"prompt": words(*prompt), "response": words(*response)}
+
+
+PAIRS = [pair((1, 2), (3, 4, 5)), pair((6,), (7,)), pair((8, 9, 10), (11, 12))]
+
+
+def test_plain_pairs():
+    found = read_examples(PAIRS, tokenizer(), 64)
+    assert listed(both(found)) == [
+        ([*ids(1, 2), LINE, *ids(3, 4, 5)], [NO] * 3 + ids(3, 4, 5)),
+        ([*ids(6), LINE, *ids(7)], [NO] * 2 + ids(7)),
+        ([*ids(8, 9, 10), LINE, *ids(11, 12)], [NO] * 4 + ids(11, 12)),
+    ]
+    assert [example.document for example in both(found)] == [0, 1, 2]
+    assert [example.predicted for example in both(found)] == [3, 1, 2]
+    with_bos = read_examples(PAIRS, tokenizer(bos=True), 64)
+    assert listed(both(with_bos))[1] == ([BOS, *ids(6), LINE, *ids(7)], [NO] * 3 + ids(7))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_white_space_between_prompt_and_response_is_not_doubled(bos):
+    rows = [{"prompt": "w1\n", "response": "w2"}, {"prompt": "w1", "response": "\nw2"}]
+    first, second = both(read_examples(rows, tokenizer(bos=bos), 64))
+    assert first.input_ids.tolist() == second.input_ids.tolist() == [BOS] * bos + [*ids(1), LINE, *ids(2)]
+    assert first.labels.tolist() == [NO] * (2 + bos) + ids(2)
+    assert second.labels.tolist() == [NO] * (1 + bos) + [LINE, *ids(2)]  # the line is the response's own
+
+
+def test_every_file_format(tmp_path):
+    expected = listed(both(read_examples(PAIRS, tokenizer(), 64)))
+    renamed = [{"question": row["prompt"], "answer": row["response"]} for row in PAIRS]
+    pd.DataFrame(renamed).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.tsv").write_text("prompt\tresponse\n" + "\n".join("\t".join(row.values()) for row in PAIRS))
+    for data in (jsonl(tmp_path / "a.jsonl", *renamed), tmp_path / "a.parquet", str(tmp_path / "a.tsv")):
+        assert listed(both(read_examples(data, tokenizer(), 64))) == expected
+
+
+TALK = [
+    {"role": "system", "content": words(1)},
+    {"role": "user", "content": words(2)},
+    {"role": "assistant", "content": words(3)},
+    {"role": "user", "content": words(4)},
+    {"role": "assistant", "content": words(5, 6)},
+]
+
+
+def test_a_chat_gives_an_example_for_each_response():
+    found = both(read_examples([{"messages": TALK}, {"messages": TALK[1:3]}], tokenizer(CHAT), 64))
+    first = [SYSTEM, *ids(1), USER, *ids(2), ASSISTANT]
+    second = [*first, *ids(3), EOS, LINE, USER, *ids(4), ASSISTANT]
+    third = [USER, *ids(2), ASSISTANT]
+    assert listed(found) == [
+        ([*first, *ids(3), EOS], [NO] * len(first) + [*ids(3), EOS]),
+        ([*second, *ids(5, 6), EOS], [NO] * len(second) + [*ids(5, 6), EOS]),
+        ([*third, *ids(3), EOS], [NO] * len(third) + [*ids(3), EOS]),
+    ]
+    assert [example.document for example in found] == [0, 0, 1]
+
+
+def test_responses_are_those_that_transformers_marks():
+    """Oracle: the mask of `apply_chat_template`, from a template that says what the assistant generates."""
+    chat = tokenizer(MARKED)
+    found = both(read_examples([{"messages": TALK}] * 2, chat, 64))
+    for stop, example in zip((3, 5, 3, 5), found, strict=True):
+        told = chat.apply_chat_template(TALK[:stop], return_dict=True, return_assistant_tokens_mask=True)
+        assert example.input_ids.tolist() == told["input_ids"]
+        last_turn = len(told["input_ids"]) - len(TALK[stop - 1]["content"].split()) - 1
+        mask = [bool(m) and i >= last_turn for i, m in enumerate(told["assistant_masks"])]
+        assert (example.labels != NO).tolist() == mask
+
+
+def test_pairs_go_through_the_chat_template_too():
+    found = listed(both(read_examples(PAIRS[:2], tokenizer(CHAT), 64)))
+    assert found[0] == ([USER, *ids(1, 2), ASSISTANT, *ids(3, 4, 5), EOS], [NO] * 4 + [*ids(3, 4, 5), EOS])
+    messages = {"prompt": TALK[:2], "completion": TALK[2:3]}
+    assert listed(both(read_examples([messages] * 2, tokenizer(CHAT), 64)))[0][0][-2:] == [*ids(3), EOS]
+    two = {"prompt": TALK[:2], "completion": TALK[2:]}
+    assert len(both(read_examples([two, two], tokenizer(CHAT), 64))) == 4
+
+
+def test_template_that_opens_an_answer_differently():
+    thinking = tokenizer(THINKING)
+    assert rendering.encode_prompt(thinking, TALK[:2])[-3:] == [ASSISTANT, THINK, LINE]
+    found = both(
+        read_examples(
+            [{"messages": TALK[1:3]}, {"messages": [TALK[1], {**TALK[2], "content": "<think>w3"}]}], thinking, 64
+        )
+    )
+    assert listed(found) == [
+        ([USER, *ids(2), ASSISTANT, *ids(3), EOS], [NO] * 3 + [*ids(3), EOS]),
+        ([USER, *ids(2), ASSISTANT, THINK, *ids(3), EOS], [NO] * 3 + [THINK, *ids(3), EOS]),
+    ]
+    assert NO_THINK not in found[0].input_ids
+
+
+def test_templates_that_do_not_work():
+    with pytest.raises(FulldepthError, match=r"rows row 1: .* writes the prompt differently once a response follows"):
+        read_examples([{"messages": TALK}] * 2, tokenizer(COUNTING), 64)
+    with pytest.raises(FulldepthError, match=r"rows row 2: .* refuses the messages: A user must begin"):
+        read_examples([{"messages": TALK[1:]}, {"messages": TALK}], tokenizer(STRICT), 64)
+    with pytest.raises(FulldepthError, match="the tokenizer has no chat template"):
+        read_examples([{"messages": TALK}] * 2, tokenizer(), 64)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "w1", "response": ""}, "bad.jsonl line 3 has no response"),
+        ({"prompt": "w1", "response": " \n"}, "bad.jsonl line 3 has no response"),
+        ({"prompt": "", "response": ""}, "bad.jsonl line 3 has no response"),
+        ({"prompt": " ", "response": "w2"}, "bad.jsonl line 3 has an empty prompt"),
+        ({"prompt": None, "response": "w2"}, "bad.jsonl line 3, 'prompt' is empty (null), expected text"),
+        ({"prompt": "w1"}, "bad.jsonl line 3 has no 'response'"),
+    ],
+)
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_empty_pairs_are_refused_by_number(tmp_path, row, message, template):
+    path = jsonl(tmp_path / "bad.jsonl", PAIRS[0], PAIRS[1], row, PAIRS[2])
+    with pytest.raises(FulldepthError) as caught:
+        read_examples(path, tokenizer(template), 64)
+    assert message in str(caught.value)
+
+
+def test_chats_without_a_response_or_with_an_empty_one():
+    def chat(*contents):
+        roles = ["user", "assistant"] * len(contents)
+        return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
+
+    good = chat("w1", "w2")
+    for bad, message in [
+        (chat("w1"), "rows row 2 has no response"),
+        (chat("w1", " "), "rows row 2 has no response"),
+        (chat("w1", "w2", "w3", ""), "rows row 2 has an empty response, message 4"),
+        (chat("w1", "", "w3", "w4"), "rows row 2 has an empty response, message 2"),
+        (chat(" ", "w2"), "rows row 2 has an empty prompt"),
+        ({"messages": []}, "rows row 2 has no response"),
+    ]:
+        with pytest.raises(FulldepthError, match=message):
+            read_examples([good, bad], tokenizer(CHAT), 64)
+
+
+def test_pairs_that_are_too_long_are_refused_and_never_cut(tmp_path):
+    rows = [pair((1,), range(2, 2 + n)) for n in (6, 7, 3, 8)]  # 8, 9, 5 and 10 tokens
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    assert max(map(len, both(read_examples(path, tokenizer(), 10)))) == 10
+    with pytest.raises(FulldepthError) as caught:
+        read_examples(path, tokenizer(), 8)
+    assert "2 of the 4 prompts with their responses in a.jsonl are longer than 8 tokens" in str(caught.value)
+    assert "a.jsonl line 2 has 9 (2 in the prompt, 7 in the response)" in str(caught.value)
+    assert "a.jsonl line 4 has 10" in str(caught.value)
+    with pytest.raises(FulldepthError, match="longer than 9 tokens"):
+        read_examples(path, tokenizer(), 64, sequence_length=9)
+    assert len(both(read_examples(path, tokenizer(), None))) == 4
+    with pytest.raises(FulldepthError, match=r"x\.jsonl line 1 has 9"):
+        read_examples(path, tokenizer(), 10, heldout=jsonl(tmp_path / "x.jsonl", rows[1]), sequence_length=8, limit=1)
+
+
+def test_nothing_is_deduplicated():
+    found = read_examples([PAIRS[0]] * 10, tokenizer(), 64)
+    assert (len(found.train), len(found.heldout)) == (8, 2)
+    assert found.meta["warnings"] == ["2 of the 2 held-out examples are also among those to fit on."]
+    assert len(read_examples(PAIRS * 3, tokenizer(), 64, heldout=PAIRS * 2).heldout) == 6
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_windows_of_text(tmp_path):
+    rows = [{"text": words(*range(n))} for n in (7, 1, 4, 9)]
+    found = read_examples(jsonl(tmp_path / "a.jsonl", *rows), tokenizer(), 4)
+    assert [(e.document, e.input_ids.tolist(), e.labels.tolist()) for e in both(found)] == [
+        (0, ids(0, 1, 2, 3), [NO, *ids(1, 2, 3)]),
+        (0, ids(4, 5, 6), [NO, *ids(5, 6)]),
+        (2, ids(0, 1, 2, 3), [NO, *ids(1, 2, 3)]),
+        (3, ids(0, 1, 2, 3), [NO, *ids(1, 2, 3)]),
+        (3, ids(4, 5, 6, 7), [NO, *ids(5, 6, 7)]),  # the ninth token has nothing before it
+    ]
+    texts = [row["text"] for row in rows]
+    assert read_examples(texts, tokenizer(), 4).meta["hash"] == found.meta["hash"]
+    framed = both(read_examples(texts, tokenizer(bos=True), 64, sequence_length=4))
+    assert [len(e) for e in framed] == [4, 4, 2, 4, 4, 4, 2]
+
+
+def test_text_files_and_the_corpus(tmp_path):
+    own = train_tokenizer(builtin_texts("heldout")[:1], vocab_size=400)
+    text = builtin_texts("heldout")[0][:50_000]
+    (tmp_path / "novel.txt").write_text(text)
+    found = read_examples(tmp_path / "novel.txt", own, 128)
+    assert len({example.document for example in both(found)}) > 4
+    assert abs(sum(map(len, both(found))) - len(own(text)["input_ids"])) < 20  # single last tokens of documents
+    assert own.decode(torch.cat([e.input_ids for e in both(found)]))[:30_000] == text[:30_000]
+    builtin = read_examples("corpus:builtin", own, 128, limit=100)
+    assert builtin.meta["name"] == "corpus:builtin/heldout"
+    assert builtin.meta["sequence_length"] == 128
+    starts = [own.decode(e.input_ids) for e in both(builtin) if e.document == 0]
+    assert len(both(builtin)) == 100
+    assert len(starts) == 5
+    assert builtin_texts("heldout")[0].startswith("".join(starts))
+    train = read_examples("corpus:builtin/train", own, None, limit=30)
+    assert builtin_texts("train")[0].startswith(own.decode(both(train)[0].input_ids))
+    assert {len(e) for e in both(train)} == {256}
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(1, 70))
+def test_a_limit_takes_windows_of_many_documents(sizes, limit):
+    texts = [words(*[i % 80] * (2 * n)) for i, n in enumerate(sizes)]
+    available = {i: n for i, n in enumerate(sizes) if n}
+    if not available:
+        return
+    found = read_examples(texts, tokenizer(), 64, sequence_length=2, limit=limit, heldout=["w1 w2"]).train
+    counts = Counter(example.input_ids[0].item() - ids(0)[0] for example in found)
+    assert len(found) == min(limit, sum(sizes))
+    assert all(counts[i] <= n for i, n in available.items())
+    assert len(counts) >= min(len(available), 20, limit)
+    assert [e.document for e in found] == sorted(e.document for e in found)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "rows is empty"),
+        (["", " "], "texts has nothing to predict"),
+        (["w1", "w2"], "texts has nothing to predict"),
+        (["w1 w2 w3"], "texts holds one document, so none can be held out"),
+        ([PAIRS[0]], "rows holds one row, so none can be held out"),
+        ([{"image": "a.png"}], "rows row 1 has none of the columns to search with. Got: 'image'. Expected: prompt"),
+        ("nothing.jsonl", "There is no file or folder nothing.jsonl"),
+        ("nothing.txt", "There is no file or folder nothing.txt"),
+        ("corpus:novels", "Unknown corpus 'corpus:novels'"),
+        (7, "Cannot read conversations of type int"),
+        ([PAIRS[0], {"text": "w1 w2"}], "rows row 2 has no 'prompt'"),
+    ],
+)
+def test_data_that_are_none(data, message):
+    with pytest.raises(FulldepthError) as caught:
+        read_examples(data, tokenizer(), 64)
+    assert message in str(caught.value)
+
+
+def test_settings_that_make_no_sense():
+    for options, message in [
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"sequence_length": 1}, "sequence_length must be at least 2, got 1"),
+        ({"sequence_length": 65}, "Sequences of 65 tokens are longer than the model's 64 positions"),
+        ({"vocab_size": 20}, "Wrong tokenizer"),
+    ]:
+        with pytest.raises(FulldepthError, match=message):
+            read_examples(PAIRS, tokenizer(), 64, **options)
+    assert "the model's vocabulary 40" in read_examples(PAIRS, tokenizer(), 64, vocab_size=40).meta["warnings"][0]
+
+
+# --- held out ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 60), st.integers(0, 5))
+def test_a_seeded_fifth_is_held_out(count, seed):
+    rows = [pair((i,), (i + 1,)) for i in range(count)]
+    found = read_examples(rows, tokenizer(), 64, seed=seed)
+    assert len(found.heldout) == max(1, round(count / 5))
+    assert sorted(e.document for e in (*found.train, *found.heldout)) == list(range(count))
+    for part in (found.train, found.heldout):
+        assert [e.document for e in part] == sorted(e.document for e in part)
+        assert all(e.input_ids.tolist() == [*ids(e.document), LINE, *ids(e.document + 1)] for e in part)
+    again = read_examples(rows, tokenizer(), 64, seed=seed)
+    assert again.meta == found.meta
+    assert listed(again.heldout) == listed(found.heldout)
+
+
+def test_documents_are_held_out_whole():
+    texts = [words(*[i] * 30) for i in range(20)]
+    found = read_examples(texts, tokenizer(), 4)
+    train, heldout = ({e.document for e in part} for part in (found.train, found.heldout))
+    assert not train & heldout
+    assert len(heldout) == 4
+    gaps = read_examples([text for pair in zip(texts, [" "] * 20, strict=True) for text in pair], tokenizer(), 4)
+    assert len({e.document for e in gaps.heldout}) == 4
+    chats = read_examples([{"messages": TALK}] * 5, tokenizer(CHAT), 64)
+    assert [len(chats.train), len(chats.heldout)] == [8, 2]
+
+
+def test_seeds_and_contents_have_their_own_hash(tmp_path):
+    rows = [pair((i,), (i + 1,)) for i in range(30)]
+    first = read_examples(rows, tokenizer(), 64)
+    seen = [
+        first.meta["hash"],
+        read_examples(rows, tokenizer(), 64, seed=1).meta["hash"],
+        read_examples(rows[:-1], tokenizer(), 64).meta["hash"],
+        read_examples(rows, tokenizer(bos=True), 64).meta["hash"],
+        read_examples([row["prompt"] + "\n " + row["response"] for row in rows], tokenizer(), 64).meta["hash"],
+        read_examples(rows, tokenizer(), 64, heldout=rows[:3]).meta["hash"],
+        read_examples(rows[:3], tokenizer(), 64, heldout=rows).meta["hash"],
+        read_examples(rows[:3], tokenizer(), 64, heldout=rows[3:]).meta["hash"],
+        read_examples(rows[:4], tokenizer(), 64, heldout=rows[4:]).meta["hash"],
+    ]
+    assert len(set(seen)) == len(seen)
+    file = jsonl(tmp_path / "elsewhere.jsonl", *rows)
+    assert read_examples(file, tokenizer(), 64).meta["hash"] == first.meta["hash"]
+    json.dumps(first.meta, allow_nan=False)
+
+
+def test_meta_counts(tmp_path):
+    file = jsonl(tmp_path / "held.jsonl", *PAIRS)
+    meta = read_examples(PAIRS * 4, tokenizer(), 64, heldout=file).meta
+    assert meta["train"] == {"examples": 12, "documents": 12, "tokens": 4 * 15, "predicted": 4 * 6}
+    assert meta["heldout"] == {
+        "name": "held.jsonl", "kind": "pairs", "examples": 3, "documents": 3, "tokens": 15, "predicted": 6,
+    }  # fmt: skip
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5))
+def test_batches_are_padded_on_the_right_and_sorted(lengths, batch_size):
+    made = [Example(torch.arange(n) + 10 * i, torch.full((n,), i), i) for i, n in enumerate(lengths)]
+    found = list(batches(made, batch_size, pad_id=3))
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows = [
+        row
+        for batch in found
+        for row in zip(*(batch[k] for k in ("input_ids", "attention_mask", "labels")), strict=True)
+    ]
+    assert [len(batch["labels"]) for batch in found[:-1]] == [batch_size] * (len(found) - 1)
+    assert len(rows) == len(lengths)
+    for index, (input_ids, mask, labels) in zip(order, rows, strict=True):
+        n, width = lengths[index], len(input_ids)
+        assert input_ids.tolist() == [*range(10 * index, 10 * index + n), *[3] * (width - n)]
+        assert mask.tolist() == [1] * n + [0] * (width - n)
+        assert labels.tolist() == [index] * n + [NO] * (width - n)
+        assert {x.dtype for x in (input_ids, mask, labels)} == {torch.int64}
+
+
+def test_batches_of_nothing():
+    with pytest.raises(FulldepthError, match="got the batch size 0"):
+        batches([], 0)
+    assert list(batches([], 2)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_loss_of_a_stock_model_in_batches_is_that_of_each_example_alone(name):
+    """Oracle: -log p of every labelled token, one example at a time, in float64, no padding."""
+    model = build(name).double()
+    rows = [pair(range(i + 1), range(2, 4 + 2 * i)) for i in range(9)]
+    found = read_examples(rows, tokenizer(), 64, vocab_size=96).train
+    total = count = 0.0
+    for example in found:
+        logits = model(example.input_ids[None]).logits[0]
+        for position in range(1, len(example)):
+            if example.labels[position] != NO:
+                total -= logits[position - 1].log_softmax(-1)[example.labels[position]].item()
+                count += 1
+    for batch_size in (1, 3, 20):
+        weighed = [
+            (model(**batch).loss.item(), int((batch["labels"] != NO).sum())) for batch in batches(found, batch_size)
+        ]
+        assert sum(n for _, n in weighed) == count == sum(example.predicted for example in found)
+        assert math.isclose(
+            sum(loss * n for loss, n in weighed), total, rel_tol=1e-6
+        )  # transformers takes the loss in float32
+
+
+def test_real_pairs(shared_data):
+    """Grade-school problems: the labels decode to the answers, the rest to the questions."""
+    own = train_tokenizer(builtin_texts("heldout")[:1], vocab_size=600)
+    path = shared_data / "gsm8k" / "test.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:40]]
+    found = read_examples(path, own, 2048, limit=40)
+    assert (len(found.train), len(found.heldout)) == (32, 8)
+    for example, row in zip(both(found), rows, strict=True):
+        said = example.labels != NO
+        assert own.decode(example.labels[said]) == row["answer"]
+        assert own.decode(example.input_ids[~said]) == row["question"] + "\n"
+    with pytest.raises(FulldepthError, match=r"test\.jsonl line \d+ has"):
+        read_examples(path, own, 128, limit=40)

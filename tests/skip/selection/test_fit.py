@@ -1,0 +1,214 @@
+"""Training of scalars against a loop written by the definition; what moves, what must not, and when it ends."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tiny_models as tm
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import anatomy_candidates
+from fulldepth.progress import Watcher
+from fulldepth.skip.inputs.examples import Example
+from fulldepth.skip.selection.fit import fit_scales
+from skip import plain, planned
+
+LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model with something to heal: two MLPs are too loud, two too soft."""
+    model = plain.trained(LAYERS, 32, 200)
+    with torch.no_grad():
+        for block, change in zip(model.model.layers, (1.8, 0.4, 2.2, 0.4, 1.0), strict=True):
+            block.mlp.down_proj.weight *= change
+    return model
+
+
+class Factors:
+    """Blocks of a Llama that compute the definition with factors of their own, float64; nothing of ours."""
+
+    def __init__(self, model, skipped, width=None):
+        self.model = copy.deepcopy(model).double().requires_grad_(False)
+        self.values = {}
+        for layer, block in enumerate(plain.blocks_of(self.model), start=1):
+            for name in planned.NAMES[2:] if layer in skipped else planned.NAMES:
+                shape = (width,) if width else ()
+                self.values[layer, name] = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+            own = dict.fromkeys(planned.NAMES, 1.0) | {n: v for (at, n), v in self.values.items() if at == layer}
+            block.forward = planned.Definition("llama", block, own, "attention" if layer in skipped else "")
+
+
+def of_batch(model, examples):
+    """[R, V] log-probabilities and [R] targets of single unpadded passes, one after another."""
+    rows, targets = [], []
+    for example in examples:
+        logits = model(input_ids=example.input_ids[None], use_cache=False).logits[0, :-1]
+        counts = example.labels[1:] != -100
+        rows.append(logits[counts].double().log_softmax(-1))
+        targets.append(example.labels[1:][counts])
+    return torch.cat(rows), torch.cat(targets)
+
+
+def trajectory(model, skipped, train, heldout, epochs, rate, batch_size, seed, width=None, kl=False):
+    """Adam as Kingma and Ba write it; factors and held-out losses after every epoch."""
+    factors, base = Factors(model, skipped, width), copy.deepcopy(model).double()
+    first = {key: torch.zeros_like(value) for key, value in factors.values.items()}
+    second = {key: torch.zeros_like(value) for key, value in factors.values.items()}
+    losses, kept, step = [plain.loss(factors.model, heldout, (), "attention")], [], 0
+    for epoch in range(1, epochs + 1):
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        for at in order.split(batch_size):
+            chosen = [train[int(index)] for index in at]
+            own, targets = of_batch(factors.model, chosen)
+            if kl:
+                with torch.no_grad():
+                    reference, _ = of_batch(base, chosen)
+                loss = (reference.exp() * (reference - own)).sum(-1).mean()
+            else:
+                loss = functional.nll_loss(own, targets)
+            slopes = torch.autograd.grad(loss, list(factors.values.values()))
+            step += 1
+            for key, slope in zip(factors.values, slopes, strict=True):
+                first[key] = 0.9 * first[key] + 0.1 * slope
+                second[key] = 0.999 * second[key] + 0.001 * slope**2
+                move = first[key] / (1 - 0.9**step) / ((second[key] / (1 - 0.999**step)).sqrt() + 1e-8)
+                with torch.no_grad():
+                    factors.values[key] -= rate * move
+        losses.append(plain.loss(factors.model, heldout, (), "attention"))
+        kept.append({key: value.detach().clone() for key, value in factors.values.items()})
+    return kept, losses
+
+
+@pytest.mark.parametrize(
+    ("skipped", "per_channel", "kl"),
+    [({2, 3}, False, False), (set(), False, False), ({1}, True, False), ({1, 3}, False, True)],
+)
+def test_the_scalars_go_where_adam_takes_them(model, skipped, per_channel, kl):
+    train, heldout = plain.sentences(10, seed=21), plain.sentences(6, seed=22)
+    options = {"epochs": 3, "batch_size": 4, "seed": 5, "kl": kl}
+    ours = {"learning_rate": 1e-2, "micro_batch_size": 2, "patience": 9, "per_channel": per_channel}
+    found = fit_scales(model, skipped, train, heldout, **ours, **options)
+    width = model.config.hidden_size if per_channel else None
+    kept, losses = trajectory(model, skipped, train, heldout, rate=1e-2, width=width, **options)
+    assert found.losses == pytest.approx(losses, rel=2e-5)
+    judged = found.divergences if kl else found.losses
+    assert found.epoch == judged.index(min(judged))
+    assert found.heldout_loss == found.losses[found.epoch]
+    assert found.epoch, "the data must be such that something is learnt"
+    for (layer, name), value in kept[found.epoch - 1].items():
+        mine = found.scalars.get(layer)[name]
+        assert mine.dtype == torch.float32
+        # Adam divides by the size of a gradient: where it is nearly 0, rounding decides its direction.
+        assert (mine.double() - value).abs().median() < 1e-5, (layer, name)
+        assert (mine.double() - value).abs().max() < 3e-4, (layer, name)
+    assert {(layer, name) for layer in range(1, LAYERS + 1) for name in found.scalars.get(layer)} == set(kept[0])
+    if kl:
+        expected = plain.divergence(model, heldout, skipped, "attention")
+        assert found.divergences[0] == pytest.approx(expected, rel=1e-5)
+        assert min(found.divergences) < expected
+
+
+def test_the_best_epoch_is_kept_and_patience_ends_the_rest(model):
+    train, heldout = plain.sentences(2, seed=21), plain.sentences(8, seed=33)
+    told = []
+    watcher = Watcher(begin=lambda title, total: told.append([title, total]), advance=told.append)
+    long = fit_scales(model, {2}, train, heldout, learning_rate=0.06, epochs=12, patience=12, batch_size=3)
+    best = min(range(13), key=long.losses.__getitem__)
+    assert best + 3 < 12, "the rate must be such that it overshoots"
+    found = fit_scales(
+        model, {2}, train, heldout, learning_rate=0.06, epochs=12, patience=2, batch_size=3, watcher=watcher
+    )
+    ends = next(e for e in range(2, 13) if min(long.losses[: e - 1]) <= min(long.losses[e - 1 : e + 1]))
+    assert found.losses == long.losses[: ends + 1]
+    assert len(found.train_losses) == ends
+    assert found.epoch == min(range(ends + 1), key=found.losses.__getitem__)
+    assert found.heldout_loss == found.losses[found.epoch]
+    assert told[0] == ["Fitting scalars", 12]
+    assert sum(told[1:]) == 12
+    assert found.epoch, "the data must be such that something is learnt"
+    again = fit_scales(model, {2}, train, heldout, learning_rate=0.06, epochs=found.epoch, patience=12, batch_size=3)
+    assert found.scalars.as_dict() == again.scalars.as_dict()
+
+
+def test_factors_of_a_bfloat16_model_are_float32_and_rise_above_one(model):
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    found = fit_scales(
+        model, {2, 3}, plain.sentences(16, seed=21), plain.sentences(8, seed=22), epochs=4, batch_size=8, patience=9
+    )
+    values = torch.stack([factor.detach() for factor in found.scalars.parameters()])
+    assert values.dtype == torch.float32
+    # In bfloat16 the next number above 1 is 1.0078; steps of 0.003 would never get there.
+    assert values.max() > 1.003
+    assert ((values > 1) & (values < 1.0078)).any()
+    assert min(found.losses[1:]) < found.losses[0]
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("granularity", ["attention", "layer"])
+def test_nothing_but_the_scalars_is_trained(name, granularity):
+    model = tm.build(name).train()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 3 != 0)
+    asked = [parameter.requires_grad for parameter in model.parameters()]
+    before = copy.deepcopy(model.state_dict())
+    found = fit_scales(
+        model, {2}, plain.sentences(6, 21), plain.sentences(4, 22), epochs=1, batch_size=3, granularity=granularity
+    )
+    assert any(float((factor - 1).detach().abs().max()) > 1e-3 for factor in found.scalars.parameters()) == (
+        found.epoch > 0
+    )
+    assert len(found.train_losses) == 1
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [parameter.requires_grad for parameter in model.parameters()] == asked
+    assert model.training
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_micro_batches_change_nothing_but_rounding(model):
+    train, heldout = plain.sentences(9, seed=21), plain.sentences(4, seed=22)
+    results = [
+        fit_scales(model, {2}, train, heldout, epochs=2, batch_size=5, micro_batch_size=size).losses
+        for size in (1, 3, 5)
+    ]
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert results[2] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_fit_that_breaks_off_leaves_a_plain_model(model):
+    def stop(count):
+        raise KeyboardInterrupt
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        fit_scales(model, {2}, plain.sentences(6, 21), plain.sentences(4, 22), watcher=Watcher(advance=stop))
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert (
+        fit_scales(anatomy_candidates(model)[0], (), plain.sentences(6, 21), plain.sentences(4, 22), epochs=1).epoch < 2
+    )
+
+
+def test_what_cannot_be_fitted_is_refused(model):
+    train, heldout = plain.sentences(4, 21), plain.sentences(4, 22)
+    blank = [Example(torch.arange(3, 9), torch.full((6,), -100), 0)]
+    for words, blocks, one, other, options in (
+        ("There is no layer 6", {6}, train, heldout, {}),
+        ("no examples to fit", {1}, blank, heldout, {}),
+        ("no token counts", {1}, train, [], {}),
+        ("epochs of the fit", {1}, train, heldout, {"epochs": 0}),
+        ("patience of the fit", {1}, train, heldout, {"patience": 0}),
+        ("learning rate of the fit", {1}, train, heldout, {"learning_rate": float("nan")}),
+        ("granularity", {1}, train, heldout, {"granularity": "head"}),
+    ):
+        with pytest.raises(FulldepthError, match=words):
+            fit_scales(model, blocks, one, other, **options)
+    with pytest.raises(FulldepthError, match="no causal language model"):
+        fit_scales(tm.build("bert"), {1}, train, heldout)
