@@ -34,13 +34,14 @@ lint: .venv/.dev ## Check style, types and the layout of the source
 docs: .venv/.dev ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: .venv/.dev ## Time measuring against a plain forward pass, and training against plain training
+bench: .venv/.dev ## Time measuring and training against plain passes, and searches against the plain loop
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/training.py --only jreg,cr,lime,trainer
 	$(BIN)/python benchmarks/training.py --only growth
+	$(BIN)/python benchmarks/skipping.py .bench
 
 clean: ## Remove everything that make has made, .venv included
-	rm -rf .venv build dist site demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site demo-run .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/.package: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("fulldepth needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

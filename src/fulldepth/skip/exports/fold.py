@@ -77,8 +77,8 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
         plan: what is skipped, and the scalars.
 
     Returns:
-        The measured error in logits, on a few sequences of random tokens. About 1e-6 for RMSNorm in float32. LayerNorm
-        (GPT-2, NeoX), whose eps is 1e-5, comes to about 3e-4 with usual scalars.
+        The measured error in logits, on a few sequences of random tokens: exact up to the norms' eps, which is added to
+        a stream of another scale. In float32 2e-6 to 6e-5 on trained models with scalars within 10 % of 1.
 
     Raises:
         FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of

@@ -58,9 +58,7 @@ def search(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Plan:
-    """Find the blocks whose removal costs least on held-out data, then train scalars that heal it.
-
-    Under torchrun, processes share the work; the plan is the one that one process finds.
+    """Find the blocks whose removal costs least on held-out data, then train scalars that heal it; torchrun shares it.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode, whole).
@@ -72,7 +70,7 @@ def search(
         search: `greedy`, `exact`, `one-shot`, `cosine`, `taylor`, `random`, `last`, or `given` (with the layers).
         granularity: `attention`, `mlp` or `layer`.
         given: 1-based layers in the order of their removal.
-        fit: train scalars, with the control "scalars only".
+        fit: train scalars, and the control "scalars only".
         batch_size: sequences run at once.
         seed: of everything that is drawn.
         output: folder for `plan.json`, and for `progress.json` while the search runs.
