@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fulldepth import console
 from fulldepth.cli.door import DEBUG, Debug, listed, refuse_existing, whole_numbers
-from fulldepth.cli.skip import DATA, LOADING, SEARCHING, skip
+from fulldepth.cli.skip import (
+    LOADING,
+    SEARCHING,
+    BatchSize,
+    Device,
+    Dtype,
+    Granularity,
+    Heldout,
+    Limit,
+    Model,
+    PlanFile,
+    Planned,
+    RemoteCode,
+    Results,
+    Revision,
+    Seed,
+    SequenceLength,
+    Tokenizer,
+    skip,
+)
 
 GRID = "What is timed"
 
 
 @skip.command("curve")
 def curve_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")],
+    model: Model,
     data: Annotated[str, typer.Option("--data", help="As for `skip search`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    output: Results,
     max_blocks: Annotated[int, typer.Option(help="How many blocks to remove at most.", rich_help_panel=SEARCHING)] = 12,
     search: Annotated[
         str | None,
         typer.Option(help="How they are found, as for `skip search`. [default: greedy]", rich_help_panel=SEARCHING),
     ] = None,
-    granularity: Annotated[
-        str | None, typer.Option(help="attention, mlp or layer. [default: attention]", rich_help_panel=SEARCHING)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of all that is drawn. [default: 0]", rich_help_panel=SEARCHING)
-    ] = None,
-    heldout: Annotated[
-        str | None,
-        typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA),
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens in a window of plain text. [default: 256]", rich_help_panel=DATA)
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Read the first rows or windows only.", rich_help_panel=DATA)
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Sequences run at once. [default: 8]", rich_help_panel=DATA)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16. [default: the checkpoint's own]", rich_help_panel=LOADING)
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or name. [default: the checkpoint's]", rich_help_panel=LOADING)
-    ] = None,
+    granularity: Granularity = None,
+    seed: Seed = None,
+    heldout: Heldout = None,
+    sequence_length: SequenceLength = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of the search as key=value: --set criterion=kl.")
     ] = None,
@@ -76,6 +79,8 @@ def curve_command(
         "dtype": dtype,
         "device": device,
         "tokenizer": tokenizer,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code or None,
     }
     options = {name: value for name, value in given.items() if value is not None}
     if not resume:
@@ -99,7 +104,7 @@ def curve_command(
 def bench_command(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before anything was removed.")],
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    output: Results,
     batches: Annotated[str, typer.Option(help="Sequences at once, a list.", rich_help_panel=GRID)] = "1,4",
     contexts: Annotated[
         str | None,
@@ -123,11 +128,9 @@ def bench_command(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16; auto: each checkpoint's own.", rich_help_panel=LOADING)
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)] = None,
-    revision: Annotated[str | None, typer.Option(help="Of a Hub model.", rich_help_panel=LOADING)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code of a checkpoint.", rich_help_panel=LOADING)
-    ] = False,
+    device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -165,10 +168,10 @@ def bench_command(
 
 @skip.command("quantise")
 def quantise_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")],
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")],
+    model: Planned,
+    plan: PlanFile,
     data: Annotated[str, typer.Option("--data", help="As for `skip search`; the same for the same held-out tokens.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    output: Results,
     method: Annotated[
         str,
         typer.Option(
@@ -176,10 +179,7 @@ def quantise_command(
             "fulldepth[awq])."
         ),
     ] = "int8",
-    heldout: Annotated[
-        str | None,
-        typer.Option(help="Data that losses are read on. [default: a seeded fifth]", rich_help_panel=DATA),
-    ] = None,
+    heldout: Heldout = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,

@@ -22,10 +22,38 @@ app.add_typer(skip)
 
 SEARCHING, DATA, HEALING, LOADING = "The search", "Data", "Healing", "Loading the model"
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
+Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
+Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")]
+Granularity = Annotated[
+    str | None, typer.Option(help="attention, mlp or layer. [default: attention]", rich_help_panel=SEARCHING)
+]
+Seed = Annotated[int | None, typer.Option(help="Of all that is drawn. [default: 0]", rich_help_panel=SEARCHING)]
+Heldout = Annotated[
+    str | None, typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA)
+]
+SequenceLength = Annotated[
+    int | None, typer.Option(help="Tokens in a window of plain text. [default: 256]", rich_help_panel=DATA)
+]
+Limit = Annotated[int | None, typer.Option(help="Read the first rows or windows only.", rich_help_panel=DATA)]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences run at once. [default: 8]", rich_help_panel=DATA)]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16. [default: the checkpoint's own]", rich_help_panel=LOADING)
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder or name. [default: the checkpoint's]", rich_help_panel=LOADING)
+]
+Revision = Annotated[str | None, typer.Option(help="Of a Hub model.", rich_help_panel=LOADING)]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.", rich_help_panel=LOADING)
+]
+
 
 @skip.command("search")
 def search_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")],
+    model: Model,
     data: Annotated[
         str,
         typer.Option(
@@ -51,52 +79,33 @@ def search_command(
             rich_help_panel=SEARCHING,
         ),
     ] = None,
-    granularity: Annotated[
-        str | None, typer.Option(help="attention, mlp or layer. [default: attention]", rich_help_panel=SEARCHING)
-    ] = None,
+    granularity: Granularity = None,
     given: Annotated[
         str | None, typer.Option(help="The layers to remove, 1-based: 3,7.", rich_help_panel=SEARCHING)
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="FLOPs (2e15) or a time (90s, 10m, 2h).", rich_help_panel=SEARCHING)
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of all that is drawn. [default: 0]", rich_help_panel=SEARCHING)
-    ] = None,
-    heldout: Annotated[
-        str | None,
-        typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA),
-    ] = None,
+    seed: Seed = None,
+    heldout: Heldout = None,
     generate_responses: Annotated[
         int | None,
         typer.Option(help="Let the model answer this many prompts first, as the paper does.", rich_help_panel=DATA),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Of these answers; 0 = greedy.", rich_help_panel=DATA)] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="Of an answer.", rich_help_panel=DATA)] = 256,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens in a window of plain text. [default: 256]", rich_help_panel=DATA)
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Read the first rows or windows only.", rich_help_panel=DATA)
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Sequences run at once. [default: 8]", rich_help_panel=DATA)
-    ] = None,
+    sequence_length: SequenceLength = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
     fit: Annotated[
         bool | None,
         typer.Option("--fit/--no-fit", help="Train the scalars that heal. [default: fit]", rich_help_panel=HEALING),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16. [default: the checkpoint's own]", rich_help_panel=LOADING)
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or name. [default: the checkpoint's]", rich_help_panel=LOADING)
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of a Hub model.", rich_help_panel=LOADING)] = None,
-    trust_remote_code: Annotated[
-        bool | None, typer.Option("--trust-remote-code", help="Run code of the checkpoint.", rich_help_panel=LOADING)
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
     recipe: Annotated[
         str | None, typer.Option(help="YAML file of settings, or a shipped recipe: hopscotch, quick.")
     ] = None,
@@ -135,7 +144,7 @@ def search_command(
         "device": device,
         "tokenizer": tokenizer,
         "revision": revision,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": trust_remote_code or None,
     }
     chosen = {name: value for name, value in over.items() if value is not None}
     resolved = recipes.layer(
@@ -165,8 +174,8 @@ def search_command(
 
 @skip.command("apply")
 def apply_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")],
+    plan: PlanFile,
+    model: Planned,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new checkpoint; must not exist.")],
     format: Annotated[
         str,
