@@ -23,7 +23,7 @@ from fulldepth.skip import Example, Examples, Plan, read_examples, search
 from skip_subjects import checkpoint, pairs
 
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
-SEQUENCES, LENGTH, TEXT = 256, 128, "corpus:builtin"
+SEQUENCES, LENGTH, TEXT = 128, 128, "corpus:builtin"
 
 
 def parts(model: PreTrainedModel, tokenizer: Any, data: str, seed: int) -> tuple[Examples, Examples]:

@@ -91,11 +91,11 @@ def checkpoint(run: Path) -> Path:
 
 
 def pairs(source: Path, target: Path, tokenizer: Any = None) -> Path:
-    """GSM8K's rows as prompts and responses; with a tokenizer those only that the models have positions for."""
+    """GSM8K's rows as prompts and responses; with a tokenizer those only that fit the models, chat marks included."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     made = [{"prompt": f"Question: {row['question']}\nAnswer: ", "response": row["answer"]} for row in rows]
     if tokenizer is not None:
-        made = [row for row in made if len(tokenizer(row["prompt"] + row["response"])["input_ids"]) < POSITIONS]
+        made = [row for row in made if len(tokenizer(row["prompt"] + row["response"])["input_ids"]) < POSITIONS - 32]
     target.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
     return target
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,11 +17,12 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.selection.score import Scorer
 from fulldepth.skip.selection.search import search
 from skip import plain
 from skip.searching import LAYERS, OPTIONS, STEPS, WEIGHTS, WIDTH
 
-PROGRAM = Path(__file__).with_name("searching.py")
+PROGRAM = Path(__file__).parents[1] / "searching.py"
 PROGRESS = "progress.json"
 SLOW = pytest.param("greedy", "scaled", marks=pytest.mark.slow)
 
@@ -167,3 +169,18 @@ def test_a_disk_that_is_full_is_said_in_one_line(model, examples, tmp_path):
     with pytest.raises(FulldepthError, match="Cannot write the progress") as error:
         search(model, examples, output=blocked / "out", fit=False, **OPTIONS)
     assert "\n" not in str(error.value)
+
+
+def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch):
+    usual = Scorer.sums
+
+    def overflowing(self, batch, variants, **options):
+        found = usual(self, batch, variants, **options)
+        for variant in found:
+            if 2 in variant:
+                found[variant] = {name: [math.nan for _ in sums] for name, sums in found[variant].items()}
+        return found
+
+    monkeypatch.setattr(Scorer, "sums", overflowing)
+    with pytest.raises(FulldepthError, match=r"blocks \[(1, )?2.*\] skipped the loss is not finite in torch.float32"):
+        search(model, examples, **OPTIONS)

@@ -7,6 +7,7 @@ the start, and every step that was made before is read instead of made.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,6 +229,11 @@ class Ledger:
         for variant in todo:
             for name in parts[0, variant]:
                 whole = [value for number in range(len(self.chunks[chunk])) for value in parts[number, variant][name]]
+                if not all(map(math.isfinite, whole)):
+                    raise FulldepthError(
+                        f"With the blocks {sorted(variant)} skipped the loss is not finite in "
+                        f"{self.scorer.anatomy.model.dtype}; use another precision (dtype float32 or bfloat16)."
+                    )
                 self._sums.setdefault(name, {}).setdefault(variant, {})[chunk] = whole
 
     def _score(self, kind: str, batch: Batch, variants: Sequence[Variant]) -> dict[Variant, dict[str, list[float]]]:
