@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import fulldepth
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
@@ -106,6 +108,11 @@ def test_rooms_import_only_along_the_arrows(path: Path) -> None:
         assert there in ARROWS[here] | {here} | EVERYWHERE, f"{path}:{node.lineno}: {here} must not import {there}"
         if here in COMPOSITIONS and there in VERBS:
             assert name == f"fulldepth.{there}", f"{path}:{node.lineno}: only what {there} shows in its __init__"
+
+
+def test_every_room_with_public_names_is_an_attribute_of_the_package() -> None:
+    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")} - {"cli", "demo"}
+    assert rooms == set(fulldepth.__all__) & rooms
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
