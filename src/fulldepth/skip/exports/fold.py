@@ -78,7 +78,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
 
     Returns:
         The measured error in logits, on a few sequences of random tokens: exact up to the norms' eps, which is added to
-        a stream of another scale. In float32 2e-6 to 6e-5 on trained models with scalars within 10 % of 1.
+        a stream of another scale. In float32 4e-6 to 4e-5 on trained models with scalars within 10 % of 1.
 
     Raises:
         FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of
