@@ -26,6 +26,7 @@ COMPOSITIONS = {"demo", "reproduce"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "progress": set(),
+    "files": set(),
     "autoclasses": set(),
     "console": set(),
     "recipes": set(),
@@ -45,14 +46,14 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "recipes", "figures"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
-EVERYWHERE = {"errors", "progress"}
+EVERYWHERE = {"errors", "files", "progress"}
 
 LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
 OPTIONAL = {"bitsandbytes", "gptqmodel", "lm_eval", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
-WITHOUT_TORCH = ["", ".cli", ".compare", ".errors", ".figures", ".recipes", ".report", ".results"]
+WITHOUT_TORCH = ["", ".cli", ".compare", ".errors", ".figures", ".files", ".recipes", ".report", ".results"]
 UNITS = {"1", "%", "nats", "tokens", "layers"}
 
 LIMITS = {"src": (400, 60), "tests": (500, 100)}

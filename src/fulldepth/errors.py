@@ -28,6 +28,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     return FulldepthError(f"Unknown {kind} {name!r}.{hint} {listed}")
 
 
+def one_line(text: object, most: int = 400) -> str:
+    """`text` on one line of at most `most` printable characters; what is cut is marked by `…`."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a CPU or an accelerator (torch has no one class for that)."""
     names = {base.__name__ for base in type(error).__mro__}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ import pandas as pd
 
 from fulldepth import figures
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -109,21 +108,6 @@ class Results:
         if missing:
             raise FulldepthError(f"{folder / TABLE} lacks the columns {', '.join(missing)}.")
         return cls(table, meta)
-
-
-@contextmanager
-def atomic(path: str | Path) -> Iterator[Path]:
-    """Write to a temporary name beside `path`, then rename: readers see the old file or the new one, never half.
-
-    Gives the temporary path; on an exception the old file stays and the temporary one goes.
-    """
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:

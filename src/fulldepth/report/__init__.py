@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic
 from fulldepth.report.page import assemble
 from fulldepth.report.payload import payload
 from fulldepth.report.together import rows_of, together
-from fulldepth.results import PAGE, Results, atomic
+from fulldepth.results import PAGE, Results
 
 
 def render(results: Results, where: str = "") -> str:

@@ -16,10 +16,10 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.files import atomic
 from fulldepth.hf import GRANULARITIES, Anatomy, anatomy_candidates
 from fulldepth.hf.scalars import FACTORS, factor_names
 from fulldepth.recipes import Settings, layer
-from fulldepth.results import atomic
 from fulldepth.skip.identity import model_hash
 
 FILE = "plan.json"

@@ -11,9 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic
 from fulldepth.hf import Checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, atomic
+from fulldepth.results import DOCUMENT, Results
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.inputs.responses import FILE as RESPONSES
 from fulldepth.skip.inputs.responses import generate_responses, read_prompts

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic
 from fulldepth.hf import half_written, sealed_checkpoints
 from fulldepth.recipes import layer, read
-from fulldepth.results import atomic
 from fulldepth.train.settings import TrainSettings
 
 SETTINGS, TOKENIZER, TOKENS = "settings.yaml", "tokenizer", "tokens"

@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, open_rows, read_conversations
 from fulldepth.data.records import PROMPT_COLUMNS
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic
 from fulldepth.progress import Watcher
-from fulldepth.results import atomic
 from fulldepth.skip.inputs.rendering import Prompt, as_prompt, encode_prompt
 
 FILE = "responses.jsonl"

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic
 from fulldepth.progress import Watcher
-from fulldepth.results import atomic
 from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.flops import Costs, Variant, candidates
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer

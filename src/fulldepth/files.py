@@ -1,0 +1,236 @@
+"""Reads and writes files safely: bounded, validated, atomic, locked. Every room reads stored documents this way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+from filelock import FileLock, Timeout
+
+from fulldepth.errors import FulldepthError, one_line
+
+MOST_BYTES = 64 << 20
+"""Largest document that is read whole, unless a caller allows more."""
+MOST_DEPTH = 64
+"""Deepest nesting of lists and mappings in a document."""
+LOCK = ".lock"
+ABANDONED = 7 * 24 * 3600
+"""Seconds after which a temporary file of another machine counts as abandoned."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn any exception that a library raises while it reads a named file into `Cannot read PATH: reason`.
+
+    Rust libraries raise bare `Exception`, and `BaseException` when they panic, so both are caught. Keep the body to
+    the library's call: mistakes in our own code must not be blamed on the file.
+
+    Raises:
+        FulldepthError: for any exception but `FulldepthError` itself, interruption and exit.
+    """
+    try:
+        yield
+    except (FulldepthError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise FulldepthError(f"Cannot read {path}: {_reason(error)}.") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line without a full stop."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return one_line(error).rstrip(".") or type(error).__name__
+
+
+def read_bytes(path: str | Path, *, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises:
+        FulldepthError: if it is not a regular file (a device or a pipe may never end), is larger, or cannot be read.
+    """
+    place = Path(path)
+    with reading(place):
+        if not place.is_file():
+            raise FulldepthError(f"Cannot read {place}: it is {'not a regular file' if place.exists() else 'missing'}.")
+        with place.open("rb") as file:
+            content = file.read(most + 1)
+    if len(content) > most:
+        raise FulldepthError(f"Cannot read {place}: it is larger than {most / (1 << 20):,.0f} MiB.")
+    return content
+
+
+def read_json(path: str | Path, *, most: int = MOST_BYTES, depth: int = MOST_DEPTH) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        FulldepthError: if it is not valid JSON (NaN and infinities are not), a key appears twice, or it is larger than
+            `most` bytes or nested deeper than `depth`.
+    """
+    content = read_bytes(path, most=most)
+    with reading(path):
+        value = json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    if not _is_shallow(value, depth):
+        raise FulldepthError(f"Cannot read {path}: it is nested deeper than {depth} levels.")
+    return value
+
+
+def read_document(path: str | Path, schema: type[T], *, most: int = MOST_BYTES) -> T:
+    """The value in a JSON file, validated strictly against a schema.
+
+    Args:
+        path: the file.
+        schema: a pydantic model, or any type that pydantic understands, such as `dict[str, list[float]]`.
+        most: largest size in bytes.
+
+    Raises:
+        FulldepthError: as `read_json`, or if the value does not fit the schema; names the first entry that does not.
+    """
+    value = read_json(path, most=most)
+    try:
+        return pydantic.TypeAdapter(schema).validate_json(json.dumps(value), strict=True)
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "the document"
+        raise FulldepthError(f"Cannot read {path}: {one_line(where)}: {one_line(problem['msg'])}.") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys appear once (`json` would keep the last one silently)."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not valid JSON")
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    """Whether lists and mappings are nested at most `depth` deep, without recursion."""
+    level = [value]
+    for _ in range(depth + 1):
+        inner = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        if not inner:
+            return True
+        level = [item for items in inner for item in items]
+    return False
+
+
+@contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Write to a temporary name beside `path`, then rename: readers see the old file or the new one, never half.
+
+    Yields the temporary path; on an exception the old file stays and the temporary one is removed. What a killed
+    process leaves is removed by `remove_leftovers`.
+    """
+    target = Path(path)
+    part = temporary_name(target)
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Write a folder under a temporary name beside `path`, then rename it; `path` must not exist.
+
+    Yields the temporary folder, empty; on an exception it is removed.
+    """
+    target = Path(path)
+    part = temporary_name(target)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def temporary_name(target: Path) -> Path:
+    """The name under which this process writes `target`: `.NAME.HOST-PID.part`."""
+    return target.with_name(f".{target.name}.{_host()}-{os.getpid()}.part")
+
+
+def remove_leftovers(folder: str | Path) -> list[Path]:
+    """Remove temporary files and folders that killed processes left in `folder` (its top level); returns them.
+
+    A temporary name is abandoned if its process no longer runs on this machine, or if another machine made it more
+    than `ABANDONED` seconds ago.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in Path(folder).iterdir():
+            match = re.fullmatch(r"\..+\.([^.]+)-(\d+)\.part", path.name)
+            if match is None or not _is_abandoned(path, match[1], int(match[2])):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def _is_abandoned(path: Path, host: str, process: int) -> bool:
+    if host != _host():
+        return time.time() - path.lstat().st_mtime > ABANDONED
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _host() -> str:
+    """The machine's name, without characters that separate the parts of a temporary name."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname()) or "host"
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Hold a folder for this process while it writes results there; made if absent, left without leftovers.
+
+    The lock belongs to the process: it is gone when the process ends, however it ends. Nested use is allowed.
+
+    Raises:
+        FulldepthError: if another process holds the folder, or it cannot be written.
+    """
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(place.resolve() / LOCK, timeout=0, is_singleton=True)
+        lock.acquire()
+    except Timeout as error:
+        raise FulldepthError(
+            f"Another fulldepth process is writing into {place}. Wait for it, or choose another folder."
+        ) from error
+    except OSError as error:
+        raise FulldepthError(f"Cannot write into {place}: {error.strerror or error}.") from error
+    try:
+        remove_leftovers(place)
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,144 @@
+"""Reading and writing files: bounds, schemas, atomic replacement, locks, leftovers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulldepth import files
+from fulldepth.errors import FulldepthError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    y: list[float]
+
+
+@given(value=VALUES)
+def test_json_is_read_as_the_standard_library_reads_it(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+    path = tmp_path_factory.mktemp("json") / "value.json"
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert files.read_json(path) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "Expecting"),
+        ('{"a": 1, "a": 2}', "appears twice"),
+        ("[NaN]", "NaN is not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 70 + "]" * 70, "nested deeper than 64 levels"),
+        ("9" * 5000, "digits"),
+        ("\udcff", "codec"),
+        ('{"x": 1, "y": [1]}' + " " * 2000, "larger than"),
+    ],
+)
+def test_broken_json_is_refused_with_its_reason(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(FulldepthError, match=says) as caught:
+        files.read_json(path, most=1000 if "larger" in says else files.MOST_BYTES)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_device_or_a_pipe_is_never_opened(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for place in (pipe, Path("/dev/zero"), tmp_path, tmp_path / "absent.json"):
+        with pytest.raises(FulldepthError, match=r"not a regular file|missing"):
+            files.read_bytes(place)
+
+
+def test_a_document_is_validated_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "point.json"
+    path.write_text('{"x": 1, "y": [1, 2.5]}')
+    assert files.read_document(path, Point) == Point(x=1, y=[1.0, 2.5])
+    for text, where in (('{"x": "1", "y": []}', "x"), ('{"x": 1, "y": [null]}', "y.0"), ("[]", "the document")):
+        path.write_text(text)
+        with pytest.raises(FulldepthError, match=f"point.json: {where}: "):
+            files.read_document(path, Point)
+
+
+def test_any_library_error_names_the_file_but_interruption_passes() -> None:
+    class Panic(BaseException):
+        """As Rust libraries raise when they panic."""
+
+    for error in (Exception("bare"), Panic("panicked\n" * 500), KeyError("k"), RecursionError(), MemoryError()):
+        with pytest.raises(FulldepthError, match=r"Cannot read some\.file: ") as caught, files.reading("some.file"):
+            raise error
+        assert len(str(caught.value)) < 500
+    for error in (KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)), files.reading("some.file"):
+            raise error
+
+
+def fail_while_writing(target: Path) -> None:
+    with files.atomic(target) as part:
+        part.write_text("new")
+        raise ZeroDivisionError
+
+
+def fail_while_filling(target: Path) -> None:
+    with files.atomic_folder(target) as part:
+        (part / "file").write_text("new")
+        raise ZeroDivisionError
+
+
+def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    with files.atomic(tmp_path / "kept.txt") as part:
+        part.write_text("old")
+    with pytest.raises(ZeroDivisionError):
+        fail_while_writing(tmp_path / "kept.txt")
+    with pytest.raises(ZeroDivisionError):
+        fail_while_filling(tmp_path / "folder")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept.txt": "old"}
+
+
+def test_leftovers_of_a_killed_process_go_and_others_stay(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from fulldepth import files\n"
+        "root = Path(sys.argv[1])\n"
+        "part = files.temporary_name(root / 'table'); part.write_text('half')\n"
+        "part = files.temporary_name(root / 'model'); part.mkdir(); (part / 'weights').write_text('half')\n"
+        "os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    own = files.temporary_name(tmp_path / "running")
+    own.write_text("being written")
+    foreign = tmp_path / ".table.elsewhere-1.part"
+    foreign.write_text("perhaps being written on another machine")
+    (tmp_path / ".mine.part").write_text("not ours")
+    assert len(list(tmp_path.iterdir())) == 5
+    assert {path.name.split(".")[1] for path in files.remove_leftovers(tmp_path)} == {"table", "model"}
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, foreign.name, ".mine.part"}
+    os.utime(foreign, (0, 0))
+    assert files.remove_leftovers(tmp_path) == [foreign]
+
+
+def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
+    program = "import sys; from fulldepth import files\nwith files.locked(sys.argv[1]): print('in')"
+
+    def enter() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+
+    with files.locked(tmp_path), files.locked(tmp_path / "." / "../" / tmp_path.name):
+        assert "Another fulldepth process" in enter().stderr
+    assert enter().stdout == "in\n"
