@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fulldepth.data.masking import IGNORE
 from fulldepth.errors import FulldepthError
+
+Batching = Literal["padded", "equal", "single"]
 
 
 @dataclass
@@ -78,6 +80,9 @@ class Sequences:
     num_classes: int | None = None
     """Class indices are 0..num_classes-1; None where the data have no labels."""
     class_names: tuple[str, ...] = ()
+    batching: Batching = "padded"
+    """What a batch may hold without changing the model's numbers: sequences of any length, padded; of `equal` length;
+    or a `single` one."""
     warnings: list[str] = field(default_factory=list)
     """What was cut, dropped or not found, one plain sentence each."""
 
@@ -105,8 +110,23 @@ class Sequences:
             raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
-        starts = range(0, len(self), batch_size)[rank::world]
-        return (self.collate(range(start, min(start + batch_size, len(self)))) for start in starts)
+        return (self.collate(group) for group in self.groups(batch_size)[rank::world])
+
+    def groups(self, batch_size: int) -> list[list[int]]:
+        """Indices of the sequences of each batch, as `batching` allows."""
+        if self.batching == "single":
+            return [[index] for index in range(len(self))]
+        order = range(len(self))
+        if self.batching == "padded":
+            return [list(order[start : start + batch_size]) for start in order[::batch_size]]
+        by_length: dict[int, list[int]] = {}
+        for index in order:
+            by_length.setdefault(self.lengths[index], []).append(index)
+        return [
+            indices[start : start + batch_size]
+            for indices in by_length.values()
+            for start in range(0, len(indices), batch_size)
+        ]
 
 
 def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: int) -> Batch:

@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMForCausalLM
-from fulldepth.capture.verify import TOLERANCE, verify
+from fulldepth.capture import find_anatomy
+from fulldepth.capture.stream import TOLERANCE
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import Anatomy, anatomy_candidates, load_checkpoint, load_tokenizer, pick_device
+from fulldepth.hf import Anatomy, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.exports.fold import Folding, folded, probes, scaled_logits
 from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, as_stock, without_bars
 from fulldepth.skip.exports.readers import NotLoadedError, prove
@@ -105,19 +106,6 @@ def export(
         _describe(report, plan, folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return replace(report, bytes=size)
-
-
-def find_anatomy(model: PreTrainedModel) -> Anatomy:
-    """Where the parts of a model are; a family that is not in the table is tried on a few tokens.
-
-    Raises:
-        FulldepthError: if that cannot be found out.
-    """
-    candidates = anatomy_candidates(model)
-    if len(candidates) == 1:
-        return candidates[0]
-    ids = probes(candidates[0]).to(model.device)
-    return verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).anatomy
 
 
 def load(directory: str | Path, *, device: str | torch.device | None = None) -> PreTrainedModel:
