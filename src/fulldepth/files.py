@@ -91,10 +91,10 @@ def read_json(
             deeper than `depth`.
     """
     content = read_bytes(path, most=most)
-    constant = {} if allow_constants else {"parse_constant": _refuse_constant}
+    constant = None if allow_constants else _refuse_constant
     with reading(path):
         try:
-            value = json.loads(content, object_pairs_hook=_unique, **constant)
+            value = json.loads(content, object_pairs_hook=_unique, parse_constant=constant)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise FulldepthError(f"Cannot read {path}: it is not valid JSON: {_reason(error)}.") from error
     if not _is_shallow(value, depth):

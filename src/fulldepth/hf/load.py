@@ -116,9 +116,8 @@ def load_checkpoint(
     target = pick_device(device) if device_map is None else None
     config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
     weights = check_model_files(where, revision)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _plain_errors(where):
-        loader = _model_class(config, trust_remote_code)
+        loader = _model_class(where, config, trust_remote_code)
         placed = {"device_map": device_map} if device_map is not None else {}
         with _quiet(), bounded_construction(where, weights):
             model, info = loader.from_pretrained(
@@ -127,30 +126,36 @@ def load_checkpoint(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                revision=revision,
+                trust_remote_code=trust_remote_code,
                 **placed,
-                **source,
             )
-    if info["mismatched_keys"]:
-        key, stored, needed = min(info["mismatched_keys"])
-        raise FulldepthError(
-            f"{where} does not fit its config.json: {len(info['mismatched_keys'])} weights have another shape (first: "
-            f"{key} is {list(stored)} in the file, {list(needed)} in {type(model).__name__})."
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise FulldepthError(
-            f"{where} lacks {len(missing)} weights that {type(model).__name__} needs (first: {missing[0]}); they would "
-            "be random. The checkpoint is incomplete, or its config.json names another class."
-        )
+    _check_fit(where, type(model).__name__, info)
     if getattr(config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
     warnings = []
     if info["unexpected_keys"]:
         extra = sorted(info["unexpected_keys"])
-        warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {extra[0]}).")
+        first = one_line(extra[0], 200)
+        warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {first}).")
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
     return Checkpoint(model.eval(), where, revision, tuple(warnings))
+
+
+def _check_fit(where: str, model: str, info: dict[str, Any]) -> None:
+    """Refuse weights of another shape and weights that are missing, from transformers' report on loading."""
+    if info["mismatched_keys"]:
+        key, stored, needed = min(info["mismatched_keys"])
+        raise FulldepthError(
+            f"{where} does not fit its config.json: {len(info['mismatched_keys'])} weights have another shape (first: "
+            f"{key} is {list(stored)} in the file, {list(needed)} in {model})."
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise FulldepthError(
+            f"{where} lacks {len(missing)} weights that {model} needs (first: {missing[0]}); they would be random. "
+            "The checkpoint is incomplete, or its config.json names another class."
+        )
 
 
 def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -199,11 +204,12 @@ def load_processor(
     return transformers.ViTImageProcessorPil(size=edges, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
-def _model_class(config: Any, trust_remote_code: bool) -> Any:
+def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
     """The class that the checkpoint was saved from."""
     names = getattr(config, "architectures", None) or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise FulldepthError(f"`architectures` in config.json is {names!r}; expected a list of class names.")
+        given = one_line(repr(names), 100)
+        raise FulldepthError(f"`architectures` in {where}/config.json is {given}; expected a list of class names.")
     found = getattr(transformers, names[0], None) if names else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None:
         return found
@@ -214,11 +220,14 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     if trust_remote_code and getattr(config, "auto_map", None):
         name = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
         return getattr(transformers, name, AutoModelForCausalLM)
-    if names and getattr(config, "auto_map", None):
-        raise FulldepthError(f"{names[0]} is code that the checkpoint carries; it runs only with --trust-remote-code.")
-    if names:
-        raise FulldepthError(f"transformers {transformers.__version__} has no model class {names[0]}.")
-    raise FulldepthError("config.json names no class (`architectures`), so it is not known what the weights are.")
+    if not names:
+        raise FulldepthError(
+            f"{where}/config.json names no class (`architectures`): it is not known what the weights are."
+        )
+    name = one_line(names[0], 100)
+    if getattr(config, "auto_map", None):
+        raise FulldepthError(f"{name} is code that {where} carries; it runs only with --trust-remote-code.")
+    raise FulldepthError(f"transformers {transformers.__version__} has no model class {name}, which {where} needs.")
 
 
 def _check_folder(where: str) -> None:
