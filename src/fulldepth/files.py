@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +47,18 @@ def reading(path: str | Path) -> Iterator[None]:
         raise
     except BaseException as error:
         raise FulldepthError(f"Cannot read {path}: {_reason(error)}.") from error
+
+
+def reading_each(path: str | Path, items: Iterable[T]) -> Iterator[T]:
+    """The items that a library reads from a named file one by one; its exceptions become those of `reading`."""
+    iterator = iter(items)
+    while True:
+        with reading(path):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
 
 
 def _reason(error: BaseException) -> str:
