@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fulldepth.data.masking import IGNORE
 from fulldepth.errors import FulldepthError
+from fulldepth.files import reading
 
 Batching = Literal["padded", "equal", "single"]
 
@@ -151,11 +152,20 @@ def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: i
 
 
 def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
-    """Decode the chosen images and run the processor on them."""
+    """Decode the chosen images and run the processor on them.
+
+    Raises:
+        FulldepthError: if an image cannot be decoded, or the processor (anyone's) fails or gives no numbers.
+    """
     chosen = [examples[i] for i in indices]
-    processed = processor(images=[e.load() for e in chosen], return_tensors="pt")
+    images = [example.load() for example in chosen]
+    with reading(f"images with a {type(processor).__name__}"):
+        processed = processor(images=images, return_tensors="pt")
+        inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
+    if not all(value.isfinite().all() for value in inputs.values()):
+        raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
     return Batch(
-        inputs={name: value for name, value in processed.items() if isinstance(value, Tensor)},
+        inputs=inputs,
         attention_mask=None,
         sequence=torch.tensor(list(indices), dtype=torch.int64),
         labels=_labels(examples, chosen),

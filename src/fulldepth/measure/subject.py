@@ -168,7 +168,12 @@ def _sequences(
     positions = anatomy.max_positions
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     classifies = anatomy.task in ("text-classification", "image-classification")
-    processor = load_processor(checkpoint.name, anatomy.config) if source.kind == "images" else None
+    processor = None
+    if source.kind == "images":
+        trusted = settings.trust_remote_code
+        processor = load_processor(
+            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
+        )
     return prepare(
         source,
         task=anatomy.task,

@@ -120,7 +120,9 @@ def load(directory: str | Path, *, device: str | torch.device | None = None) -> 
         return load_checkpoint(folder, device=device).model
     try:  # its model type is not ours to register
         with without_bars():
-            found: Any = DeciLMForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+            found: Any = DeciLMForCausalLM.from_pretrained(
+                folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
     model, info = found
