@@ -181,15 +181,16 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
     handles: list[RemovableHandle] = []
     blocks = set(anatomy.blocks)
     try:
-        grouped = list(_grouped(_places(anatomy, set(wanted))))
-        for place, layers in grouped:
+        turns = _turns(anatomy)
+        for place in _merged(_places(anatomy, set(wanted))):
+            layers = turns[place.layers[0]]
             if grad and place.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
                 raise FulldepthError(
                     f"{place.name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; "
                     "enable checkpointing with use_reentrant=False."
                 )
             handles.append(_hook(tape, place, layers, grad))
-        if any(len(layers) > 1 for _, layers in grouped):
+        if len(turns) > len(blocks):
             handles.append(anatomy.body.register_forward_pre_hook(lambda *_: tape.begin()))
         yield tape
     finally:
@@ -217,17 +218,28 @@ class Place(NamedTuple):
     """Whether the module's input is read, else its output."""
     name: str
     """On the tape."""
-    layer: int
+    layers: tuple[int, ...]
+    """The 1-based layers whose state it is."""
     change: Change
     """The state in what the module is given or gives."""
 
 
-def _grouped(places: Iterable[Place]) -> Iterator[tuple[Place, list[int]]]:
-    """Each place once, with its layers in the order of their calls: shared blocks stand for several layers."""
-    groups: dict[tuple[int, bool, str], tuple[Place, list[int]]] = {}
+def _merged(places: Iterable[Place]) -> Iterator[Place]:
+    """Each module's place once, with all its layers: shared blocks stand for several."""
+    merged: dict[tuple[int, bool, str], Place] = {}
     for place in places:
-        groups.setdefault((id(place.module), place.before, place.name), (place, []))[1].append(place.layer)
-    yield from groups.values()
+        key = (id(place.module), place.before, place.name)
+        earlier = merged.get(key)
+        merged[key] = place if earlier is None else earlier._replace(layers=(*earlier.layers, *place.layers))
+    yield from merged.values()
+
+
+def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
+    """1-based layer -> all layers that run the same block, in the order of its calls."""
+    layers_of: dict[int, list[int]] = {}
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        layers_of.setdefault(id(block), []).append(layer)
+    return {layer: layers_of[id(block)] for layer, block in enumerate(anatomy.blocks, start=1)}
 
 
 def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
@@ -237,7 +249,7 @@ def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
         yield from _branch_places(anatomy, wanted, layer)
         if "value" in wanted:
             value = _required(anatomy, layer, "value")
-            yield Place(value, False, "value", layer, lambda given: anatomy.value_states(_tensor(given)))
+            yield Place(value, False, "value", (layer,), lambda given: anatomy.value_states(_tensor(given)))
         yield from _coefficient_places(anatomy, wanted, layer)
 
 
@@ -249,16 +261,16 @@ def _stream_places(anatomy: Anatomy, wanted: set[str], layer: int, block: nn.Mod
 
     reader = anatomy.reader(layer)
     if layer == 1 and reader is not block:
-        yield Place(block, True, "h0", layer, stream)
+        yield Place(block, True, "h0", (layer,), stream)
     x_wanted = "attention_input" in wanted or ("attention_carried" in wanted and not anatomy.has_streams)
     if x_wanted or (layer == 1 and reader is block) or _needs_sum(anatomy, wanted):
-        yield Place(reader, True, "x", layer, stream)
+        yield Place(reader, True, "x", (layer,), stream)
     if wanted & {"residual", "final_normed"}:
-        yield Place(block, False, "y", layer, stream)
+        yield Place(block, False, "y", (layer,), stream)
     if "attention_output" in wanted and not _needs_sum(anatomy, wanted):
-        yield Place(*_attention_output(anatomy, layer), "attention_output", layer, stream)
+        yield Place(*_attention_output(anatomy, layer), "attention_output", (layer,), stream)
     if "mlp_input" in wanted and not anatomy.has_streams:
-        yield Place(_mlp_input(anatomy, layer, block), True, "mlp_input", layer, stream)
+        yield Place(_mlp_input(anatomy, layer, block), True, "mlp_input", (layer,), stream)
 
 
 def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
@@ -273,16 +285,16 @@ def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[P
         if site in wanted or (kind == "attention" and _needs_sum(anatomy, wanted)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
             if module is not None:
-                yield Place(module, False, site, layer, scaled)
+                yield Place(module, False, site, (layer,), scaled)
         if not anatomy.has_streams:
             continue
         # a connection gives: the branch's input, the streams without the branch, the branch's weight in each
         connection = _required(anatomy, layer, f"{kind}_connection")
         if site in wanted:
-            yield Place(connection, False, f"{site}_weight", layer, lambda given: given[2].sum(-1, keepdim=True))
+            yield Place(connection, False, f"{site}_weight", (layer,), lambda given: given[2].sum(-1, keepdim=True))
         carried = CARRIED[kind]
         if carried in wanted:
-            yield Place(connection, False, carried, layer, lambda given: anatomy.stream(given[1]))
+            yield Place(connection, False, carried, (layer,), lambda given: anatomy.stream(given[1]))
 
 
 def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
@@ -294,9 +306,9 @@ def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Itera
         if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
             _required(anatomy, layer, role)
         if module is not None and site == "routing":
-            yield Place(module, False, site, layer, _tensor)
+            yield Place(module, False, site, (layer,), _tensor)
         elif module is not None:
-            yield Place(module, True, site, layer, partial(_mixing, module))
+            yield Place(module, True, site, (layer,), partial(_mixing, module))
 
 
 def _mixing(connection: Any, given: Any) -> Tensor:
@@ -340,15 +352,17 @@ def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
 
 
 def _hook(tape: Tape, place: Place, layers: list[int], grad: bool) -> RemovableHandle:
-    """Register one hook that records a tensor and changes nothing; call number i of a pass is that of `layers[i]`."""
+    """Register one hook that records a tensor and changes nothing; call number i of a pass belongs to `layers[i]`."""
 
     def record(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation inside backward
             return
         if grad and not torch.is_grad_enabled():  # an evaluation in between: nothing to learn from
             return
-        state = place.change(value)
-        tape.record(place.name, tape.turn(place, layers), state if grad else state.detach())
+        layer = tape.turn(place, layers)
+        if layer in place.layers:
+            state = place.change(value)
+            tape.record(place.name, layer, state if grad else state.detach())
 
     if grad:  # a compiled model is compiled around the hook, not through it
         record = torch.compiler.disable(record)

@@ -122,9 +122,11 @@ def first_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | No
 
 
 def main_state(output: Any) -> Tensor | None:
-    """The state in what a module gave: a tensor, the first of a tuple, or the last hidden state."""
+    """The state in what a module gave: a tensor, the first of a tuple, or the last hidden state; None for logits."""
     while not isinstance(output, Tensor):
         if isinstance(output, Mapping) and output:
+            if "logits" in output and "last_hidden_state" not in output:
+                return None
             output = output.get("last_hidden_state", next(iter(output.values())))
         elif isinstance(output, tuple | list) and output:
             output = output[0]

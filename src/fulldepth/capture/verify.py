@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from fulldepth.capture.hooks import ROLES, capture
 from fulldepth.capture.stream import TOLERANCE, find_head, is_close, predict, prove_end, prove_stream, relative_error
-from fulldepth.capture.trace import Trace, body_inputs, follow
+from fulldepth.capture.trace import Trace, body_inputs, follow, logits_of, run
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
 from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates
+from fulldepth.hf.finder import towers
 
 MOST_REASONS = 3
 """Reasons that a refusal lists."""
@@ -64,7 +65,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     Raises:
         FulldepthError: if the model fails or gives NaN, or no candidate stands the tests; says which failed and why.
     """
-    trace = follow(candidates[0], inputs)
+    trace = _followed(candidates[0], inputs)
     failures: dict[str, str] = {}
     best: Verified | None = None
     for anatomy in candidates:
@@ -91,6 +92,17 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
         + ". Describe it in the settings (--set anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
         "where they are known); without these the residual stream alone is measured."
     )
+
+
+def _followed(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
+    """One pass of the model; if it fails, the towers that can be measured alone are named."""
+    try:
+        return follow(anatomy, inputs)
+    except FulldepthError as error:
+        options = " or ".join(f"--tower {name}" for name in towers(anatomy.model))
+        if not options or anatomy.family.tower:
+            raise
+        raise FulldepthError(f"{error}. The model has two towers that can be measured alone: {options}.") from error
 
 
 @torch.no_grad()
@@ -178,7 +190,28 @@ def _prove_head(
         return anatomy, None
     if trace.logits is None:
         raise FulldepthError("the model gives no logits")
+    if anatomy.task == "causal-lm":
+        _check_causal(anatomy, trace, inputs)
     return anatomy, _check_classifier(Classifier(anatomy), trace.logits, last, mask)
+
+
+def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> None:
+    """A model that sees the next token does not predict it: another last token must not change what stands before."""
+    ids = inputs["input_ids"]
+    if ids.shape[1] < 2:
+        return
+    mask = inputs.get("attention_mask")
+    last = ids.shape[1] - 1 if mask is None else int((mask[0] * torch.arange(1, ids.shape[1] + 1).to(mask)).argmax())
+    changed = ids.clone()
+    changed[0, last] = (changed[0, last] + 1) % (anatomy.vocab_size or 2)
+    logits = logits_of(run(anatomy.model, body_inputs(anatomy, {**inputs, "input_ids": changed})))
+    if logits is None or trace.logits is None or last == 0:
+        return
+    if not is_close(logits[0, :last], trace.logits[0, :last]):
+        raise FulldepthError(
+            "the model reads later tokens too, so what it says of the next one is no prediction (an encoder, or a "
+            "decoder whose configuration lacks is_decoder)"
+        )
 
 
 def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) -> Verified:
@@ -197,7 +230,10 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
         coefficients = {site: tape.coefficients(site) for site in weights}
     last = states["residual"][-1]
     if not is_close(last, expected):
-        raise FulldepthError("the body alone gives other states than within the model, which passes it more inputs")
+        raise FulldepthError(
+            "a second pass, of the body alone, gives other states: the model draws random numbers, or hands its body "
+            "more than these inputs"
+        )
     if known:
         _check_branches(anatomy, states)
     values = states.get("value", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +171,7 @@ class Anatomy:
     @property
     def searches_head(self) -> bool:
         """Whether the head is to be found by following the tensors of a pass."""
-        return self.family.heads is None and self.task != "representation"
+        return self.head is None and self.task != "representation" and self.family.heads != {}
 
     @property
     def max_positions(self) -> int | None:
@@ -189,8 +190,11 @@ class Anatomy:
         """Rows of the embedding matrix; None for pictures."""
         if self.family.modality != "text":
             return None
-        embeddings: Any = self.body.get_input_embeddings()  # type: ignore[operator]
-        return int(embeddings.weight.shape[0])
+        for owner in (self.body, self.model):
+            with suppress(NotImplementedError, AttributeError):  # wrappers of decoders without a row of their own
+                embeddings: Any = owner.get_input_embeddings()  # type: ignore[operator]
+                return int(embeddings.weight.shape[0])
+        return getattr(self.config, "vocab_size", None)
 
     def value_states(self, projected: Tensor) -> Tensor:
         """[B, T, Dv] value states out of what the `value` projection gives, `[B, T, *]`."""
@@ -228,7 +232,7 @@ def anatomy_candidates(
         return [_described(Anatomy(model, Family.from_mapping(override)))]
     rows = FAMILIES.get(model.config.model_type)
     if rows is None:
-        return [Anatomy(model, family) for family in find_families(model)]
+        return [Anatomy(model, family) for family in find_families(model, tower)]
     present = [row for row in rows if _fits(model, row)]
     if len(present) > 1:
         if tower is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,26 +26,29 @@ MOST_LISTS = 24
 """Lists of modules that are tried as the blocks."""
 
 
-def find_families(model: PreTrainedModel) -> list[Family]:
+def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Family]:
     """Proposals for a model's anatomy, likeliest first.
 
     Every `ModuleList` may be the list of blocks, the longest first; attention and MLP are children of its first block
     of such a name; norms whose names speak of what comes *after* a branch are tried as parts of the branch. The final
     norm and the head are found by following the tensors of a pass (`fulldepth.capture.stream`).
 
+    Args:
+        model: of a family that is not in the table.
+        tower: `text` or `vision`, to look in the model's `text_model` or `vision_model` alone.
+
     Raises:
-        FulldepthError: if there is no list of blocks, or the model is an encoder-decoder or reads neither text nor
-            images; says what was found.
+        FulldepthError: if there is no list of blocks or no such tower, or the model is an encoder-decoder or reads
+            neither text nor images; says what was found.
     """
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise FulldepthError(
-            f"{name} is an encoder-decoder; only DETR's decoder is known among these. "
-            "Measure its encoder or decoder as a model of its own, or describe the anatomy in the settings."
-        )
-    if model.main_input_name not in ("input_ids", "pixel_values"):
-        raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")
-    body = body_of(model)
+    if tower is not None:
+        if tower not in towers(model):
+            raise FulldepthError(f"{name} has no {tower} tower (a part named {tower}_model).")
+        body, inputs = model.get_submodule(f"{tower}_model"), {"text": "input_ids", "vision": "pixel_values"}[tower]
+    else:
+        _refuse_other_inputs(model)
+        body, inputs = body_of(model), str(model.main_input_name)
     lists = [
         (path, module) for path, module in body.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     ]
@@ -54,16 +59,46 @@ def find_families(model: PreTrainedModel) -> list[Family]:
             "Name it in the settings: anatomy.blocks=PATH."
         )
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
-    return [family for path, blocks in lists[:MOST_LISTS] for family in _proposals(model, path, blocks)]
+    found = [family for path, blocks in lists[:MOST_LISTS] for family in _proposals(model, path, blocks)]
+    place: dict[str, Any] = {} if tower is None else {"body": f"{tower}_model", "tower": tower, "heads": {}}
+    return [replace(family, modality="images" if inputs == "pixel_values" else "text", **place) for family in found]
+
+
+def towers(model: PreTrainedModel) -> list[str]:
+    """The towers of a model that has a text model and a vision model side by side; empty for others."""
+    names = ["text", "vision"]
+    return names if all(isinstance(getattr(model, f"{name}_model", None), nn.Module) for name in names) else []
+
+
+def _refuse_other_inputs(model: PreTrainedModel) -> None:
+    """Refuse what cannot be fed.
+
+    Raises:
+        FulldepthError: for encoder-decoders, and models of sound, series and the like.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise FulldepthError(
+            f"{name} is an encoder-decoder; only DETR's decoder is known among these. "
+            "Measure its encoder or decoder as a model of its own, or describe the anatomy in the settings."
+        )
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head, by transformers' own convention; the model itself where it has no such part."""
-    for name in (model.base_model_prefix, "model"):
-        part = getattr(model, name, None) if name else None
-        if isinstance(part, nn.Module):
-            return part
-    return model
+    names = [model.base_model_prefix, "model"] if "For" in type(model).__name__ else [model.base_model_prefix]
+    parts = (getattr(model, name, None) for name in names if name)
+    return next(
+        (part for part in parts if isinstance(part, nn.Module) and _reads(part, str(model.main_input_name))), model
+    )
+
+
+def _reads(part: nn.Module, name: str) -> bool:
+    """Whether a part reads the model's own inputs; some classes name their encoder as transformers names the body."""
+    parameters = signature(part.forward).parameters
+    return name in parameters or "hidden_states" not in parameters
 
 
 def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList) -> Iterator[Family]:
@@ -89,7 +124,6 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList) -> Iter
         mlp_branch=mlp_branch,
         value=value,
         branch_scale="residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
-        modality="images" if model.main_input_name == "pixel_values" else "text",
     )
     if {"attention", "intermediate", "output"} <= set(children):
         yield replace(BERT, name=found.name, blocks=path, heads=None)

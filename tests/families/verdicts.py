@@ -1,0 +1,195 @@
+"""What fulldepth says of each tiny model, held against the hidden states that transformers itself gives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from families import zoo  # the tests' folder is on the path under pytest, not when this file runs as a program
+from fulldepth.capture import body_inputs, capture, verify
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.hf import anatomy_candidates
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+CAUSAL = """
+    afmoe apertus arcee aria_text bamba bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot
+    bloom camembert codegen cohere cohere2 cpmant ctrl cwm data2vec-text deepseek_v2 deepseek_v3 deepseek_v4 diffllama
+    doge dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 falcon falcon_h1 falcon_mamba flex_olmo fuyu gemma gemma2
+    gemma3 gemma3_text git glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss
+    gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense jamba jetmoe lfm2 llama
+    llama4_text mamba marian mbart megatron-bert minicpm3 minimax ministral mistral mixtral mllama modernbert-decoder
+    moshi mpt mvp nemotron nemotron_h olmo olmo2 olmo3 olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe plbart
+    prophetnet qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rembert roberta
+    roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3 stablelm starcoder2 trocr vaultgemma whisper xglm xlm
+    xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu
+"""
+MASKED = """
+    albert convbert deberta deberta-v2 distilbert esm eurobert flaubert fnet funnel gte ibert layoutlm longformer
+    mobilebert modernbert mpnet mra nomic_bert nystromformer squeezebert tapas yoso
+"""
+IMAGES = """
+    beit bit clip convnext cvt data2vec-vision deit dinov2 dinov2_with_registers focalnet hiera ijepa imagegpt levit
+    mobilevit poolformer pvt regnet resnet segformer siglip swiftformer swin vit vit_msn
+"""
+CLASSIFIERS = "albert bert canine deberta-v2 distilbert gpt2 llama modernbert opt roberta t5 xlnet"
+BARE = """
+    aimv2 altclip audio-spectrogram-transformer blip clip_text_model clip_vision_model dinov3_vit dpr dpt hubert
+    idefics3 internvl led llama4 llava m2m_100 mt5 paligemma pixtral qwen2_audio qwen3_vl siglip_vision_model
+    smolvlm splinter switch_transformers visual_bert vit_mae wav2vec2 wav2vec2-bert wavlm yolos
+"""
+LISTS = {
+    "causal-lm": CAUSAL,
+    "masked-lm": MASKED,
+    "image-classification": IMAGES,
+    "text-classification": CLASSIFIERS,
+    "representation": BARE,
+}
+CASES = [(task, model_type) for task, names in LISTS.items() for model_type in names.split()]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the table."""
+
+    model_type: str
+    class_name: str
+    verdict: str
+    """`right`, `right, no lens` or `refused`."""
+    branches: str
+    reason: str
+
+    @property
+    def row(self) -> str:
+        """As a line of the page."""
+        cells = (f"`{self.model_type}`", f"`{self.class_name}`", self.verdict, self.branches, self.reason)
+        return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def examine(task: str, model_type: str) -> Verdict:
+    """Build a tiny model, let fulldepth prove it on one batch, and hold its states on another against stock ones.
+
+    Raises:
+        AssertionError: if fulldepth accepts a stream that is not the stock one, or logits that are not the model's.
+    """
+    name = zoo.class_name(model_type, task)
+    model = zoo.build(model_type, task)
+    try:
+        found = verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head", "branches"))
+    except FulldepthError as error:
+        return Verdict(model_type, name, "refused", "", shortened(str(error)))
+    batch = zoo.inputs(model, seed=2)
+    with torch.no_grad(), capture(found.anatomy, ["residual"]) as activations:
+        found.anatomy.body(**body_inputs(found.anatomy, batch))
+        residual = activations["residual"]
+    check_stream(model, batch, residual, found.anatomy.normalise)
+    if found.classifier is not None:
+        check_lens(model, batch, residual[-1], found.classifier)
+    predicts = task != "representation"
+    verdict = "right" if found.classifier is not None or not predicts else "right, no lens"
+    reason = found.unproven.get("head", "") if predicts else ""
+    return Verdict(model_type, name, verdict, "yes" if found.branches else "no", one_line(reason, 120))
+
+
+def shortened(refusal: str) -> str:
+    """The first reason of a refusal."""
+    first = refusal.partition("Describe it")[0].partition(" | ")[0]
+    return one_line(first.rpartition(" design: ")[2].rstrip(". "), 200)
+
+
+@torch.no_grad()
+def check_stream(model: tf.PreTrainedModel, batch: dict[str, Tensor], residual: list[Tensor], norm: object) -> None:
+    """`h_0..h_L` against the hidden states that the stock model gives.
+
+    Most models give h_0..h_(L-1) and then h_L or its norm; state-space models and RWKV give h_1..h_L and then the norm
+    of h_L. ALBERT's first one stands before the projection to the width of its blocks.
+    """
+    stock = stock_states(model, batch)
+    start = 1 if close(stock[0], residual[1]) else 0
+    ours = [*residual[start:-1], *((residual[-1],) if start else ()), norm(residual[-1])]  # type: ignore[operator]
+    assert len(stock) == len(ours), f"{len(stock)} stock states, {len(ours)} of ours"
+    for layer in range(1 if model.config.model_type == "albert" else 0, len(ours) - 1):
+        assert close(stock[layer], ours[layer]), f"state {layer} of {len(stock)} differs"
+    assert close(stock[-1], ours[-1]) or close(stock[-1], residual[-1]), "the last state differs"
+
+
+def stock_states(model: tf.PreTrainedModel, batch: dict[str, Tensor]) -> list[Tensor]:
+    """Hidden states by transformers alone, `[B, T, D]` each."""
+    states = list(stock_output(model, batch, output_hidden_states=True).hidden_states)
+    sequence_first = states[0].shape[:2] == (zoo.LENGTH, 2)
+    return [state.transpose(0, 1) for state in states] if sequence_first else states
+
+
+def stock_output(model: tf.PreTrainedModel, batch: dict[str, Tensor], **options: bool) -> Any:
+    """What the stock model gives; without a cache where it may have one, as some caches know no attention."""
+    try:
+        return model(**batch, **options, use_cache=False)
+    except TypeError:
+        return model(**batch, **options)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Whether two states are the same but for rounding."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@torch.no_grad()
+def check_lens(model: tf.PreTrainedModel, batch: dict[str, Tensor], last: Tensor, classifier: object) -> None:
+    """The lens of the last layer against the logits of a batch that nothing was proven on."""
+    output = stock_output(model, batch)
+    expected = output["prediction_logits"] if "prediction_logits" in output else output["logits"]
+    if expected.ndim == 3:
+        got = classifier.tokens(last.flatten(0, 1)).view_as(expected)  # type: ignore[attr-defined]
+    else:
+        got = classifier.sequences(last, torch.ones(last.shape[:2]))  # type: ignore[attr-defined]
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+HEADER = f"""# Model types
+
+Tiny random models of {len(CASES)} classes of transformers {{version}}, built from their configurations. *Right*: every
+state of the residual stream equals the hidden states that transformers gives, on a batch that the proof at load has not
+seen, and the lens of the last layer gives the model's own logits. *Right, no lens*: the stream is right, and the lens
+measures are left out, because part of the head is not a module or its task is unknown. *Refused*: nothing is measured;
+the reason is the one that `fulldepth measure` prints. The column *branches* says whether attention and MLP are measured
+one by one.
+
+{{counts}}
+
+Made by `python tests/families/verdicts.py`; a test holds every row.
+
+| model type | class | verdict | branches | reason |
+|---|---|---|---|---|
+"""
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The page of the documentation."""
+    kinds = ("right", "right, no lens", "refused")
+    counts = ", ".join(f"{sum(v.verdict == kind for v in verdicts)} {kind}" for kind in kinds)
+    header = HEADER.format(
+        version=tf.__version__, counts=f"{counts}; none wrong.".replace("right, no", "right with no")
+    )
+    return header + "".join(f"{verdict.row}\n" for verdict in verdicts)
+
+
+def rows() -> Iterator[Verdict]:
+    """Every verdict, told as it is made."""
+    for number, (task, model_type) in enumerate(CASES, start=1):
+        verdict = examine(task, model_type)
+        print(f"{number} of {len(CASES)}: {verdict.row}", file=sys.stderr)
+        yield verdict
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PAGE.write_text(page(list(rows())), encoding="utf-8")
