@@ -3,6 +3,7 @@
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
 from fulldepth.data.documents import Documents, open_documents
+from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.packed import Packed, Windows, pack
 from fulldepth.data.preparation import prepare
 from fulldepth.data.records import Record, Source
@@ -10,6 +11,7 @@ from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import open_source
 
 __all__ = [
+    "MASKED_SHARE",
     "Batch",
     "Documents",
     "Packed",

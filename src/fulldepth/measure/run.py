@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fulldepth import __version__
 from fulldepth.capture import Verified, verify
+from fulldepth.data import MASKED_SHARE
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
@@ -182,7 +183,7 @@ def _reference(subject: Subject, settings: MeasureSettings, me: Processes) -> Ve
     checkpoint = open_checkpoint(settings.reference, settings, me.device(settings.device))
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     first = next(iter(subject.sequences.batches(min(2, len(subject.sequences)))))
-    verified = verify(candidates, model_inputs(first, subject.device, checkpoint.model.dtype))
+    verified = verify(candidates, model_inputs(first.inputs, subject.device, checkpoint.model.dtype))
     mine, theirs = subject.anatomy, verified.anatomy
     if (mine.num_layers, mine.width) != (theirs.num_layers, theirs.width):
         raise FulldepthError(
@@ -234,8 +235,9 @@ def _document(
             "tokens": sum(sequences.lengths) or setup.num_sequences * setup.sequence_length,
             "sequence_length": setup.sequence_length,
             "num_classes": sequences.num_classes,
+            "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
-        "token_policy": {"name": subject.policy, "sentence": tokens.SENTENCES[subject.policy]},
+        "token_policy": {"name": subject.policy, "sentence": tokens.sentence(subject.policy, plan.masked_pass)},
         "versions": versions(),
         "seed": settings.seed,
         "timings": {

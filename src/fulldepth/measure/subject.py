@@ -88,7 +88,7 @@ def prepare_subject(
     sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
     where = input_device(checkpoint.model)
     first = next(iter(sequences.batches(min(2, len(sequences)))))
-    verified = verify(candidates, model_inputs(first, where, checkpoint.model.dtype))
+    verified = verify(candidates, model_inputs(first.inputs, where, checkpoint.model.dtype))
     policy = tokens.resolve(settings.tokens, verified.anatomy)
     subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where)
     if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
@@ -122,11 +122,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next(placed, torch.device("cpu"))
 
 
-def model_inputs(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def model_inputs(
+    inputs: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """A batch's inputs on the model's device, pictures in its precision."""
-    return {
-        name: value.to(device, dtype if value.is_floating_point() else None) for name, value in batch.inputs.items()
-    }
+    return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
 
 
 def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: MeasureSettings) -> Any:
