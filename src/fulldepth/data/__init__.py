@@ -1,5 +1,6 @@
 """Data: text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
+from fulldepth.data.content import content_hash
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
 from fulldepth.data.documents import Documents, open_documents
@@ -20,6 +21,7 @@ __all__ = [
     "Source",
     "Windows",
     "builtin_texts",
+    "content_hash",
     "conversations",
     "open_documents",
     "open_source",

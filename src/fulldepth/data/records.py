@@ -38,6 +38,20 @@ IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 ImageLoader = Callable[[], Image.Image]
+"""Decodes an image, in RGB; a `StoredImage` also knows the image's content without decoding it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that is decoded when called, in RGB."""
+
+    decode: ImageLoader
+    content: Callable[[], bytes]
+    """The image as it is stored: bytes that decide every pixel."""
+
+    def __call__(self) -> Image.Image:
+        """The decoded image."""
+        return self.decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +222,9 @@ def image_value(value: Any, where: str) -> ImageLoader:
     if isinstance(value, Image.Image):
         return partial(_rgb, value, where)
     if isinstance(value, bytes):
-        return partial(decode_image, value, where)
+        return StoredImage(partial(decode_image, value, where), lambda: value)
     if isinstance(value, str | Path):
-        return partial(read_image, Path(value))
+        return stored_image(Path(value))
     raise FulldepthError(f"{where} is {_kind_of(value)}, expected an image, its bytes or its path.")
 
 
@@ -221,14 +235,23 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
         raise FulldepthError(f"Cannot read the image {where}: {error}.") from error
 
 
+def stored_image(path: Path) -> StoredImage:
+    """The image in a file."""
+    return StoredImage(partial(read_image, path), partial(_image_bytes, path))
+
+
 def read_image(path: Path) -> Image.Image:
     """The image in a file, in RGB.
 
     Raises:
         FulldepthError: if it cannot be read.
     """
+    return decode_image(_image_bytes(path), str(path))
+
+
+def _image_bytes(path: Path) -> bytes:
     try:
-        return decode_image(path.read_bytes(), str(path))
+        return path.read_bytes()
     except OSError as error:
         raise FulldepthError(f"Cannot read the image {path}: {error.strerror or error}.") from error
 

@@ -14,7 +14,18 @@ from PIL import Image
 from fulldepth.data.corpus import PARTS, novels
 from fulldepth.data.files import READERS, folder_source
 from fulldepth.data.images import SPLITS, SUFFIXES, folder_images, zip_images
-from fulldepth.data.records import Columns, Record, Source, choose_columns, class_indices, clean_text, from_rows
+from fulldepth.data.records import (
+    Columns,
+    ImageLoader,
+    Record,
+    Source,
+    StoredImage,
+    choose_columns,
+    class_indices,
+    clean_text,
+    from_rows,
+    stored_image,
+)
 from fulldepth.errors import FulldepthError, unknown
 
 CORPUS = "corpus:"
@@ -143,7 +154,7 @@ def _from_dataset(name: str, data: Any, split: str | None, limit: int | None) ->
     if columns.kind == "images":  # decoded one by one, when they are used
         labels = [(f"{name} row {i}", label) for i, label in enumerate(data[columns.label])] if columns.label else []
         classes, names = class_indices(labels, _class_names(data.features, columns.label))
-        images = [partial(_dataset_image, data, i, columns.first) for i in range(len(data))]
+        images = _dataset_images(data, columns.first)
         found = classes or [None] * len(images)
         return Source(name, "images", [Record(image=i, label=c) for i, c in zip(images, found, strict=True)], names)
     rows = data.select_columns([column for column in columns[1:] if column is not None])
@@ -158,6 +169,21 @@ def _from_table(name: str, features: Mapping[str, Any], rows: Iterable[Any], col
 def _class_names(features: Mapping[str, Any], label: str | None) -> tuple[str, ...]:
     feature = features.get(label) if label else None
     return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else ()
+
+
+def _dataset_images(data: datasets.Dataset, column: str) -> list[ImageLoader]:
+    """A loader for the image of every row. A data set that changes its rows as they are read is known only decoded."""
+    decoders = [partial(_dataset_image, data, index, column) for index in range(len(data))]
+    if not isinstance(data.features[column], datasets.Image) or data.format["type"] is not None:
+        return list(decoders)
+    stored = data.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    return [StoredImage(decode, partial(_dataset_bytes, stored, i, column)) for i, decode in enumerate(decoders)]
+
+
+def _dataset_bytes(stored: datasets.Dataset, index: int, column: str) -> bytes:
+    """The undecoded image of a row."""
+    value = stored[index][column] or {}
+    return value.get("bytes") or (stored_image(Path(value["path"])).content() if value.get("path") else b"")
 
 
 def _dataset_image(data: datasets.Dataset, index: int, column: str) -> Image.Image:
