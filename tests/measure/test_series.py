@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import checkpoint_of
+from fulldepth.hf import checkpoint_of, trained_steps
 from fulldepth.measure import MeasureSettings, measure, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -197,6 +197,12 @@ def test_a_damaged_document_is_measured_anew(output, run_folder, text_file, entr
     _, said = lines(run_folder, text_file, output)
     assert sum("measured already" in line for line in said) == 2
     pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
+
+
+@pytest.mark.parametrize("state", ["{", "[]", "{}", *(f'{{"global_step": {x}}}' for x in ("true", "-1", '"7"', "1.5"))])
+def test_a_trainer_state_without_a_step_names_none(tmp_path, state):
+    (tmp_path / "trainer_state.json").write_text(state)
+    assert trained_steps(tmp_path) is None
 
 
 def final_model(run, source, step=None):
