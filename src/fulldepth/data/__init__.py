@@ -10,6 +10,7 @@ from fulldepth.data.preparation import prepare
 from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import open_source
+from fulldepth.data.tokens import decode_ids
 
 __all__ = [
     "MASKED_SHARE",
@@ -23,6 +24,7 @@ __all__ = [
     "builtin_texts",
     "content_hash",
     "conversations",
+    "decode_ids",
     "open_documents",
     "open_source",
     "pack",

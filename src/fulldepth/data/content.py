@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulldepth.data.records import ImageLoader, Source, StoredImage
+from fulldepth.data.records import Source, image_content
 from fulldepth.data.sequences import Fingerprint, Sequences
 
 
@@ -25,13 +25,5 @@ def content_hash(data: Source | Sequences) -> str:
         for text in (record.text, record.second, record.prompt, record.response):
             fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
         fingerprint.add(str(record.label).encode())
-        fingerprint.add(b"" if record.image is None else b"=" + _image_content(record.image))
+        fingerprint.add(b"" if record.image is None else b"=" + image_content(record.image))
     return str(fingerprint)
-
-
-def _image_content(load: ImageLoader) -> bytes:
-    """The image as it is stored, or its pixels if nothing is known of that."""
-    if isinstance(load, StoredImage):
-        return load.content()
-    image = load()
-    return f"{image.mode} {image.size} ".encode() + image.tobytes()

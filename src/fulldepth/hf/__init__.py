@@ -14,7 +14,15 @@ from fulldepth.hf.checkpoints import (
 )
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.heads import Classifier
-from fulldepth.hf.load import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device, pick_dtype
+from fulldepth.hf.load import (
+    Checkpoint,
+    load_checkpoint,
+    load_config,
+    load_processor,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
 
@@ -36,6 +44,7 @@ __all__ = [
     "has_weights",
     "is_sealed",
     "load_checkpoint",
+    "load_config",
     "load_processor",
     "load_tokenizer",
     "notes_of",

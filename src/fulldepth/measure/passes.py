@@ -14,10 +14,11 @@ from fulldepth.capture import COEFFICIENTS, Tape, Verified, body_inputs, capture
 from fulldepth.data import Batch
 from fulldepth.errors import FulldepthError
 from fulldepth.measure.grid import lens_grid
+from fulldepth.measure.inputs import model_inputs
 from fulldepth.measure.plan import Plan
 from fulldepth.measure.processes import Processes
 from fulldepth.measure.settings import MeasureSettings
-from fulldepth.measure.subject import Subject, model_inputs
+from fulldepth.measure.subject import Subject
 from fulldepth.measure.tokens import counted
 from fulldepth.metrics import Observation, Readout, SpectralNorm
 from fulldepth.metrics.reservoir import priority
