@@ -48,7 +48,7 @@ def has_weights(checkpoint: str | Path) -> bool:
 def trained_steps(checkpoint: str | Path) -> int | None:
     """The optimiser step that the Trainer noted beside a model (`trainer_state.json`); None where it does not say."""
     try:
-        state = read_json(Path(checkpoint) / "trainer_state.json")
+        state = read_json(Path(checkpoint) / "trainer_state.json", allow_constants=True)  # a logged loss may be NaN
     except FulldepthError:
         return None
     step = state.get("global_step") if isinstance(state, dict) else None

@@ -85,7 +85,7 @@ def _existing(folder: Path, print_of_run: str, points: list[Point]) -> Results |
     found = Results.load(folder)
     if found.meta.get("fingerprint") == print_of_run:
         return found
-    if extends(points, found):
+    if extends(points, found.meta):
         return None
     model, data = (found.meta.get(key, {}).get("name", "?") for key in ("model", "data"))
     raise FulldepthError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from fulldepth.measure.processes import Processes
 from fulldepth.measure.run import measure_with
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.progress import Watcher
-from fulldepth.results import Results
+from fulldepth.results import COLUMNS, Results
 
 STEPS = "steps"
 """Sub-folder of a series' results with one result folder for each checkpoint."""
@@ -63,6 +63,7 @@ class SeriesEntry(pydantic.BaseModel):
 class StepDocument(pydantic.BaseModel):
     """What a series needs of a checkpoint's `results.json`."""
 
+    kind: Literal["measure"]
     complete: Literal[True]
     fingerprint: str
     model: dict[str, Any]
@@ -111,13 +112,17 @@ def _final_step(run: str | Path, *, last: int) -> tuple[int | None, list[str]]:
     ]
 
 
-def extends(points: Sequence[Point], earlier: Results) -> bool:
+def extends(points: Sequence[Point], earlier: Mapping[str, Any]) -> bool:
     """Whether a finished series is a part of this one: every checkpoint that it measured is among the points.
 
     An earlier final model may be gone, because training that goes on replaces it.
+
+    Args:
+        points: of this series.
+        earlier: the finished series' document.
     """
     try:
-        entries = pydantic.TypeAdapter(list[SeriesEntry]).validate_python(earlier.meta.get("steps"), strict=True)
+        entries = pydantic.TypeAdapter(list[SeriesEntry]).validate_python(earlier.get("steps"), strict=True)
     except pydantic.ValidationError:
         return False
     measured = {(e.step, e.fingerprint) for e in entries if not e.folder.startswith(f"{FINAL}-")}
@@ -166,6 +171,8 @@ def _finished(home: Path, print_of_step: str) -> Results | None:
         found = Results.load(home)
         document = StepDocument.model_validate(found.meta, strict=True)
     except (FulldepthError, pydantic.ValidationError):
+        return None
+    if list(found.table.columns) != COLUMNS:
         return None
     if document.fingerprint != print_of_step:
         raise FulldepthError(
