@@ -103,7 +103,9 @@ def test_masking_rate_targets_and_specials(bert_tokenizer):
     assert len(data) == 200
     masked = ordinary = 0
     for index, batch in enumerate(data.batches(7)):
-        ids, inputs, targets = batch.token_ids, batch.inputs["input_ids"], batch.targets
+        ids, inputs, targets = batch.token_ids, batch.masked_inputs["input_ids"], batch.targets
+        assert torch.equal(batch.inputs["input_ids"], ids), "what is not the lens reads the text as it is"
+        assert torch.equal(batch.masked_inputs["attention_mask"], batch.inputs["attention_mask"])
         start = index * 7 * 62
         expected = torch.tensor([i % 500 + 5 for i in range(start, start + len(batch) * 62)]).view(len(batch), 62)
         assert torch.equal(ids[:, 1:-1], expected)
@@ -115,7 +117,8 @@ def test_masking_rate_targets_and_specials(bert_tokenizer):
         assert torch.equal(inputs[~hidden], ids[~hidden])
         assert not hidden[:, [0, -1]].any()
         assert (hidden.sum(1) >= 1).all()
-        assert torch.equal(batch.inputs["token_type_ids"], torch.zeros_like(ids))
+        for fed in (batch.inputs, batch.masked_inputs):
+            assert torch.equal(fed["token_type_ids"], torch.zeros_like(ids))
         masked, ordinary = masked + int(hidden.sum()), ordinary + hidden[:, 1:-1].numel()
     low, high = binom.interval(1 - 1e-6, ordinary, 0.15)
     assert low <= masked <= high
@@ -127,7 +130,7 @@ def test_every_position_is_masked_somewhere(bert_tokenizer):
     data = prepare(
         open_source([text]), task="masked-lm", tokenizer=bert_tokenizer, sequence_length=10, max_sequences=300
     )
-    hidden = torch.cat([batch.inputs["input_ids"] == 4 for batch in data.batches(50)])
+    hidden = torch.cat([batch.masked_inputs["input_ids"] == 4 for batch in data.batches(50)])
     assert (hidden.sum(1) == 1).all()  # 15 % of 8, rounded
     counts = hidden[:, 1:-1].sum(0)
     low, high = binom.interval(1 - 1e-6, 300, 1 / 8)
@@ -146,7 +149,7 @@ def test_masks_do_not_depend_on_the_other_sequences(bert_tokenizer):
             max_sequences=n,
             seed=seed,
         )
-        return torch.cat([batch.inputs["input_ids"] for batch in data.batches(3)])
+        return torch.cat([batch.masked_inputs["input_ids"] for batch in data.batches(3)])
 
     assert torch.equal(inputs(5), inputs(20)[:5])
     assert not torch.equal(inputs(5), inputs(5, seed=1))
@@ -156,8 +159,42 @@ def test_masked_labelled_text_is_masked_one_by_one(bert_tokenizer):
     rows = [{"text": words(1, 2, 3), "label": 1}, {"text": words(4), "label": 0}]
     (batch,) = all_of(prepare(open_source(rows), task="masked-lm", tokenizer=bert_tokenizer))
     assert batch.labels.tolist() == [1, 0]
-    assert (batch.inputs["input_ids"] == 4).sum(1).tolist() == [1, 1]
-    assert batch.inputs["input_ids"][1].tolist() == [2, 4, 3, 0, 0]
+    assert (batch.masked_inputs["input_ids"] == 4).sum(1).tolist() == [1, 1]
+    assert batch.masked_inputs["input_ids"][1].tolist() == [2, 4, 3, 0, 0]
+    assert batch.inputs["input_ids"].tolist() == [[2, 6, 7, 8, 3], [2, 9, 3, 0, 0]]
+
+
+def test_words_are_found_in_the_text_as_it_is(bert_tokenizer):
+    source = open_source([words(*[3] * 60)])
+    data = prepare(source, task="masked-lm", tokenizer=bert_tokenizer, sequence_length=62, words=("w3",))
+    (batch,) = all_of(data)
+    assert (batch.masked_inputs["input_ids"] == 4).sum() == 9
+    assert batch.words[0].tolist() == [-1, *[0] * 60, -1]
+
+
+def test_hash_covers_the_text_and_its_masks(bert_tokenizer):
+    def digest(text, seed=0):
+        settings = dict(task="masked-lm", tokenizer=bert_tokenizer, sequence_length=22, seed=seed)
+        data = prepare(open_source([text]), **settings)
+        return data.hash, all_of(data)[0].masked_inputs["input_ids"]
+
+    first, masked = digest(words(*range(20)))
+    assert digest(words(*range(20)))[0] == first
+    assert digest(words(*range(20)), seed=1)[0] != first, "the masks"
+    hidden = int((masked[0] == 4).nonzero()[0]) - 1  # of the 20 words; the frame's [CLS] stands before them
+    other, other_masked = digest(words(*[99 if i == hidden else i for i in range(20)]))
+    assert torch.equal(masked, other_masked)
+    assert other != first, "a token under a mask"
+
+
+def test_without_a_mask_token_there_are_no_targets(number_tokenizer):
+    data = prepare(open_source([words(1, 2, 3)]), task="masked-lm", tokenizer=number_tokenizer, sequence_length=3)
+    (batch,) = all_of(data)
+    assert batch.inputs["input_ids"].tolist() == [[3, 4, 5]]
+    assert batch.masked_inputs is None
+    assert batch.targets is None
+    assert "no mask token" in data.no_targets
+    assert not data.masked
 
 
 def test_classification_cuts_and_counts(bert_tokenizer):
@@ -233,7 +270,13 @@ def test_batches_do_not_depend_on_batch_size_or_world(bert_tokenizer, task):
                 for i, index in enumerate(batch.sequence.tolist()):
                     assert index not in found
                     found[index] = [
-                        x[i].tolist() for x in (batch.inputs["input_ids"], batch.targets, batch.token_ids, batch.words)
+                        x[i].tolist()
+                        for x in (
+                            (batch.masked_inputs or batch.inputs)["input_ids"],
+                            batch.targets,
+                            batch.token_ids,
+                            batch.words,
+                        )
                     ]
         return data.hash, found
 
@@ -300,7 +343,6 @@ def test_what_does_not_fit_is_refused(number_tokenizer, bert_tokenizer):
     expect("image-classification model cannot use texts.*text.*expected images", ["w1"], task="image-classification")
     expect("its kind is pairs", pairs, task="masked-lm", tokenizer=bert_tokenizer)
     expect("no tokenizer", ["w1"], task="causal-lm")
-    expect("no mask token", ["w1"], task="masked-lm", tokenizer=number_tokenizer)
     expect("every record is blank", ["  ", "\n"], task="causal-lm", tokenizer=number_tokenizer)
     expect("at least 1, got 0", ["w1"], task="causal-lm", tokenizer=number_tokenizer, max_sequences=0)
     expect(

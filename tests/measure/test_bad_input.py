@@ -133,10 +133,10 @@ def test_broken_tokenizer(wrong, model):
     wrong(says=["tokenizer"])
 
 
-def test_masked_model_with_a_tokenizer_that_cannot_mask(wrong, checkpoint, tokenizer, tmp_path):
+def test_lens_of_a_masked_model_with_a_tokenizer_that_cannot_mask(wrong, checkpoint, tokenizer, tmp_path):
     shutil.copytree(checkpoint("bert"), tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
-    wrong(model=tmp_path / "bert", says=["mask token"])
+    wrong("--measures", "lens_loss", model=tmp_path / "bert", says=["lens_loss", "mask token"])
 
 
 def test_missing_data(wrong, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pandas as pd
@@ -11,6 +12,7 @@ import torch
 import transformers as tf
 
 from fulldepth.errors import FulldepthError
+from fulldepth.hf import checkpoint_of, trained_steps
 from fulldepth.measure import MeasureSettings, measure, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -141,15 +143,122 @@ def test_a_new_checkpoint_joins_the_series(output, run_folder, text_file, tmp_pa
     grown = tmp_path / "grown"
     shutil.copytree(run_folder, grown)  # keeps the times of the files, as training that goes on does
     first = tmp_path / "first"
-    measure_into(grown, str(text_file), first, SETTINGS)
+    earlier = measure_into(grown, str(text_file), first, SETTINGS)
     shutil.copytree(grown / "checkpoint-100", grown / "checkpoint-200")
-    with pytest.raises(FulldepthError, match="another run"):
-        lines(grown, text_file, first)
     before = times(first / "steps")
-    results, said = lines(grown, text_file, first, overwrite=True)
+    results, said = lines(grown, text_file, first)
     assert sum("measured already" in line for line in said) == 3
     assert {n: t for n, t in times(first / "steps").items() if n in before} == before
-    assert sorted(set(results.table.step)) == [5, 20, 100, 200]
+    pd.testing.assert_frame_equal(results.table[results.table.step <= 100], earlier.table, check_dtype=False)
+    assert [entry["step"] for entry in Results.load(first).meta["steps"]] == [5, 20, 100, 200]
+    assert any("nothing to do" in line for line in lines(grown, text_file, first)[1])
+
+
+def test_overwrite_measures_every_checkpoint_anew(output, run_folder, text_file):
+    before = times(output)
+    _, said = lines(run_folder, text_file, output, overwrite=True)
+    assert not any("measured already" in line for line in said)
+    after = times(output)
+    assert before.keys() == after.keys()
+    assert not {name for name in before if before[name] == after[name]}
+
+
+@pytest.mark.parametrize("change", ["changed", "gone", "settings"])
+def test_a_series_whose_past_is_another_is_not_extended(output, run_folder, checkpoint, text_file, tmp_path, change):
+    run, settings = tmp_path / "run", SETTINGS
+    shutil.copytree(run_folder, run)
+    measure_into(run, str(text_file), tmp_path / "again", SETTINGS)
+    shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")
+    if change == "changed":
+        shutil.copy(checkpoint("llama", 1) / "model.safetensors", run / "checkpoint-20")
+    elif change == "gone":
+        shutil.rmtree(run / "checkpoint-20")
+    else:
+        settings = SETTINGS.model_copy(update={"seed": 3})
+    before = times(tmp_path / "again")
+    with pytest.raises(FulldepthError, match="another run"):
+        lines(run, text_file, tmp_path / "again", settings)
+    assert times(tmp_path / "again") == before
+
+
+def test_an_interrupted_series_of_other_settings_is_not_overwritten(output, run_folder, text_file):
+    (output / "results.json").unlink()
+    before = times(output)
+    with pytest.raises(FulldepthError, match="checkpoint-5 holds results of another run"):
+        lines(run_folder, text_file, output, SETTINGS.model_copy(update={"seed": 3}))
+    assert times(output) == before
+
+
+@pytest.mark.parametrize("entry", ["timings", "data", "headline", "left_out", "warnings", "model"])
+def test_a_damaged_document_is_measured_anew(output, run_folder, text_file, entry):
+    whole = Results.load(output)
+    (output / "results.json").unlink()
+    path = output / "steps" / "checkpoint-20" / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {entry: "lost"}))
+    _, said = lines(run_folder, text_file, output)
+    assert sum("measured already" in line for line in said) == 2
+    pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
+
+
+@pytest.mark.parametrize("state", ["{", "[]", "{}", *(f'{{"global_step": {x}}}' for x in ("true", "-1", '"7"', "1.5"))])
+def test_a_trainer_state_without_a_step_names_none(tmp_path, state):
+    (tmp_path / "trainer_state.json").write_text(state)
+    assert trained_steps(tmp_path) is None
+
+
+def final_model(run, source, step=None):
+    """What `Trainer.save_model` and `save_state` leave at the root of a run."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, run)
+    if step is not None:
+        (run / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [{"loss": math.nan}]}))
+
+
+def test_a_final_model_is_the_last_point_of_the_series(run_folder, checkpoint, text_file, tmp_path, main):
+    run, last = tmp_path / "run", checkpoint("llama", 1)
+    shutil.copytree(run_folder, run)
+    final_model(run, last, step=150)
+    results, said = lines(run, text_file, tmp_path / "out")
+    assert [entry["step"] for entry in results.meta["steps"]] == [5, 20, 100, 150]
+    alone = measure(last, text_file, max_sequences=4, sequence_length=12)
+    rows = results.table[results.table.step == 150].drop(columns="step").reset_index(drop=True)
+    pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
+    assert results.headline == alone.headline
+    assert checkpoint_of(run) == str(run)
+
+    outcome = main("measure", run, "--data", text_file, "--output", tmp_path / "single", *FEW, "--no-series")
+    assert outcome.code == 0, outcome.err
+    pd.testing.assert_frame_equal(Results.load(tmp_path / "single").table, alone.table, check_dtype=False)
+
+    shutil.move(run / "checkpoint-100", run / "checkpoint-200")  # training went on: another last model
+    shutil.copytree(run_folder / "checkpoint-100", run / "checkpoint-100")
+    final_model(run, run / "checkpoint-200", step=200)
+    results, said = lines(run, text_file, tmp_path / "out")
+    assert [entry["step"] for entry in results.meta["steps"]] == [5, 20, 100, 200]
+    assert sum("measured already" in line for line in said) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "step", "says"),
+    [
+        ("checkpoint-100", None, None),
+        ("checkpoint-20", 100, None),
+        (None, None, "no trainer_state"),
+        (None, 100, "100"),
+    ],
+    ids=["the last checkpoint", "the best checkpoint", "step unknown", "another model of the last step"],
+)
+def test_a_final_model_that_is_no_point_of_its_own(run_folder, checkpoint, text_file, tmp_path, source, step, says):
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    final_model(run, run / source if source else checkpoint("llama", 1), step)
+    settings = SETTINGS.model_copy(update={"measures": ["displacement"]})
+    results, said = lines(run, text_file, tmp_path / "out", settings)
+    assert [entry["step"] for entry in results.meta["steps"]] == list(STEPS)
+    about_it = [line for line in said if "at the root" in line]
+    assert len(about_it) == (says is not None)
+    assert all(says in line and "--no-series" in line for line in about_it)
+    assert [line for line in results.meta["warnings"] if "at the root" in line] == about_it
 
 
 @pytest.mark.parametrize(

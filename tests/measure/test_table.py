@@ -91,6 +91,7 @@ def test_an_image_classifier(checkpoint, picture_folder):
         "tokens": 12 * 17,
         "sequence_length": 17,
         "num_classes": 3,
+        "masked_share": None,
     }
     assert results.meta["lens_grid"] is None
 

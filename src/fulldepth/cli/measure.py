@@ -23,7 +23,11 @@ MEASURING, SELECTING, LOADING = "What to measure", "Samples", "Loading the model
 @app.command("measure")
 def measure_command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, Hub name, or a folder of checkpoint-N.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, Hub name, or a folder of checkpoint-N (with or without a final model).",
+        ),
     ],
     data: Annotated[
         str,
@@ -135,8 +139,21 @@ def measure_command(
         list[str] | None,
         typer.Option("--set", help="Any setting as key=value, for example --set anatomy.blocks=decoder.layers."),
     ] = None,
+    series: Annotated[
+        bool,
+        typer.Option(
+            "--series/--no-series",
+            help="--no-series: of a folder with checkpoint-N and a final model, measure the final model alone.",
+            rich_help_panel=SELECTING,
+        ),
+    ] = True,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace results of another run in the output folder.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Measure everything anew (every checkpoint of a series, too) and replace the results in the output "
+            "folder. New checkpoints of a growing series need no --overwrite.",
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -144,7 +161,8 @@ def measure_command(
 
     MODEL is a checkpoint folder, a Hub name, or the folder of a training run (checkpoint-100, checkpoint-200, ...),
     which gives a series. The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table)
-    and `results.json` (settings, headline). A run that was interrupted goes on where it stopped.
+    and `results.json` (settings, headline). A run that was interrupted goes on where it stopped, and a series whose
+    training went on is extended by the new checkpoints.
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth measure MODEL --data text.txt --output out/`
     """
@@ -181,6 +199,6 @@ def measure_command(
         recipes.assignments(settings or []),
     )
     with console.watching() as watcher:
-        results = measure_into(model, data, output, resolved, overwrite=overwrite, watcher=watcher)
+        results = measure_into(model, data, output, resolved, overwrite=overwrite, series=series, watcher=watcher)
     if console.is_main():
         console.finish(results, report.write(output))

@@ -1,8 +1,10 @@
 """Data: text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
+from fulldepth.data.content import content_hash
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
 from fulldepth.data.documents import Documents, open_documents
+from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.packed import Packed, Windows, pack
 from fulldepth.data.preparation import prepare
 from fulldepth.data.records import Record, Source
@@ -11,6 +13,7 @@ from fulldepth.data.sources import open_source
 from fulldepth.data.tokens import decode_ids
 
 __all__ = [
+    "MASKED_SHARE",
     "Batch",
     "Documents",
     "Packed",
@@ -19,6 +22,7 @@ __all__ = [
     "Source",
     "Windows",
     "builtin_texts",
+    "content_hash",
     "conversations",
     "decode_ids",
     "open_documents",

@@ -40,7 +40,7 @@ def encode(
     """Examples of the records in `order`, with their `labels`, and warnings about what was left out.
 
     Raises:
-        FulldepthError: if sequences are too long for the model or the tokenizer lacks what the task needs.
+        FulldepthError: if sequences are too long for the model.
     """
     records = [source.records[i] for i in order]
     if source.kind == "pairs":
@@ -53,7 +53,7 @@ def encode(
     if task == "causal-lm":
         for example in examples:
             example.targets = next_tokens(example.token_ids)
-    elif task == "masked-lm":
+    elif task == "masked-lm" and tokenizer.mask_token_id is not None:
         _mask(examples, tokenizer, limits.seed)
     return examples, warnings
 
@@ -164,13 +164,10 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
 
 
 def _mask(examples: Sequence[Example], tokenizer: Any, seed: int) -> None:
-    if tokenizer.mask_token_id is None:
-        raise FulldepthError(
-            "The tokenizer has no mask token, which a masked language model needs. Is it the model's own?"
-        )
+    """Fill in what a masked language model is asked: `Example.masked_ids` and `Example.targets`."""
     for index, example in enumerate(examples):
         special = np.isin(example.token_ids, tokenizer.all_special_ids)
-        example.inputs, example.targets = mask_tokens(
+        example.masked_ids, example.targets = mask_tokens(
             example.token_ids, special, tokenizer.mask_token_id, seed=seed, index=index
         )
 
@@ -182,4 +179,4 @@ def _has_types(tokenizer: Any, text: str) -> bool:
 def _example(ids: Sequence[int], types: Sequence[int] | None = None, label: int = IGNORE) -> Example:
     token_ids = np.asarray(ids, dtype=np.int64)
     kinds = None if types is None else np.asarray(types[: len(token_ids)], dtype=np.int64)
-    return Example(token_ids, token_ids, types=kinds, label=label)
+    return Example(token_ids, types=kinds, label=label)

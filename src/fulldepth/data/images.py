@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from PIL import Image
 
 from fulldepth.data.archives import open_archive, read_member
-from fulldepth.data.records import Record, Source, decode_image, read_image
+from fulldepth.data.records import ImageLoader, Record, Source, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
@@ -25,7 +25,7 @@ def folder_images(path: Path, split: str | None = None, limit: int | None = None
         FulldepthError: if there are none, or no such split.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
-    return _source(path.name, files, lambda file: partial(read_image, path / file), split, limit)
+    return _source(path.name, files, lambda file: stored_image(path / file), split, limit)
 
 
 def zip_images(path: Path, split: str | None = None, limit: int | None = None) -> Source:
@@ -36,7 +36,11 @@ def zip_images(path: Path, split: str | None = None, limit: int | None = None) -
     """
     archive = open_archive(path)
     files = [PurePosixPath(info.filename) for info in archive.infolist() if not info.is_dir()]
-    return _source(path.name, files, lambda file: partial(_read_member, archive, str(file)), split, limit)
+    return _source(path.name, files, partial(_stored_member, archive), split, limit)
+
+
+def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:
+    return StoredImage(partial(_read_member, archive, str(file)), partial(read_member, archive, str(file)))
 
 
 def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
@@ -46,7 +50,7 @@ def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
 def _source(
     name: str,
     files: Sequence[PurePosixPath],
-    loader: Callable[[PurePosixPath], Callable[[], Image.Image]],
+    loader: Callable[[PurePosixPath], ImageLoader],
     split: str | None,
     limit: int | None,
 ) -> Source:

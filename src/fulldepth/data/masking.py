@@ -24,13 +24,13 @@ def mask_tokens(
         share: share of the ordinary tokens, rounded to whole tokens, one at least where there is one.
 
     Returns:
-        `[T]` inputs with masks, and `[T]` targets: the true token where masked, -100 elsewhere.
+        `[T]` ids with masks, and `[T]` targets: the true token where masked, -100 elsewhere.
 
     Source: Devlin et al. 2019, section 3.1.
     """
     ordinary = np.flatnonzero(~special)
     count = min(len(ordinary), max(1, round(share * len(ordinary))))
     chosen = np.random.default_rng([seed, index]).choice(ordinary, count, replace=False)
-    inputs, targets = ids.copy(), np.full_like(ids, IGNORE)
-    targets[chosen], inputs[chosen] = ids[chosen], mask_id
-    return inputs, targets
+    masked_ids, targets = ids.copy(), np.full_like(ids, IGNORE)
+    targets[chosen], masked_ids[chosen] = ids[chosen], mask_id
+    return masked_ids, targets

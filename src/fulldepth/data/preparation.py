@@ -25,6 +25,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "representation": ("text", "labelled-text", "images"),
 }
 """Task -> kinds of data that it can use."""
+NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
 
 
 def prepare(
@@ -43,6 +44,9 @@ def prepare(
     seed: int = 0,
 ) -> Sequences:
     """Tokenise, pack or cut, mask, sample and label: everything between the data and the model.
+
+    For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
+    If the tokenizer has no mask token there is neither, and `Sequences.no_targets` says so.
 
     Plain text fills whole windows for language models (the first `max_sequences` of them); elsewhere one text, one
     prompt with its response or one image is one sequence. A representation cuts a long plain text into several.
@@ -106,7 +110,8 @@ def _texts(
     examples, cut = encode(source, order, [labels.ids[index] for index in order], task, tokenizer, limits)
     if not examples:
         raise FulldepthError(f"{source.name} gives no tokens with this tokenizer.")
-    highest = max(int(max(e.inputs.max(), e.token_ids.max())) for e in examples)
+    fed = [e.token_ids if e.masked_ids is None else np.maximum(e.token_ids, e.masked_ids) for e in examples]
+    highest = max(int(ids.max()) for ids in fed)
     warnings += cut + check_vocabulary(highest, tokenizer, vocab_size) + _mark_words(examples, tokenizer, words)
     return Sequences(
         name=source.name,
@@ -120,6 +125,7 @@ def _texts(
         num_classes=labels.num_classes,
         class_names=labels.class_names,
         warnings=warnings,
+        no_targets=NO_MASK if task == "masked-lm" and tokenizer.mask_token_id is None else None,
     )
 
 
@@ -176,13 +182,13 @@ def _pad_id(tokenizer: Any, vocab_size: int | None) -> int:
 
 
 def _mark_words(examples: Sequence[Example], tokenizer: Any, words: Sequence[str]) -> list[str]:
-    """Fill in `Example.words`; a masked word does not count, for the model does not see it."""
+    """Fill in `Example.words`."""
     if not words:
         return []
     finder = WordFinder(tokenizer, words)
     missing = set(range(len(words)))
     for example in examples:
-        example.words = np.array(finder.find(example.inputs.tolist()), dtype=np.int64)
+        example.words = np.array(finder.find(example.token_ids.tolist()), dtype=np.int64)
         missing -= set(example.words.tolist())
     return [f"The word {words[index]!r} occurs nowhere in the sequences." for index in sorted(missing)]
 
@@ -190,7 +196,8 @@ def _mark_words(examples: Sequence[Example], tokenizer: Any, words: Sequence[str
 def _text_hash(task: str, examples: Sequence[Example]) -> str:
     fingerprint = Fingerprint(task)
     for example in examples:
-        for array in (example.inputs, example.token_ids, example.targets, example.types):
+        masked_ids = example.token_ids if example.masked_ids is None else example.masked_ids
+        for array in (example.token_ids, masked_ids, example.targets, example.types):
             fingerprint.add(b"" if array is None else array.astype("<i8").tobytes())
         fingerprint.add(str(example.label).encode())
     return str(fingerprint)

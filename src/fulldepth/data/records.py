@@ -47,6 +47,20 @@ MOST_CLASSES = 10**6
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 ImageLoader = Callable[[], Image.Image]
+"""Decodes an image, in RGB; a `StoredImage` also knows the image's content without decoding it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that is decoded when called, in RGB."""
+
+    decode: ImageLoader
+    content: Callable[[], bytes]
+    """The image as it is stored: bytes that decide every pixel."""
+
+    def __call__(self) -> Image.Image:
+        """The decoded image."""
+        return self.decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +237,9 @@ def image_value(value: Any, where: str) -> ImageLoader:
     if isinstance(value, Image.Image):
         return partial(_rgb, value, where)
     if isinstance(value, bytes):
-        return partial(decode_image, value, where)
+        return StoredImage(partial(decode_image, value, where), lambda: value)
     if isinstance(value, str | Path):
-        return partial(read_image, Path(value))
+        return stored_image(Path(value))
     raise FulldepthError(f"{where} is {_kind_of(value)}, expected an image, its bytes or its path.")
 
 
@@ -249,13 +263,34 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
         ) from error
 
 
+def image_content(load: ImageLoader) -> bytes:
+    """Bytes that decide every pixel of an image: as it is stored, or its pixels if nothing is known of that.
+
+    Raises:
+        FulldepthError: if it cannot be read.
+    """
+    if isinstance(load, StoredImage):
+        return load.content()
+    image = load()
+    return f"{image.mode} {image.size} ".encode() + image.tobytes()
+
+
+def stored_image(path: Path) -> StoredImage:
+    """The image in a file."""
+    return StoredImage(partial(read_image, path), partial(_image_bytes, path))
+
+
 def read_image(path: Path) -> Image.Image:
     """The image in a file, in RGB.
 
     Raises:
         FulldepthError: if it cannot be read.
     """
-    return decode_image(read_bytes(path, most=MOST_IMAGE_BYTES), str(path))
+    return decode_image(_image_bytes(path), str(path))
+
+
+def _image_bytes(path: Path) -> bytes:
+    return read_bytes(path, most=MOST_IMAGE_BYTES)
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:

@@ -24,7 +24,8 @@ class Batch:
     """`B` sequences, right padded to the longest of them, `T`."""
 
     inputs: dict[str, Tensor]
-    """For `model(**inputs)`: `input_ids`, `attention_mask` [B, T] int64 (and `token_type_ids`), or `pixel_values`."""
+    """For `model(**inputs)`: `input_ids`, `attention_mask` [B, T] int64 (and `token_type_ids`), or `pixel_values`.
+    Nothing is masked."""
     attention_mask: Tensor | None
     """[B, T] bool, False = padding; None for images."""
     sequence: Tensor
@@ -32,11 +33,14 @@ class Batch:
     labels: Tensor | None = None
     """[B] int64 class, -100 where unknown; None where the data have none."""
     targets: Tensor | None = None
-    """[B, T] int64, what the head should say at each position (causal: the next token), -100 = nothing."""
+    """[B, T] int64, what the head should say at each position (causal: the next token; masked: the true token, given
+    `masked_inputs`), -100 = nothing."""
     words: Tensor | None = None
     """[B, T] int64: index of the word whose last token is here, -1 elsewhere; None if no words are asked for."""
     token_ids: Tensor | None = None
-    """[B, T] int64: the true tokens, before masking; None for images."""
+    """[B, T] int64: the tokens, with the padding token where there is padding; None for images."""
+    masked_inputs: dict[str, Tensor] | None = None
+    """`inputs` with the mask token in place of every token that is a target; None unless the task is `masked-lm`."""
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -47,8 +51,9 @@ class Example:
     """One prepared text. Arrays are `[T]` int64."""
 
     token_ids: np.ndarray
-    inputs: np.ndarray
     targets: np.ndarray | None = None
+    masked_ids: np.ndarray | None = None
+    """`token_ids` with the mask token in place of every target; None unless the task is `masked-lm`."""
     types: np.ndarray | None = None
     words: np.ndarray | None = None
     label: int = IGNORE
@@ -71,7 +76,8 @@ class Sequences:
     """Of the source: `text`, `pairs`, `labelled-text` or `images`."""
     task: str
     hash: str
-    """`sha256:...` over what is prepared (tokens, masks, targets, labels; pixels, processor), whatever the batching."""
+    """`sha256:...` over what is prepared (tokens, masked tokens, targets, labels; pixels, processor), whatever the
+    batching."""
     examples: Sequence[Any]
     collate: Callable[[Sequence[int]], Batch] = field(repr=False)
     lengths: list[int]
@@ -86,9 +92,16 @@ class Sequences:
     or a `single` one."""
     warnings: list[str] = field(default_factory=list)
     """What was cut, dropped or not found, one plain sentence each."""
+    no_targets: str | None = None
+    """Why no position has a target although the task has a head that predicts tokens."""
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @property
+    def masked(self) -> bool:
+        """Whether batches have `masked_inputs`."""
+        return self.task == "masked-lm" and self.num_targets > 0
 
     @property
     def sequence_length(self) -> int:
@@ -135,9 +148,10 @@ def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: i
     chosen = [examples[i] for i in indices]
     token_ids = _padded([e.token_ids for e in chosen], pad_id)
     mask = _padded([np.ones_like(e.token_ids) for e in chosen], 0)
-    inputs = {"input_ids": _padded([e.inputs for e in chosen], pad_id), "attention_mask": mask}
+    inputs = {"input_ids": token_ids, "attention_mask": mask}
     if types := [e.types for e in chosen if e.types is not None]:
         inputs["token_type_ids"] = _padded(types, 0)
+    masked_ids = [e.masked_ids for e in chosen if e.masked_ids is not None]
     targets = [e.targets for e in chosen if e.targets is not None]
     words = [e.words for e in chosen if e.words is not None]
     return Batch(
@@ -148,6 +162,7 @@ def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: i
         targets=_padded(targets, IGNORE) if targets else None,
         words=_padded(words, -1) if words else None,
         token_ids=token_ids,
+        masked_inputs={**inputs, "input_ids": _padded(masked_ids, pad_id)} if masked_ids else None,
     )
 
 

@@ -16,12 +16,15 @@ from fulldepth.data.files import READERS, folder_source
 from fulldepth.data.images import SPLITS, SUFFIXES, folder_images, zip_images
 from fulldepth.data.records import (
     Columns,
+    ImageLoader,
     Record,
     Source,
+    StoredImage,
     choose_columns,
     class_indices,
     clean_text,
     from_rows,
+    image_content,
     image_value,
 )
 from fulldepth.errors import FulldepthError, one_line, unknown
@@ -158,7 +161,7 @@ def _from_dataset(name: str, data: Any, split: str | None, limit: int | None) ->
     if columns.kind == "images":  # decoded one by one, when they are used
         labels = [(f"{name} row {i}", label) for i, label in enumerate(data[columns.label])] if columns.label else []
         classes, names = class_indices(labels, _class_names(data.features, columns.label))
-        images = [partial(_dataset_image, data, i, columns.first) for i in range(len(data))]
+        images = _dataset_images(data, columns.first)
         found = classes or [None] * len(images)
         return Source(name, "images", [Record(image=i, label=c) for i, c in zip(images, found, strict=True)], names)
     rows = data.select_columns([column for column in columns[1:] if column is not None])
@@ -184,11 +187,28 @@ def _class_names(features: Mapping[str, Any], label: str | None) -> tuple[str, .
     return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else ()
 
 
+def _dataset_images(data: datasets.Dataset, column: str) -> list[ImageLoader]:
+    """A loader for the image of every row."""
+    return [
+        StoredImage(partial(_dataset_image, data, i, column), partial(_dataset_content, data, i, column))
+        for i in range(len(data))
+    ]
+
+
 def _dataset_image(data: datasets.Dataset, index: int, column: str) -> Image.Image:
+    return _dataset_loader(data, index, column)()
+
+
+def _dataset_content(data: datasets.Dataset, index: int, column: str) -> bytes:
+    return image_content(_dataset_loader(data, index, column))
+
+
+def _dataset_loader(data: datasets.Dataset, index: int, column: str) -> ImageLoader:
+    """The loader for the image of a row, as the data set gives it: stored, or decoded if it changes its rows."""
     where = f"in row {index} of the data set"
     with reading(f"the image {where}"):
         value = data[index][column]
-    return image_value(value, where)()
+    return image_value(value, where)
 
 
 def _from_objects(data: Sequence[Any]) -> Source:

@@ -5,10 +5,12 @@ from fulldepth.hf.checkpoints import (
     checkpoint_of,
     find_checkpoints,
     half_written,
+    has_weights,
     is_sealed,
     notes_of,
     seal,
     sealed_checkpoints,
+    trained_steps,
 )
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.heads import Classifier
@@ -39,6 +41,7 @@ __all__ = [
     "find_checkpoints",
     "first_broken_weight",
     "half_written",
+    "has_weights",
     "is_sealed",
     "load_checkpoint",
     "load_config",
@@ -50,4 +53,5 @@ __all__ = [
     "seal",
     "sealed_checkpoints",
     "skipping",
+    "trained_steps",
 ]

@@ -23,7 +23,10 @@ TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
 }
-"""Ending of a model's class name -> what its head predicts; everything else is `representation`."""
+"""Ending of a model's class name -> what its head predicts; everything else is `representation`.
+
+`ForPreTraining` is a masked language model only if it has a head over the vocabulary: ELECTRA's and Funnel's tell
+replaced tokens from true ones, others reconstruct images or sound."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ class Anatomy:
     @property
     def task(self) -> str:
         """`causal-lm`, `masked-lm`, `text-classification`, `image-classification` or `representation`."""
-        return next((task for suffix, task in TASKS.items() if self._class.endswith(suffix)), "representation")
+        task = next((task for suffix, task in TASKS.items() if self._class.endswith(suffix)), "representation")
+        if self._class.endswith("ForPreTraining") and self.model.get_output_embeddings() is None:
+            return "representation"
+        return task
 
     @property
     def _class(self) -> str:

@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fulldepth.errors import FulldepthError
+from fulldepth.files import read_json
+
 SEAL = "complete.json"
 """Written last into a checkpoint, by us: sizes of its files, and what a run wants to remember."""
 
@@ -15,12 +18,10 @@ SEAL = "complete.json"
 def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
     """(step, folder) of every whole `checkpoint-N` in a training run's folder, by step; empty for a single checkpoint.
 
-    A checkpoint of another program carries no seal and counts as whole if it has a configuration.
+    A checkpoint of another program carries no seal and counts as whole if it has a configuration. A final model at the
+    root of the folder is none of them.
     """
-    folder = Path(run)
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return []
-    found = [(step, path) for step, path in _numbered(folder) if (path / "config.json").is_file()]
+    found = [(step, path) for step, path in _numbered(Path(run)) if (path / "config.json").is_file()]
     ours = any((path / SEAL).exists() for _, path in found)
     return sorted((step, path) for step, path in found if not ours or is_sealed(path))
 
@@ -31,9 +32,27 @@ def sealed_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
 
 
 def checkpoint_of(name: str | Path) -> str:
-    """A checkpoint's own name; for the folder of a training run, its last whole checkpoint."""
-    found = find_checkpoints(name)
+    """A checkpoint's own name; for the folder of a training run, its final model if it has one, else its last whole
+    checkpoint.
+    """
+    found = [] if (Path(name) / "config.json").is_file() else find_checkpoints(name)
     return str(found[-1][1]) if found else str(name)
+
+
+def has_weights(checkpoint: str | Path) -> bool:
+    """Whether a folder holds a model: a configuration and safetensors."""
+    folder = Path(checkpoint)
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def trained_steps(checkpoint: str | Path) -> int | None:
+    """The optimiser step that the Trainer noted beside a model (`trainer_state.json`); None where it does not say."""
+    try:
+        state = read_json(Path(checkpoint) / "trainer_state.json", allow_constants=True)  # a logged loss may be NaN
+    except FulldepthError:
+        return None
+    step = state.get("global_step") if isinstance(state, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
 def half_written(run: str | Path) -> list[Path]:

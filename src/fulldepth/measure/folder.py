@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from fulldepth import __version__
+from fulldepth.data import Sequences, open_source
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints
-from fulldepth.measure.processes import Processes, processes
+from fulldepth.measure.fingerprint import contents, digest, fingerprints
+from fulldepth.measure.processes import processes
 from fulldepth.measure.run import measure_with
+from fulldepth.measure.series import Point, extends, measure_series, series_points
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
-
-STEPS = "steps"
-"""Sub-folder of a series' results with one result folder for each checkpoint."""
-SPEED_ONLY = {"batch_size", "device", "device_map"}
-"""Settings that change no number."""
 
 
 def measure_into(
@@ -31,39 +24,49 @@ def measure_into(
     settings: MeasureSettings | None = None,
     *,
     overwrite: bool = False,
+    series: bool = True,
     watcher: Watcher | None = None,
 ) -> Results:
     """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
 
-    A run that is already there is read, not repeated; a series goes on after the last finished checkpoint. With
-    several processes, each takes its share of the data and the first one writes.
+    A run that is already there is read, not repeated: the same model, data and settings, whose contents are compared,
+    not their names or times. A series that was interrupted goes on after its last finished checkpoint, and one whose
+    training went on is extended by the new checkpoints. With several processes, each takes its share of the data and
+    the first one writes.
 
     Args:
-        model: checkpoint folder, Hub name, or a folder of `checkpoint-N`.
+        model: checkpoint folder, Hub name, or a folder of `checkpoint-N`. A final model at the root of such a folder is
+            the last point of the series, if its `trainer_state.json` says which step it is.
         data: as for `measure`.
         output: the result folder; made if absent.
         settings: what to measure.
-        overwrite: replace results of another run.
+        overwrite: measure everything anew, and replace whatever results are there.
+        series: False = of a folder that holds checkpoints and a model, measure the model alone.
         watcher: told what happens.
 
     Raises:
         FulldepthError: if the folder holds results of another run, cannot be written, or the measurement fails.
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
-    checkpoints = find_checkpoints(model)
-    print_of_run = fingerprint(model, data, settings)
     with processes(settings.device) as me:
-        done = _existing(folder, print_of_run, overwrite)
+        read = data if isinstance(data, Sequences) else open_source(data, split=settings.split)
+        points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
+        prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
+        print_of_run = digest(prints)
+        for remark in remarks:
+            watcher.say(remark)
+        done = None if overwrite else _existing(folder, print_of_run, points)
         me.wait()
         if done is not None:
             watcher.say(f"{folder} already holds this measurement; nothing to do.")
             return done
         if me.is_main:
             _claim(folder)
-        if checkpoints:
-            results = _series(checkpoints, data, folder, settings, me, watcher)
+        if points:
+            results = measure_series(points, read, folder, settings, me, watcher, overwrite=overwrite)
+            results.meta["warnings"] = [*results.meta["warnings"], *remarks]
         else:
-            results = measure_with(model, data, settings, me, watcher)
+            results = measure_with(model, read, settings, me, watcher)
         results.meta["fingerprint"] = print_of_run
         if me.is_main:
             results.save(folder)
@@ -71,41 +74,23 @@ def measure_into(
         return results
 
 
-def fingerprint(model: str | Path, data: Any, settings: MeasureSettings) -> str:
-    """sha256 of everything that decides the numbers: files (names, sizes, times), data, settings, version.
-
-    Of models only the files at the top of their folders: results, logs and the like may live below.
-    """
-    folders: list[str | Path] = [folder for _, folder in find_checkpoints(model)]
-    models = [_identity(place, "*") for place in (*(folders or [model]), settings.reference, settings.tokenizer)]
-    what = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
-    document = [__version__, models, _identity(data, "**/*"), what]
-    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _identity(place: Any, pattern: str) -> tuple[str, list[tuple[str, int, int]]]:
-    """A place's name, in one spelling, and name, size and time of change of its files if it is a local one."""
-    if not isinstance(place, str | Path) or not Path(place).exists():
-        return str(place), []
-    path = Path(place).resolve()
-    files = [path] if path.is_file() else sorted(p for p in path.glob(pattern) if p.is_file())
-    return str(path), [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-
-
-def _existing(folder: Path, print_of_run: str, overwrite: bool) -> Results | None:
-    """Finished results of this very run; None if the folder is free.
+def _existing(folder: Path, print_of_run: str, points: list[Point]) -> Results | None:
+    """Finished results of this very run; None if the folder is free, or holds a part of this series.
 
     Raises:
         FulldepthError: if it holds results of another run.
     """
-    if overwrite or not (folder / DOCUMENT).exists():
+    if not (folder / DOCUMENT).exists():
         return None
     found = Results.load(folder)
     if found.meta.get("fingerprint") == print_of_run:
         return found
+    if extends(points, found.meta):
+        return None
     model, data = (found.meta.get(key, {}).get("name", "?") for key in ("model", "data"))
     raise FulldepthError(
-        f"{folder} holds the results of another run (model {model}, data {data}, or other settings). "
+        f"{folder} holds the results of another run (model {model}, data {data}), or the contents of its model or data "
+        "or the settings were others. "
         "Choose another --output, or replace it with --overwrite."
     )
 
@@ -119,58 +104,3 @@ def _claim(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
-
-
-def _series(
-    checkpoints: list[tuple[int, Path]],
-    data: Any,
-    folder: Path,
-    settings: MeasureSettings,
-    me: Processes,
-    watcher: Watcher,
-) -> Results:
-    """Measure every checkpoint that is not measured yet, then put all together."""
-    parts: list[tuple[int, Results]] = []
-    for number, (step, checkpoint) in enumerate(checkpoints, start=1):
-        home = folder / STEPS / checkpoint.name
-        print_of_step = fingerprint(checkpoint, data, settings)
-        part = _finished(home, print_of_step)
-        me.wait()
-        if part is None:
-            watcher.say(f"Checkpoint {number} of {len(checkpoints)}: step {step}")
-            part = measure_with(checkpoint, data, settings, me, watcher)
-            part.meta["fingerprint"] = print_of_step
-            if me.is_main:
-                part.save(home)
-        else:
-            watcher.say(f"Checkpoint {number} of {len(checkpoints)}: step {step} is measured already")
-        parts.append((step, part))
-    return combine(parts)
-
-
-def _finished(home: Path, print_of_step: str) -> Results | None:
-    """A checkpoint's results, if they are whole and of the same run; anything else is measured anew."""
-    try:
-        found = Results.load(home)
-    except FulldepthError:
-        return None
-    return found if found.meta.get("fingerprint") == print_of_step else None
-
-
-def combine(parts: list[tuple[int, Results]]) -> Results:
-    """One series out of the results of single checkpoints: a `step` column, and the last checkpoint's headline.
-
-    Raises:
-        FulldepthError: if the checkpoints did not read the same data.
-    """
-    if len({part.meta["data"]["hash"] for _, part in parts}) > 1:
-        raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
-    table = pd.concat([part.table.assign(step=step) for step, part in parts], ignore_index=True)
-    last = parts[-1][1].meta
-    kept = ("model", "headline", "lens_grid", "left_out")
-    steps = [{"step": step, **{key: part.meta[key] for key in kept}} for step, part in parts]
-    timings: dict[str, Any] = {
-        key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")
-    }
-    timings["measures"] = last["timings"]["measures"]
-    return Results(table, {**last, "timings": timings, "steps": steps})

@@ -22,6 +22,7 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
     held = plan.memory
     setup = plan.setup
     layers = sum(setup.num_layers + 1 if site in ("residual", "reference") else setup.num_layers for site in plan.sites)
+    layers += (setup.num_layers + 1) * plan.masked_pass
     sequences = min(batch_size, setup.num_sequences)
     batch = layers * sequences * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
     batch *= 2  # as the model leaves them, and stacked

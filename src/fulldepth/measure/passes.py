@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulldepth.capture import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, read_layers
+from fulldepth.capture import COEFFICIENTS, Tape, Verified, body_inputs, capture, feed_projections, read_layers
 from fulldepth.data import Batch
 from fulldepth.errors import FulldepthError
 from fulldepth.measure.grid import lens_grid
@@ -96,23 +96,53 @@ def run_pass(
                     reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
                 states["reference"] = other.stack("residual", plan.setup.device)
                 other.clear()
-            observation = observe(subject, batch, states, threshold, settings.seed)
+            read = _read_by_lens(subject, plan, batch, states["residual"], tape, result.clock)
+            observation = observe(subject, batch, states, read, threshold, settings.seed)
             observation.coefficients = coefficients
             feed(plan, observation, result.clock)
-            if result.grid is None and me.is_main and settings.grid_samples:
-                result.grid = lens_grid(subject, batch, observation, settings.grid_samples)
+            if result.grid is None and read is not None and me.is_main and settings.grid_samples:
+                result.grid = lens_grid(subject, batch, observation.attention_mask, read, settings.grid_samples)
             advance(len(batch))
     return result
 
 
-def observe(subject: Subject, batch: Batch, states: dict[str, Tensor], threshold: int | None, seed: int) -> Observation:
-    """One batch as the measures see it."""
+def _read_by_lens(
+    subject: Subject, plan: Plan, batch: Batch, residual: Tensor, tape: Tape, clock: Clock
+) -> Tensor | None:
+    """[L+1, B, T, D] the residual stream that the lens reads: of the text, or of a second pass over masked text.
+
+    None for a masked language model of which nothing is measured that reads predictions.
+    """
+    if batch.masked_inputs is None:
+        return residual
+    if not plan.masked_pass:
+        return None
+    inputs = model_inputs(batch.masked_inputs, subject.device, subject.checkpoint.model.dtype)
+    with clock("forward (masked)"):
+        subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+    states = tape.stack("residual", plan.setup.device)
+    tape.clear()
+    return states
+
+
+def observe(
+    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, threshold: int | None, seed: int
+) -> Observation:
+    """One batch as the measures see it.
+
+    Args:
+        subject: model and data.
+        batch: the sequences.
+        states: site -> activations of the text as it is.
+        read: `[L+1, B, T, D]` the residual stream that the lens reads; None = no lens.
+        threshold: the largest priority of a position that the lens reads; None = all.
+        seed: of that sample.
+
+    Raises:
+        FulldepthError: if an activation is NaN or infinite.
+    """
     residual = states["residual"]
-    if not bool(torch.isfinite(residual.sum())) and not bool(torch.isfinite(residual).all()):
-        raise FulldepthError(
-            f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
-            "the weights are broken or the precision is too low (try --dtype float32)."
-        )
+    _check_finite(batch, residual, read)
     device = residual.device
     if batch.attention_mask is None:
         mask = torch.ones(residual.shape[1:3], dtype=torch.bool, device=device)
@@ -128,14 +158,25 @@ def observe(subject: Subject, batch: Batch, states: dict[str, Tensor], threshold
     )
     classifier = subject.verified.classifier
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
-    if classifier is not None and targets is not None:
+    if classifier is not None and targets is not None and read is not None:
         targets = _sampled(targets, batch.sequence, threshold, seed).to(device)
 
         def readout() -> Readout:
-            return read_layers(classifier, residual, targets, mask)
+            return read_layers(classifier, read, targets, mask)
 
         observation.readout = readout
     return observation
+
+
+def _check_finite(batch: Batch, *states: Tensor | None) -> None:
+    """Refuse states of a batch that are NaN or infinite."""
+    for values in states:
+        if values is None or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()):
+            continue
+        raise FulldepthError(
+            f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
+            "the weights are broken or the precision is too low (try --dtype float32)."
+        )
 
 
 def feed(plan: Plan, observation: Observation, clock: Clock) -> None:

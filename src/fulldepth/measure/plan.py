@@ -23,6 +23,8 @@ class Plan:
     sites: set[str] = field(default_factory=set)
     """Activation sites that have to be captured."""
     left_out: list[dict[str, str]] = field(default_factory=list)
+    masked_pass: bool = False
+    """Whether the measures that read predictions take a forward pass of their own, over masked text."""
 
     @property
     def memory(self) -> dict[str, int]:
@@ -70,6 +72,7 @@ def make_plan(
             for site in measure.sites
             if (reason := _unavailable(site, verified)) is not None
         ]
+    plan.masked_pass = sequences.masked and any("targets" in measure.needs for measure in plan.measures.values())
     if not plan.measures:
         raise FulldepthError(
             "Nothing is left to measure: " + "; ".join(f"{w['measure']}: {w['reason']}" for w in plan.left_out)
@@ -105,10 +108,12 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
         return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
     if anatomy.task == "representation":
         return "the head's targets are not in this data"
+    if sequences.task != anatomy.task:
+        return f"the data were prepared for the task {sequences.task}, and the model's is {anatomy.task}"
     if not classifier.per_token and not sequences.num_classes:
         return "the data have no labels"
     if classifier.per_token and not sequences.num_targets:
-        return "no position has a target"
+        return sequences.no_targets or "no position has a target"
     return None
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fulldepth import __version__
 from fulldepth.capture import Verified, verify
+from fulldepth.data import MASKED_SHARE
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
@@ -236,8 +237,9 @@ def _document(
             "tokens": sum(sequences.lengths) or setup.num_sequences * setup.sequence_length,
             "sequence_length": setup.sequence_length,
             "num_classes": sequences.num_classes,
+            "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
-        "token_policy": {"name": subject.policy, "sentence": tokens.SENTENCES[subject.policy]},
+        "token_policy": {"name": subject.policy, "sentence": tokens.sentence(subject.policy, plan.masked_pass)},
         "versions": versions(),
         "seed": settings.seed,
         "timings": {

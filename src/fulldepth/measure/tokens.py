@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fulldepth.data import MASKED_SHARE
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 
@@ -17,6 +18,18 @@ SENTENCES = {
     "cls": "Only the first token ([CLS]) of each sequence counts.",
     "eos": "Only the end-of-sequence token of each sequence counts.",
 }
+
+
+MASKED = (
+    f" The lens measures have a forward pass of their own, over the same text with {100 * MASKED_SHARE:.0f} % of its "
+    "tokens masked, and read the masked positions; every other measure reads the text unmasked."
+)
+"""What is added to the sentence of a masked language model."""
+
+
+def sentence(policy: str, masked_pass: bool) -> str:
+    """What the result says about a policy, and about the text that the measures read."""
+    return SENTENCES[policy] + (MASKED if masked_pass else "")
 
 
 def resolve(policy: str, anatomy: Anatomy) -> str:

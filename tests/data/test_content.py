@@ -1,0 +1,98 @@
+"""The hash of what a source holds: equal for equal content, another for any other, for every kind of data."""
+
+import zipfile
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fulldepth.data import content_hash, open_source, prepare
+
+
+def picture(value):
+    return Image.fromarray(np.full((4, 4, 3), value, dtype=np.uint8))
+
+
+def of(data, **options):
+    return content_hash(open_source(data, **options))
+
+
+TEXTS = {
+    "texts": (["a", "b"], ["a", "c"]),
+    "where texts end": (["ab", "c"], ["a", "bc"]),
+    "their order": (["a", "b"], ["b", "a"]),
+    "mappings": ([{"text": "a"}], [{"text": "b"}]),
+    "labels": ([{"text": "a", "label": 0}], [{"text": "a", "label": 1}]),
+    "names of classes": ([{"text": "a", "label": "x"}], [{"text": "a", "label": "y"}]),
+    "second texts": ([{"premise": "a", "hypothesis": "b"}], [{"premise": "a", "hypothesis": "c"}]),
+    "which text it is": ([{"premise": "a", "hypothesis": ""}], [{"premise": "", "hypothesis": "a"}]),
+    "prompts": ([{"prompt": "a", "response": "b"}], [{"prompt": "c", "response": "b"}]),
+    "responses": ([{"prompt": "a", "response": "b"}], [{"prompt": "a", "response": "c"}]),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), TEXTS.values(), ids=TEXTS)
+def test_python_objects(one, other):
+    assert of(one) == of(list(one))
+    assert of(one) != of(other)
+
+
+def test_the_same_rows_from_files_and_objects(tmp_path):
+    rows = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+    pd.DataFrame(rows).to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+    pd.DataFrame(rows).assign(more=3).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.tsv").write_text("text\tlabel\na\t0\nb\t1\n")
+    files = {of(tmp_path / f"a{suffix}") for suffix in (".jsonl", ".parquet", ".tsv")}
+    assert files == {of(rows), of(datasets.Dataset.from_list(rows))}
+
+
+def dataset(*values, feature=None):
+    rows = {"image": [picture(value) for value in values], "label": list(range(len(values)))}
+    features = datasets.Features({"image": feature or datasets.Image(), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def folder_of(root, *values):
+    for label, value in enumerate(values):
+        (root / str(label)).mkdir(parents=True)
+        picture(value).save(root / str(label) / "0.png")
+    return root
+
+
+def zip_of(path, folder):
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in sorted(folder.rglob("*.png")):
+            archive.write(file, file.relative_to(folder))
+    return path
+
+
+def test_images_of_every_kind(tmp_path):
+    one, same, other = (folder_of(tmp_path / name, *v) for name, v in zip("abc", ((1, 2), (1, 2), (1, 3)), strict=True))
+    assert of(one) == of(same) != of(other)
+    zips = [zip_of(tmp_path / f"{folder.name}.zip", folder) for folder in (one, same, other)]
+    assert of(zips[0]) == of(zips[1]) == of(one) != of(zips[2])
+    files = [[{"image": str(folder / str(n) / "0.png")} for n in range(2)] for folder in (one, same, other)]
+    assert of(files[0]) == of(files[1]) != of(files[2]), "the files that rows name, not their names"
+    assert of([{"image": picture(1)}]) == of([{"image": picture(1)}]) != of([{"image": picture(2)}])
+    assert of(dataset(1, 2)) == of(dataset(1, 2)) != of(dataset(1, 3))
+    listed = [{"image": (one / "0" / "0.png").read_bytes()}]
+    assert of(listed) == of(files[0][:1])
+
+
+def test_images_that_a_data_set_changes_as_they_are_read():
+    """A transform decides the pixels, so they are what is hashed."""
+    plain, changed = dataset(1, 2), dataset(1, 2)
+
+    def darker(rows):
+        return {**rows, "image": [picture(0) for _ in rows["image"]]}
+
+    changed.set_transform(darker)
+    assert of(changed) != of(plain)
+    assert of(changed) == of([{"image": picture(0), "label": n} for n in range(2)])
+
+
+def test_prepared_sequences_have_their_own(number_tokenizer):
+    data = prepare(open_source(["w1 w2 w3"]), task="causal-lm", tokenizer=number_tokenizer, sequence_length=3)
+    assert content_hash(data) == data.hash
