@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
-from fulldepth.data.archives import open_archive, read_member
+from fulldepth.data.archives import member_names, open_archive, read_member
 from fulldepth.data.records import Record, Source, decode_image, read_image
 from fulldepth.errors import FulldepthError, one_line
 
@@ -35,8 +35,9 @@ def zip_images(path: Path, split: str | None = None, limit: int | None = None) -
         FulldepthError: if the archive cannot be read, there are none, or no such split.
     """
     archive = open_archive(path)
-    files = [PurePosixPath(info.filename) for info in archive.infolist() if not info.is_dir()]
-    return _source(path.name, files, lambda file: partial(_read_member, archive, str(file)), split, limit)
+    return _source(
+        path.name, member_names(archive), lambda file: partial(_read_member, archive, str(file)), split, limit
+    )
 
 
 def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
