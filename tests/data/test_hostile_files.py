@@ -208,6 +208,14 @@ def test_names_outside_an_archive(tmp_path, name):
     refused(archive(tmp_path / "a.zip", [("b.png", picture()), (name, picture())]), "a.zip", "outside")
 
 
+def test_a_member_without_a_name(tmp_path):
+    path = archive(tmp_path / "a.zip", [("a", picture())])
+    for signature, offset in ((CENTRAL, 28), (LOCAL, 26)):
+        patch(path, signature, offset, 0, "<H")
+    patch(path, CENTRAL, 30, 1, "<H")  # its byte counts as an extra field
+    refused(path, "a.zip")
+
+
 def test_a_name_twice_in_an_archive(tmp_path):
     members = [("a.png", picture(value=1)), ("a.png", picture(value=2))]
     refused(archive(tmp_path / "a.zip", members), "a.zip", "a.png", "twice")

@@ -343,3 +343,46 @@ def test_a_file_changed_at_random_is_refused_or_loads(good, tmp_path, name):
                 raise
     assert messages
     assert max(map(len, messages)) < 1000
+
+
+# By a name of the Hub, from its cache
+
+
+def test_what_the_hubs_cache_holds_is_checked_too(sharded, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "cache" / "models--some--model"
+    snapshot = place / "snapshots" / ("0" * 40)
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    blobs = shutil.copytree(sharded, place / "blobs")
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    state = tiny_models.build("llama").state_dict()
+    loaded = load_checkpoint("some/model").model.state_dict()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+    torch.save(state, blobs / "pickled.bin")
+    (snapshot / "pickled.bin").symlink_to(blobs / "pickled.bin")
+    edit(blobs / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": "pickled.bin"}))
+    with pytest.raises(FulldepthError, match=r"pickled\.bin.*plain name"):
+        load_checkpoint("some/model")
+    (blobs / "tokenizer.json").write_text("[" * 1000)
+    (snapshot / "tokenizer.json").symlink_to(blobs / "tokenizer.json")
+    with pytest.raises(FulldepthError, match=r"tokenizer\.json"):
+        load_tokenizer("some/model")
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 300, "x" * 5000, "a/b/c/d", "../nowhere"])
+def test_names_that_no_tokenizer_has(name):
+    for load in (load_tokenizer, lambda n: load_processor(n, None)):
+        with pytest.raises(FulldepthError) as caught:
+            load(name)
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "vocab.txt", "tokenizer.json"])
+def test_a_pipe_among_a_tokenizers_files(good, tmp_path, name):
+    folder = shutil.copytree(good["text"], tmp_path / "pipe")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    refused(load_tokenizer, folder, name)

@@ -28,13 +28,21 @@ def open_archive(path: Path) -> zipfile.ZipFile:
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     with reading(path):
         archive = zipfile.ZipFile(path)
-    members = [info for info in archive.infolist() if not info.is_dir()]
     try:
-        _check_members(path, members)
+        _check_members(path, [info for info in archive.infolist() if not _is_folder(info)])
     except FulldepthError:
         archive.close()
         raise
     return archive
+
+
+def member_names(archive: zipfile.ZipFile) -> list[PurePosixPath]:
+    """Names of the files in an archive."""
+    return [PurePosixPath(info.filename) for info in archive.infolist() if not _is_folder(info)]
+
+
+def _is_folder(info: zipfile.ZipInfo) -> bool:
+    return info.filename.endswith("/")
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
@@ -56,6 +64,8 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
     """What is wrong with a member, if anything; `names` are those of the members before it."""
     place = PurePosixPath(info.filename)
+    if not info.filename:
+        return "has no name"
     if place.is_absolute() or ".." in place.parts or "\\" in info.filename:
         return "is named so that it lies outside the archive"
     if info.filename in names:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import datasets
 
 from fulldepth.data.documents import list_files, load_split
-from fulldepth.data.files import ROWS
+from fulldepth.data.files import ROWS, path_of
 from fulldepth.data.records import PROMPT_COLUMNS, require_columns, text_value
 from fulldepth.data.sources import HUB_NAME
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.files import reading_each
 from fulldepth.progress import Watcher
 
 CHAT_COLUMNS = ("messages", "conversations")
@@ -148,7 +149,7 @@ def _open(data: Any, config: str | None, split: str | None, limit: int | None) -
     known = f"a file ({', '.join(ROWS)}), a folder of them, or a Hub data set"
     if not isinstance(data, str | Path):
         raise FulldepthError(f"Cannot read conversations of type {type(data).__name__}. Expected {known}.")
-    path = Path(data).expanduser()
+    path = path_of(data)
     if path.exists():
         if split is not None or config is not None:
             raise FulldepthError(f"{path} is a file or folder and has no split {split!r} or configuration {config!r}.")
@@ -161,7 +162,7 @@ def _open(data: Any, config: str | None, split: str | None, limit: int | None) -
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+    return ((f"{name} row {number}", row) for number, row in enumerate(reading_each(name, rows), start=1))
 
 
 def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, per_response: bool) -> _Shape:

@@ -16,7 +16,7 @@ import datasets
 from huggingface_hub import HfApi
 
 from fulldepth.data.corpus import END_OF_TEXT, PARTS, builtin_texts
-from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, text_lines
+from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of, text_lines
 from fulldepth.data.records import TEXT_COLUMNS, clean_text, require_columns, text_value
 from fulldepth.data.sources import CORPUS, HUB_NAME, load_hub
 from fulldepth.errors import FulldepthError, one_line, unknown
@@ -80,10 +80,8 @@ def open_documents(
     name = str(data)
     if name.startswith(CORPUS):
         return _builtin(name, split)
-    with reading(one_line(name)):  # the name may be none at all
-        path = Path(name).expanduser()
-        exists = path.exists()
-    if exists:
+    path = path_of(name)
+    if path.exists():
         if split is not None or config is not None:
             raise FulldepthError(f"{path} is a file or folder and has no split {split!r} or configuration {config!r}.")
         return _from_files(path, column)

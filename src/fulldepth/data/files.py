@@ -26,6 +26,18 @@ BATCH_ROWS, NESTED_BATCH_ROWS = 1024, 16
 """Rows of a parquet file that are decoded at a time; fewer where columns hold lists or mappings."""
 
 
+def path_of(name: str | Path) -> Path:
+    """The path that a name of data stands for, whether or not it exists; `~` is the home folder.
+
+    Raises:
+        FulldepthError: if no file system can hold the name, or a folder on the way cannot be read.
+    """
+    with reading(one_line(name)):
+        path = Path(name).expanduser()
+        path.exists()
+    return path
+
+
 def read_text(path: Path) -> str:
     r"""The text of a UTF-8 file, without its byte-order mark, lines ended by `\n`.
 

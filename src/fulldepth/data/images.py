@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
-from fulldepth.data.archives import open_archive, read_member
+from fulldepth.data.archives import member_names, open_archive, read_member
 from fulldepth.data.records import ImageLoader, Record, Source, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 
@@ -35,8 +35,7 @@ def zip_images(path: Path, split: str | None = None, limit: int | None = None) -
         FulldepthError: if the archive cannot be read, there are none, or no such split.
     """
     archive = open_archive(path)
-    files = [PurePosixPath(info.filename) for info in archive.infolist() if not info.is_dir()]
-    return _source(path.name, files, partial(_stored_member, archive), split, limit)
+    return _source(path.name, member_names(archive), partial(_stored_member, archive), split, limit)
 
 
 def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:

@@ -12,7 +12,7 @@ import datasets
 from PIL import Image
 
 from fulldepth.data.corpus import PARTS, novels
-from fulldepth.data.files import READERS, folder_source
+from fulldepth.data.files import READERS, folder_source, path_of
 from fulldepth.data.images import SPLITS, SUFFIXES, folder_images, zip_images
 from fulldepth.data.records import (
     Columns,
@@ -74,10 +74,8 @@ def open_source(data: Any, *, split: str | None = None, limit: int | None = None
 def _from_name(name: str, split: str | None, limit: int | None) -> Source:
     if name.startswith(CORPUS):
         return _builtin(name, split, limit)
-    with reading(one_line(name)):  # the name may be none at all
-        path = Path(name).expanduser()
-        is_folder = path.is_dir()
-    if is_folder:
+    path = path_of(name)
+    if path.is_dir():
         return _from_folder(path, split, limit)
     suffix = path.suffix.lower()
     if path.is_file() and suffix == ".zip":

@@ -76,14 +76,14 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
     Raises:
         FulldepthError: if there is something of that name that is not a regular file. A link to one is.
     """
-    if Path(where).is_dir():
+    if is_folder(where):
         path = Path(where) / name
         if path.is_file():
             return path
         if path.exists() or path.is_symlink():
             raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
         return None
-    with reading(f"{where}/{name}"):
+    with reading(f"{one_line(where, 200)}/{name}"):
         found = cached_file(
             where,
             name,
@@ -93,6 +93,23 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
             _raise_exceptions_for_connection_errors=False,
         )
     return Path(found) if found else None
+
+
+def is_folder(where: str) -> bool:
+    """Whether a checkpoint is a folder here, not a name of the Hub.
+
+    Raises:
+        FulldepthError: if it is a folder that holds a device, a pipe or a socket: a library that opens one may wait
+            forever, or end the process.
+    """
+    folder = Path(where)
+    with reading(one_line(where, 200)):
+        if not where or not folder.is_dir():
+            return False
+        for path in folder.iterdir():
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
+    return True
 
 
 def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
@@ -124,7 +141,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     for name in MODEL_FILES:
         if path := locate(where, name, revision):
             _check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
-    if Path(where).is_dir() and (shards := sorted(p.name for p in Path(where).glob("shard-*.safetensors"))):
+    if is_folder(where) and (shards := sorted(p.name for p in Path(where).glob("shard-*.safetensors"))):
         raise FulldepthError(f"{where} is a distributed checkpoint ({shards[0]}); expected {WEIGHTS} or {INDEX}.")
     if whole := locate(where, WEIGHTS, revision):
         paths = [whole]
@@ -269,7 +286,8 @@ def _check_numbers(path: Path | None, document: dict[str, Any]) -> None:
     for key, value in _scalars(document):
         if not isinstance(value, int) or any(part in key for part in OPEN_ENDED):
             continue
-        most = MOST_COUNT if any(part in key for part in COUNTS) else MOST_NUMBER
+        is_count = any(part in key for part in COUNTS) and not key.endswith(("size", "dim", "length"))
+        most = MOST_COUNT if is_count else MOST_NUMBER
         if abs(value) > most:
             raise FulldepthError(f"{path}: {one_line(key, 100)} is {one_line(value, 40)}. Expected at most {most:,}.")
 

@@ -33,9 +33,11 @@ from fulldepth.hf.checkpoint_files import (
     check_processor_files,
     check_stored_types,
     check_tokenizer_files,
+    is_folder,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -179,7 +181,12 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     where = str(name)
     check_tokenizer_files(where, revision)
     with _plain_errors(where, what="tokenizer"), _quiet():
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # some files load, and fail when asked
+    for name, number in special.items():
+        if number is not None and not isinstance(number, int):
+            raise FulldepthError(f"Cannot load a tokenizer from {where}: {name} is {one_line(repr(number), 60)}.")
+    return tokenizer
 
 
 def load_processor(
@@ -192,7 +199,7 @@ def load_processor(
     """
     where = str(name)
     folder = Path(name)
-    if not folder.is_dir() or any((folder / file).exists() for file in PROCESSOR_FILES):
+    if not is_folder(where) or any((folder / file).exists() for file in PROCESSOR_FILES):
         check_processor_files(where, revision)
         with _plain_errors(where, what="image processor"), _quiet():
             return AutoImageProcessor.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
