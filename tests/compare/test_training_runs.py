@@ -117,7 +117,7 @@ def test_a_run_does_not_differ_from_itself() -> None:
     found = compare([plain(), plain(), plain()], names=["a", "b", "c"])
     assert found.table[found.table.model != "a"]["difference"].abs().max() == 0
     assert [entry["sentence"] for name, entry in found.headline.items() if ":" not in name] == [
-        "At step 30 the baseline, a, has the lowest validation loss: 3.500 nats; b comes next, 0.000 above it.",
+        "At step 30 the baseline, a, and b have the lowest validation loss: 3.500 nats.",
         "No run’s last layer jumps less than the baseline’s: 39.0 %.",
         "Time per step is 1.00 times that of the baseline.",
         "Peak memory is 1.00 times that of the baseline.",

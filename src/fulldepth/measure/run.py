@@ -23,6 +23,7 @@ from fulldepth.capture import Verified, verify
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
+from fulldepth.measure.caveats import caveats, refuse_nothing
 from fulldepth.measure.headline import headline
 from fulldepth.measure.memory import check_memory
 from fulldepth.measure.passes import Pass, run_pass, weigh
@@ -32,7 +33,6 @@ from fulldepth.measure.routers import nearest_tokens, shares_of_heads
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.measure.subject import Subject, model_inputs, open_checkpoint, prepare_subject
 from fulldepth.metrics import Setup
-from fulldepth.metrics.cka import few_samples
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
 from fulldepth.results import Results, finite, tabulate
@@ -120,6 +120,7 @@ def measure_with(
         if me.is_main:
             done.router_tokens = nearest_tokens(subject)
     table = _table(plan, done, asked=settings.measures is not None)
+    refuse_nothing(table, subject, setup)
     done.clock.seconds["load"] = loaded
     done.clock.seconds["total"] = time.perf_counter() - start
     return Results(table, _document(subject, settings, plan, done, table))
@@ -219,7 +220,7 @@ def _document(
     """Everything that `results.json` says, apart from the table."""
     sequences, setup = subject.sequences, plan.setup
     seconds = {name: round(value, 4) for name, value in done.clock.seconds.items()}
-    headlines = headline(table, setup.num_layers)
+    headlines = headline(table, setup.num_layers, setup.num_sequences)
     document = {
         "kind": "measure",
         "created": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -235,7 +236,7 @@ def _document(
             "sequence_length": setup.sequence_length,
             "num_classes": sequences.num_classes,
         },
-        "token_policy": {"name": subject.policy, "sentence": tokens.SENTENCES[subject.policy]},
+        "token_policy": subject.describe_tokens(),
         "versions": versions(),
         "seed": settings.seed,
         "timings": {
@@ -247,7 +248,7 @@ def _document(
         "memory": {**plan.memory, "peak": peak_memory(subject.device)},
         "sampling": _sampling(subject, settings, setup),
         "left_out": plan.left_out,
-        "warnings": _warnings(subject, setup, table),
+        "warnings": caveats(subject, setup, table),
         "headline": headlines,
         "lens_grid": done.grid,
         "router_tokens": done.router_tokens,
@@ -265,23 +266,6 @@ def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict
         "lens_targets": targets,
         "entropy_sequences": min(settings.entropy_sequences, setup.num_sequences),
     }
-
-
-def _warnings(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
-    """What a reader should know before trusting a number."""
-    lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
-    measured = set(table.measure)
-    if "cka" in measured and few_samples(setup.reservoir_tokens, setup.width):
-        lines.append(
-            f"CKA rests on {setup.reservoir_tokens} tokens, fewer than ten times the width ({setup.width}): the biased "
-            "estimate is inflated, read the debiased one."
-        )
-    if "coherence" in measured and setup.num_sequences < 20:
-        lines.append(
-            f"Coherence over only {setup.num_sequences} sequences is biased up by about 1/{setup.num_sequences}: read "
-            "mean_corrected."
-        )
-    return lines
 
 
 def versions() -> dict[str, str]:

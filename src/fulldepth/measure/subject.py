@@ -41,7 +41,16 @@ class Subject:
     """The token policy, `auto` resolved."""
     device: torch.device
     """Where inputs go and accumulators live."""
+    openings: tokens.Openings
+    """How the sequences begin."""
+    class_token: bool | None = None
+    """Whether they begin with a class token; None where that is not known."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def kinds_of_tokens(self) -> int | None:
+        """Different tokens in the data, special ones left out; None for images."""
+        return self.openings.kinds
 
     @property
     def anatomy(self) -> Anatomy:
@@ -53,6 +62,15 @@ class Subject:
         """Id of the end-of-sequence token."""
         own = getattr(self.tokenizer, "eos_token_id", None)
         return own if own is not None else getattr(self.anatomy.config, "eos_token_id", None)
+
+    def describe_tokens(self) -> dict[str, Any]:
+        """The token policy's entry in `results.json`."""
+        said = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
+        return {
+            "name": self.policy,
+            "sentence": " ".join(filter(None, (said, self.openings.sentence))),
+            "begin_with_bos": self.openings.begin_with_bos,
+        }
 
     def describe(self) -> dict[str, Any]:
         """The model's entry in `results.json`."""
@@ -89,8 +107,17 @@ def prepare_subject(
     where = input_device(checkpoint.model)
     first = next(iter(sequences.batches(min(2, len(sequences)))))
     verified = verify(candidates, model_inputs(first, where, checkpoint.model.dtype))
-    policy = tokens.resolve(settings.tokens, verified.anatomy)
-    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where)
+    cls = getattr(tokenizer, "cls_token_id", None)
+    class_token = tokens.opens_with_class_token(first, verified.anatomy, verified.positions, cls)
+    policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
+    openings = _openings(sequences, tokenizer, verified.anatomy)
+    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token)
+    if openings.mixed and policy in ("all", "cls"):
+        note = (
+            f"{openings.sentence} Where a model uses its first token as an attention sink, sequences with and without "
+            "it are unlike: read the statistics marked :no-first, or give every text a sequence of its own."
+        )
+        subject = replace(subject, warnings=(note,))
     if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
         note = "The tokenizer adds no end-of-sequence token, so the last token of each sequence counts."
         return replace(subject, policy="last", warnings=(note,))
@@ -100,6 +127,13 @@ def prepare_subject(
 def _ends(batch: Batch, eos: int | None) -> bool:
     """Whether every sequence of a batch holds the end-of-sequence token."""
     return batch.token_ids is not None and eos is not None and bool((batch.token_ids == eos).any(1).all())
+
+
+def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.Openings:
+    """How the sequences begin, by the tokenizer, or without one by the model's configuration."""
+    bos = getattr(tokenizer if tokenizer is not None else anatomy.config, "bos_token_id", None)
+    name = getattr(tokenizer, "bos_token", None) or f"id {bos}"
+    return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
 
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:

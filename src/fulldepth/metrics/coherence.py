@@ -279,10 +279,14 @@ def _power(phi: Tensor) -> Tensor:
 
 
 def _ratio(cross: Tensor, power_in: Tensor, power_out: Tensor, sequences: int) -> Tensor:
-    """`[D, K]` coherence from sums over `sequences`; NaN where a side has no power."""
+    """`[..., D, K]` coherence from sums over `sequences`; NaN where a side has no power.
+
+    All of it is NaN where no frequency above 0 has power: `k = 0` alone, which is 1 by construction, says nothing.
+    """
     ratio = (cross.real.square() + cross.imag.square()) / (power_in * power_out)
     present = torch.minimum(power_in, power_out) > NO_POWER * sequences
-    return ratio.clamp(max=1.0).where(present, torch.nan)
+    heard = present[..., 1:].any(-1).any(-1)[..., None, None]
+    return ratio.clamp(max=1.0).where(present & heard, torch.nan)
 
 
 def _corrected(ratio: Tensor, sequences: int) -> Tensor:

@@ -11,6 +11,9 @@ from torch import Tensor
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import leave_one_out, standard_error
 
+LARGE_JUMP = 10.0
+"""Per cent from which the JREG paper calls a jump large."""
+
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
     r"""Accumulated increase of the mean displacement from layer `start` on, in per cent.
@@ -38,6 +41,19 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
     if not 2 <= layer <= layers:
         raise ValueError(f"start must name a layer in 2..{layers} (or its negative index), got {start}")
     return float(100 * values.diff()[layer - 2 :].clamp(min=0).sum())
+
+
+def size_of_jump(value: float) -> str:
+    """Whether a jump rate in per cent is large, at the one decimal that is printed."""
+    return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
+
+
+def describe_jump(value: float) -> str:
+    """A sentence on zeta_L in per cent; 0 says that the last layer displaces as much as the one before, or less."""
+    if value <= 0:
+        return "The last layer displaces no more than the one before: no jump."
+    amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
+    return f"The last layer displaces {amount} percentage points more than the one before: {size_of_jump(value)}."
 
 
 class JumpRate(Measure):
