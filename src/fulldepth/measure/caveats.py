@@ -30,6 +30,9 @@ REASONS = {
 }
 """Measure -> why it has no finite number at a layer."""
 
+EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
+"""Measure -> why it has no row at all; others have too few tokens or occurrences."""
+
 
 def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
     """Every warning, those of the checkpoint and the data first."""

@@ -23,7 +23,7 @@ from fulldepth.capture import Verified, verify
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
-from fulldepth.measure.caveats import caveats, refuse_nothing
+from fulldepth.measure.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measure.headline import headline
 from fulldepth.measure.memory import check_memory
 from fulldepth.measure.passes import Pass, run_pass, weigh
@@ -205,11 +205,12 @@ def _table(plan: Plan, done: Pass, *, asked: bool) -> pd.DataFrame:
             # a process may have had no batch at all; what the others saw is merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             found = accumulator.rows()
+        reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
         if not found and asked:
             words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
-            raise FulldepthError(f"{name} was asked for but has too few tokens or occurrences in the data{words}.")
+            raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}{words}.")
         if not found:
-            plan.left_out.append({"measure": name, "reason": "too few tokens or occurrences in the data"})
+            plan.left_out.append({"measure": name, "reason": reason})
         rows += found
     return tabulate(rows)
 

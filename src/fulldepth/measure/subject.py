@@ -114,8 +114,8 @@ def prepare_subject(
     subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token)
     if openings.mixed and policy in ("all", "cls"):
         note = (
-            f"{openings.sentence} Where a model uses its first token as an attention sink, sequences with and without "
-            "it are unlike: read the statistics marked :no-first, or give every text a sequence of its own."
+            f"{openings.sentence} In a model that uses its first token as an attention sink, the sequences with it "
+            "and those without it are unlike."
         )
         subject = replace(subject, warnings=(note,))
     if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
