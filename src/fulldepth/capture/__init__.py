@@ -3,7 +3,7 @@
 from fulldepth.capture.hooks import COEFFICIENTS, SITES, Tape, capture
 from fulldepth.capture.lens import TopTokens, read_layers, top_tokens
 from fulldepth.capture.verify import Verified, body_inputs, verify
-from fulldepth.capture.weights import feed_projections, plain_weight
+from fulldepth.capture.weights import feed_projections, plain_weight, projection_names
 
 __all__ = [
     "COEFFICIENTS",
@@ -15,6 +15,7 @@ __all__ = [
     "capture",
     "feed_projections",
     "plain_weight",
+    "projection_names",
     "read_layers",
     "top_tokens",
     "verify",

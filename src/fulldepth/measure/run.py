@@ -19,7 +19,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
-from fulldepth.capture import Verified, verify
+from fulldepth.capture import Verified, projection_names, verify
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
@@ -170,7 +170,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         reservoir_tokens=min(settings.reservoir_tokens, num_tokens),
         entropy_sequences=settings.entropy_sequences,
         words=tuple(settings.words),
-        projections=tuple(dict.fromkeys(name for name, _, _ in anatomy.projections())),
+        projections=projection_names(anatomy),
         seed=settings.seed,
         device=device,
     )
