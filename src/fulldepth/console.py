@@ -64,6 +64,8 @@ def finish(results: Any, page: Path) -> None:
         if ":" in name:  # a comparison's numbers of single models: the page has them all
             continue
         value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
+        if entry.get("standard_error") is not None:
+            value += f" ± {entry['standard_error']:.2g}"
         unit = "" if entry["unit"] == "1" else f" {entry['unit']}"
         rows.append((name, f"{value}{unit}", entry["sentence"]))
     table(rows)

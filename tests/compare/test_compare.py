@@ -214,6 +214,70 @@ def test_what_makes_numbers_incomparable_is_said() -> None:
     assert len(lines) == 3
 
 
+def test_what_else_may_make_a_difference_is_said() -> None:
+    def one(**changes) -> Results:
+        sampling = {"reservoir_tokens": 40, "lens_positions": 60, "entropy_sequences": 4, "counted_tokens": 64}
+        found = measurement(2, displacements([0.1, 0.2]), seed=0, sampling=sampling, versions={"fulldepth": "1"})
+        found.meta["model"]["dtype"] = "float32"
+        for path, value in changes.items():
+            part, _, key = path.partition("__")
+            if key:
+                found.meta[part][key] = value
+            else:
+                found.meta[part] = value
+        return found
+
+    assert compare([one(), one()]).meta["warnings"] == []
+    for change, said in (
+        ({"model__dtype": "bfloat16"}, "the precisions differ (b: bfloat16, a: float32)"),
+        ({"seed": 1}, "the seeds differ (b: 1, a: 0)"),
+        ({"sampling__reservoir_tokens": 30}, "the token samples differ in size (b: 30, a: 40)"),
+        ({"sampling__lens_positions": 9}, "the lens reads different numbers of positions (b: 9, a: 60)"),
+        ({"sampling__entropy_sequences": 2}, "different numbers of sequences enter the entropies (b: 2, a: 4)"),
+        ({"sampling__counted_tokens": 60}, "the numbers of counted tokens differ (b: 60, a: 64)"),
+        ({"versions__fulldepth": "2"}, "the versions of fulldepth differ (b: 2, a: 1)"),
+    ):
+        lines = compare([one(), one(**change)], names=["a", "b"]).meta["warnings"]
+        assert lines == [f"b and a: a small difference may have other reasons than the models: {said}."]
+    for change, said in (
+        ({"data__sequences": 9}, "the numbers of sequences differ (b: 9, a: 4)"),
+        (
+            {"token_policy__begin_with_bos": 1},
+            "the numbers of sequences that begin with the BOS token differ (b: 1, a: None)",
+        ),
+    ):
+        lines = compare([one(), one(**change)], names=["a", "b"]).meta["warnings"]
+        assert lines == [f"b and a: the numbers are not comparable because {said}."]
+    unsaid = measurement(2, displacements([0.1, 0.2]))
+    assert compare([one(), unsaid]).meta["warnings"] == [], "what an older result does not say is not held against it"
+
+
+@pytest.mark.parametrize("shift", [-0.2, -4e-5, -1e-12, 0.0, 1e-12, 4e-5, 0.2])
+def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: float) -> None:
+    def entry(value):
+        return {"last_layer_displacement": {"value": value, "unit": "1", "standard_error": 0.0123, "sentence": "..."}}
+
+    a = measurement(2, displacements([0.3, 0.4]), headline=entry(0.4))
+    b = measurement(2, displacements([0.3, 0.4 + shift]), headline=entry(0.4 + shift))
+    found = compare([a, b], names=["a", "b"]).headline
+    change, greatest, number = (
+        found[f"{name}:b"]["sentence"]
+        for name in ("redundancy_change", "greatest_redundancy_change", "last_layer_displacement")
+    )
+    assert not any(zero in change + greatest for zero in ("+0.00", "-0.00"))
+    if abs(shift) < 1e-4:
+        assert "neither higher nor lower" in change
+        assert greatest == "At no layer of 2 do the displacements of b and a differ by 0.01 x 10^-2 or more."
+    else:
+        assert f"is {'lower' if shift > 0 else 'higher'} in b" in change
+        assert f"20.00 x 10^-2 {'larger' if shift > 0 else 'smaller'} in b" in greatest
+    assert "0.4 ± 0.012 in a" in number
+    if abs(shift) < 1e-9:
+        assert number.endswith("(no difference).")
+    else:
+        assert number.endswith(f"({shift:+.3g}).")
+
+
 def test_a_series_enters_with_its_last_step() -> None:
     early, late = tabulate(displacements([0.9, 0.9]), step=10), tabulate(displacements([0.3, 0.4]), step=20)
     series = measurement(2, [], headline={"zeta_L": {"value": 10.0, "unit": "%", "sentence": "..."}})

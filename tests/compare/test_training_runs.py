@@ -117,11 +117,29 @@ def test_a_run_does_not_differ_from_itself() -> None:
     found = compare([plain(), plain(), plain()], names=["a", "b", "c"])
     assert found.table[found.table.model != "a"]["difference"].abs().max() == 0
     assert [entry["sentence"] for name, entry in found.headline.items() if ":" not in name] == [
-        "At step 30 the baseline, a, has the lowest validation loss: 3.500 nats; b comes next, 0.000 above it.",
+        "At step 30 the baseline, a, and b have the lowest validation loss: 3.500 nats.",
         "No run’s last layer jumps less than the baseline’s: 39.0 %.",
         "Time per step is 1.00 times that of the baseline.",
         "Peak memory is 1.00 times that of the baseline.",
     ]
+
+
+@pytest.mark.parametrize("shift", [-0.2, -1e-4, 0.0, 1e-4, 0.2])
+def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: float) -> None:
+    other = run(losses(7.0, 5.0, 4.0, 3.5 + shift), [0.3, 0.1, 0.4 + shift / 10])
+    found = compare([plain(), other], names=["a", "b"]).headline
+    best, jump, loss = (found[n]["sentence"] for n in ("lowest_validation_loss", "lowest_zeta_L", "validation_loss:b"))
+    assert not any(zero in loss for zero in ("+0.000", "-0.000"))
+    assert "0.000" not in best
+    if abs(shift) < 5e-4:
+        assert "have the lowest validation loss: 3.500 nats." in best
+    else:
+        assert "0.200 above it" in best if shift > 0 else "0.200 below the baseline" in best
+    if shift >= 0:
+        assert jump.startswith("No run’s last layer jumps less")
+    else:
+        assert jump.startswith("The last layer jumps least in b")
+        assert ("by less than 0.1 %" in jump) is (abs(shift) < 0.01)
 
 
 def test_the_last_common_step_decides() -> None:

@@ -101,7 +101,10 @@ def test_layer_ticks_are_few_whole_and_end_at_the_last_layer(layers):
 
 def test_extremes():
     assert extremes("Cosine", [0, 1, 2], [-0.5, None, 0.25]) == (
-        "Cosine: lowest −0.500 at embeddings, highest 0.250 at layer 2."
+        "Cosine: lowest −0.500 at embeddings, highest 0.250 at layer 2. No value at 1 of 3 layers."
+    )
+    assert extremes("Cosine", [1, 2, 3], [0.5, None, 0.5001]) == (
+        "Cosine: 0.500 at every layer that has one. No value at 1 of 3 layers."
     )
     assert extremes("Cosine", [3], [-1e-9]) == "Cosine: 0.000 at layer 3."
     assert extremes("Cosine", [1, 2], [0.5, 0.5]) == "Cosine: 0.500 at every layer."

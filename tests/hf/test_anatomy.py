@@ -1,5 +1,6 @@
 """Where the parts of each family are, against a table written from transformers' sources and its documentation."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -360,6 +361,28 @@ def test_the_first_broken_weight_is_named(bad):
         model.model.layers[1].mlp.up_proj.weight[3, 4] = bad
         model.lm_head.weight[0, 0] = bad
     assert first_broken_weight(model) == "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("row", "fine"),
+    [
+        ([0.0, -math.inf, 1.0], True),
+        ([-math.inf, -math.inf, -math.inf], False),
+        ([0.0, math.inf, -math.inf], False),
+        ([math.nan, 0.0, -math.inf], False),
+    ],
+)
+def test_pruned_weights_are_not_broken_where_their_module_says_so(row, fine):
+    """-inf prunes a weight of a static router; a router that has nothing left, and any other weight, is broken."""
+    model = tiny_models.build("depth_llama-static")
+    router = next(name for name, _ in model.named_parameters() if name.endswith("logits") and "layers.2" in name)
+    with torch.no_grad():
+        model.get_parameter(router)[0] = torch.tensor(row)
+    assert first_broken_weight(model) == (None if fine else router)
+    with torch.no_grad():
+        model.get_parameter(router).zero_()
+        model.model.norm.weight[3] = -math.inf
+    assert first_broken_weight(model) == "model.norm.weight"
 
 
 def test_finite_weights_whose_sum_overflows_are_not_broken():

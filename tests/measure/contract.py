@@ -9,6 +9,7 @@ import pandas as pd
 LM = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
 BOTH_VIEWS = {"displacement", "cosine", "cka", "norm_ratio"}
 """Measures that give every number once more without the first tokens, where first tokens count."""
+ERROR = "standard_error"
 BINS = [f"bin_{i}" for i in range(10)]
 
 
@@ -20,26 +21,34 @@ def rows(layers, measures, *, projections=(), attention=True, value=True, normed
         "displacement": [
             (site, layer, None, statistic, "1")
             for site, layer in [*(("residual", n) for n in inner), *([("final_normed", layers)] if normed else [])]
-            for statistic in ("mean", "std", "p05", "p50", "p95")
+            for statistic in ("mean", "standard_error", "std", "p05", "p50", "p95")
         ],
-        "jump_rate": [("residual", n, None, "value", "%") for n in range(2, layers + 1)],
+        "jump_rate": [
+            ("residual", n, None, statistic, "%") for n in range(2, layers + 1) for statistic in ("value", ERROR)
+        ],
         "coherence": [
             (site, n, None, statistic, "1")
             for site in (("residual", "attention") if attention else ("residual",))
             for n in inner
             for statistic in ("mean", "mean_corrected", "share_0.3_0.7", *BINS)
+        ]
+        + [("residual", n, None, "standard_error_of_mean_corrected", "1") for n in inner]
+        + [
+            ("residual", None, None, statistic, "1")
+            for statistic in ("mean_corrected_of_layers", "standard_error_of_mean_corrected_of_layers")
         ],
         "cosine": [("residual", a, b, s, "1") for a, b in pairs for s in ("mean", "mean_raw")]
         + [("residual", n, layers, s, "1") for n in all_layers for s in ("p25", "p50", "p75")],
         "cka": [("residual", a, b, s, "1") for a, b in pairs for s in ("debiased", "biased")],
         "norm_ratio": [("residual", n, None, "mean", "1") for n in inner],
-        "lens_accuracy": [("residual", n, None, "mean", "1") for n in all_layers],
-        "lens_loss": [("residual", n, None, "mean", "nats") for n in all_layers],
+        "lens_accuracy": [("residual", n, None, s, "1") for n in all_layers for s in ("mean", ERROR)],
+        "lens_loss": [("residual", n, None, s, "nats") for n in all_layers for s in ("mean", ERROR)],
         "saturation": [
             ("residual", n, None, s, unit)
             for n in inner
             for s, unit in (("count", "tokens"), ("share", "1"), ("cumulative", "1"))
-        ],
+        ]
+        + [("residual", None, None, s, "layers") for s in ("median", "standard_error_of_median")],
         "effective_depth": [("residual", None, None, s, "layers") for s in ("eps=0.05", "relative_eps=0.05")],
         "nc1": [("residual", n, None, "value", "1") for n in all_layers],
         "renyi_entropy": [
@@ -66,7 +75,7 @@ def free(row):
     """Whether the documentation leaves it open which thresholds, presets and orders there are besides the named one."""
     measure, _, _, _, statistic, _ = row
     if measure == "effective_depth":
-        return re.fullmatch(r"(relative_)?eps=0\.\d+", statistic) is not None
+        return re.fullmatch(r"(standard_error_of_)?(relative_)?eps=0\.\d+", statistic) is not None
     return measure == "renyi_entropy" and re.fullmatch(r"mean:\w+:[\d.]+", statistic) is not None
 
 

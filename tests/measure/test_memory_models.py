@@ -17,7 +17,19 @@ from measure import oracle
 
 T, N, LAYERS = 12, 6, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
-MEMORY = ["static", "static-mha", "dynamic", "dynamic-raw", "dynamic-pruned", "kv-public", "tree-static", "tree-kv"]
+PRUNED = "static-pruned"
+"""A model that lost most weights of its routers by top-p pruning: their logits are -inf."""
+MEMORY = [
+    "static",
+    PRUNED,
+    "static-mha",
+    "dynamic",
+    "dynamic-raw",
+    "dynamic-pruned",
+    "kv-public",
+    "tree-static",
+    "tree-kv",
+]
 KINDS = ["serial", "tree", "tree-skipping", "hyper", "hyper-static", *MEMORY]
 ASKED = ["displacement", "norm_ratio", "renyi_entropy", "lens_loss", "coherence"]
 
@@ -29,7 +41,9 @@ def folder_of(tmp_path_factory, tokenizer):
 
     def get(name):
         if name not in made:
-            model = combinations.build(name, vocab_size=len(tokenizer))
+            model = combinations.build("static" if name == PRUNED else name, vocab_size=len(tokenizer))
+            if name == PRUNED:
+                assert model.prune_routers(p=0.6)["share"] > 0.2
             folder = tmp_path_factory.mktemp("depth_llama") / name
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -116,6 +130,9 @@ def test_retrieval(measured, name):
         depth[layer] = sum(p * (shares[h // group] @ np.arange(layer)) for h, p in enumerate(norms)) / sum(norms)
     assert keyed.keys() == expected.keys()
     np.testing.assert_allclose([keyed[key] for key in expected], list(expected.values()), **EXACT)
+    assert np.isfinite(table.value).all()
+    if name == PRUNED:
+        assert (table.value == 0).any(), "what was pruned is never read"
     found = results.values("expected_retrieval", "value", "routing")
     assert found.to_dict() == pytest.approx(depth, rel=1e-9)
     assert set(table["count"]) == {N * T}

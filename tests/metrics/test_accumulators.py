@@ -41,7 +41,8 @@ def ragged_world(wordy_world):
 def weights(generator):
     """(projection, layer, matrix)."""
     names = ("self_attn.q_proj", "mlp.down_proj")
-    return [(name, layer, torch.randn(6, 5, generator=generator)) for layer in (1, 2, 3) for name in names]
+    shapes = {1: (6, 5), 2: (6, 5), 3: (4, 6, 5)}  # of layer 3 every projection has four experts
+    return [(name, layer, torch.randn(shapes[layer], generator=generator)) for layer in (1, 2, 3) for name in names]
 
 
 def fill(metrics, world, weights, split):
@@ -80,6 +81,7 @@ def test_the_registry_is_the_issue_and_each_measure_has_its_tests():
     assert {path.stem for path in HERE.glob("test_*.py")} == {
         *(f"test_{name}" for name in NAMES),
         "test_accumulators",
+        "test_jackknife",
         "test_reservoir",
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ortho_group
+from scipy.stats import beta, kstest, ortho_group
 
 from fulldepth.metrics import Coherence, coherence
 
@@ -92,6 +92,20 @@ def test_independent_noise_is_biased_by_one_over_n(generator):
     assert honest.mean().item() == pytest.approx(left_by_clipping, rel=0.15)
 
 
+@pytest.mark.parametrize("n", [2, 8, 32])
+def test_what_clipping_leaves_of_the_bias(n, generator):
+    """Complex normal spectra that share nothing: the raw ratio is Beta(1, n - 1), the clipped correction is not 0."""
+    known = beta(1, n - 1)
+    closed = (1 - 1 / n) ** n / (n - 1)
+    assert known.expect(lambda c: (n * c - 1) / (n - 1), lb=1 / n) == pytest.approx(closed, rel=1e-6)
+    assert closed == pytest.approx({2: 0.25, 8: 0.049, 32: 0.012}[n], abs=5e-4), "as the docstring says"
+    x, y = torch.randn(2, n, 20_000, dtype=torch.complex128, generator=generator)
+    ratio = (x.conj() * y).sum(0).abs() ** 2 / ((x.abs() ** 2).sum(0) * (y.abs() ** 2).sum(0))
+    assert kstest(ratio.numpy(), known.cdf).pvalue > 1e-3
+    assert corrected(ratio.numpy(), n).mean() == pytest.approx(closed, rel=0.05)
+    assert ((n * ratio - 1) / (n - 1)).mean().item() == pytest.approx(0, abs=0.02), "unclipped there is no bias"
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(4, 11), st.floats(1, 100), st.floats(-50, 50))
 def test_properties(seed, length, scale, shift):
     rng = np.random.default_rng(seed)
@@ -140,6 +154,8 @@ def test_rows_against_explicit_sums(even_world, same_rows, expect):
     for site, layer, h_in, h_out in sites(even_world):
         for name, value in statistics(oracle(h_in, h_out), 12).items():
             expected[site, layer, None, name] = (value, None)
+    over_layers = np.mean([expected["residual", n, None, "mean_corrected"][0] for n in (1, 2, 3)])
+    expected["residual", None, None, "mean_corrected_of_layers"] = (over_layers, None)
     rows = even_world.rows(Coherence)
     expect(rows, expected, rtol=1e-4, atol=1e-5)
     for split in ((1,) * 12, (5, 1, 4, 2)):
@@ -150,7 +166,8 @@ def test_attention_is_compared_with_what_it_read(even_world, generator, same_row
     """Where a layer reads something else than the layer before gave (a tree), attention's input is given apart."""
     inputs = torch.randn(even_world.states["attention_output"].shape, generator=generator)
     world = even_world.with_states(attention_input=inputs).replace(options={"chained": False})
-    plain = {key: (row.value, row.count) for key, row in even_world.rows(Coherence).items() if key[0] == "residual"}
+    plain = {key: (row.value, row.count) for key, row in even_world.rows(Coherence).items()}
+    plain = {key: found for key, found in plain.items() if key[0] == "residual" and "standard_error" not in key[3]}
     for layer in (1, 2, 3):
         cells = oracle(inputs[layer - 1].numpy(), world.states["attention_output"][layer - 1].numpy())
         plain |= {("attention", layer, None, s): (v, cells.size) for s, v in statistics(cells, len(inputs[0])).items()}

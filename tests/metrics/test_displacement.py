@@ -10,7 +10,7 @@ from sklearn.metrics.pairwise import paired_cosine_distances
 
 from fulldepth.metrics import Displacement, displacement
 
-STATISTICS = ("mean", "std", "p05", "p50", "p95")
+STATISTICS = ("mean", "standard_error", "std", "p05", "p50", "p95")
 seeds = st.integers(0, 2**32 - 1)
 
 

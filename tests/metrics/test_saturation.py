@@ -41,6 +41,8 @@ def test_rows_against_loops(world, any_split, expect):
         expected["residual", layer, None, "count"] = (here, None)
         expected["residual", layer, None, "share"] = (here / total, None)
         expected["residual", layer, None, "cumulative"] = (so_far / total, None)
+    median = next(n for n in (1, 2, 3) if expected["residual", n, None, "cumulative"][0] >= 0.5)
+    expected["residual", None, None, "median"] = (median, total)
     rows = any_split(Saturation, world)
     expect(rows, expected)
     assert rows["residual", world.layers, None, "cumulative"].value == 1

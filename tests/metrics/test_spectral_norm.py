@@ -56,3 +56,22 @@ def test_a_projection_that_a_layer_lacks_has_no_row(generator):
     assert [(row.site, row.layer, row.value) for row in metric.rows() if np.isfinite(row.value)] == [
         ("mlp.down_proj", 2, pytest.approx(1))
     ]
+
+
+def test_experts_are_summed_up_and_plain_matrices_are_not(generator):
+    names = ("self_attn.q_proj", "mlp.experts.down_proj")
+    stacks = {n: torch.randn(5, 8, 3, generator=generator) * n for n in (1, 2)}
+    plain = torch.randn(8, 4, generator=generator)
+    metric = SpectralNorm(Setup(num_layers=2, width=8, projections=names))
+    metric.update(names[0], 1, plain)
+    for layer, stack in stacks.items():
+        metric.update(names[1], layer, stack)
+    rows = {(row.site, row.layer, row.statistic): (row.value, row.count) for row in metric.rows()}
+    expected = {(names[0], 1, "value"): (svdvals(plain.double().numpy())[0], 1)}
+    for layer, stack in stacks.items():
+        norms = [svdvals(matrix.double().numpy())[0] for matrix in stack]
+        expected[names[1], layer, "mean"] = (np.mean(norms), 5)
+        expected[names[1], layer, "max"] = (max(norms), 5)
+    assert rows.keys() == expected.keys()
+    for key, (value, count) in expected.items():
+        assert rows[key] == (pytest.approx(value, rel=1e-9), count)

@@ -364,3 +364,35 @@ def test_hostile_text_stays_text(synthetic, visit, tmp_path, kind):
     rows = list(csv.reader(io.StringIO(download.value.path().read_text(encoding="utf-8"))))
     assert len(rows) == len(table) + 1
     assert "'=cmd()" in {row[1] for row in rows}
+
+
+INHERITED = ["__proto__", "constructor", "toString"]
+"""Names of what every JavaScript object has."""
+
+
+@pytest.mark.parametrize("kind", ["comparison", "training_comparison"])
+def test_runs_may_be_named_like_anything(synthetic, visit, tmp_path, kind):
+    """Traces, legends and tables hold the label itself; the dark scheme looks every string up among the colours."""
+    results = getattr(synthetic, kind)()
+    labels = [model["label"] for model in results.meta["models"]]
+    renamed = dict(zip(labels, INHERITED, strict=False))
+    meta = json.loads(json.dumps(results.meta))
+    meta["baseline"] = renamed[meta["baseline"]]
+    for model in meta["models"]:
+        model["label"] = renamed.get(model["label"], model["label"])
+    whole = results.table.reset_index(drop=True)
+    few = whole["measure"].isin(["displacement", "jump_rate", "cka", "effective_depth", "validation_loss"])
+    table = whole[few].assign(model=whole["model"].replace(renamed))
+    page = visit(write(Results(table, meta).save(tmp_path)), color_scheme="dark")
+    assert page.evaluate(EMPTY) == []
+    assert page.evaluate(SIZES) == 0
+    names = page.evaluate(
+        "[...document.querySelectorAll('.plot')].flatMap((div) => (div.data || []).map((trace) => trace.name))"
+    )
+    assert all(name is None or isinstance(name, str) for name in names)
+    said = " ".join(str(name) for name in names)
+    shown = page.evaluate("[...document.querySelectorAll('.legendtext')].map((text) => text.textContent).join(' ')")
+    for label in renamed.values():
+        assert label in said, label
+        assert label in shown, label
+        assert label in page.locator("#cards").inner_text(), label

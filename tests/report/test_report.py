@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from fulldepth.report.page import contrast, embed
 from fulldepth.report.payload import compact, difference, fix_range, payload, thin
 from fulldepth.report.sections import arrange
 from fulldepth.report.tables import pack as pack_table
-from fulldepth.report.verdict import sentences_of_comparison, title
+from fulldepth.report.verdict import cards, sentences_of_comparison, side_by_side, title
 from fulldepth.report.words import figure_of, scaled, short, visible
 from fulldepth.results import Results
 
@@ -44,7 +45,7 @@ def test_the_page_is_written_whole_or_not_at_all(synthetic, tmp_path, monkeypatc
     folder = synthetic.minimal().save(tmp_path / "out")
     path = write(folder)
     before = path.read_text(encoding="utf-8")
-    monkeypatch.setattr("fulldepth.results.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr("fulldepth.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(FulldepthError, match="No space left"):
         write(folder)
     assert path.read_text(encoding="utf-8") == before
@@ -72,6 +73,20 @@ def test_embedded_data_comes_back_and_cannot_leave_its_element(value):
     assert json.loads(text) == value
 
 
+def test_standard_errors_stand_beside_their_numbers(synthetic):
+    results = synthetic.language_model()
+    results.meta["headline"]["zeta_L"]["standard_error"] = 0.01234
+    results.meta["headline"]["mean_coherence"]["standard_error"] = None
+    errors = {card["name"]: card["error"] for card in cards(results.meta["headline"])}
+    assert errors["Jump of the last layer"] == "± 0.012"
+    assert errors["Mean coherence"] == ""
+    compared = synthetic.comparison()
+    compared.meta["models"][0]["headline"]["zeta_L"]["standard_error"] = 0.5
+    rows = {name: cells for name, *cells in side_by_side(compared.meta)["rows"]}
+    assert rows["Jump of the last layer"][0].endswith("± 0.5 %")
+    assert "±" not in rows["Jump of the last layer"][1]
+
+
 def test_nan_never_reaches_the_page(synthetic):
     results = synthetic.language_model()
     results.table.loc[results.table.layer == 3, "value"] = math.nan
@@ -79,6 +94,32 @@ def test_nan_never_reaches_the_page(synthetic):
     made = document(render(results))
     assert made["views"][0]["cards"][0]["digits"] == "–"
     assert None in made["table"]["columns"]["value"]
+
+
+def strings(value):
+    """Every string inside a document."""
+    if isinstance(value, dict):
+        return [text for pair in value.items() for part in pair for text in strings(part)]
+    if isinstance(value, list | tuple):
+        return [text for part in value for text in strings(part)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize(("kind", "gone"), [("language_model", 1.0), ("language_model", 0.5), ("comparison", 0.3)])
+def test_gaps_are_gaps_and_not_words(synthetic, kind, gone):
+    """Any share of the table may be NaN or infinite: no figure fails, and nothing on the page is called nan."""
+    results = getattr(synthetic, kind)()
+    table = results.table
+    drawn = np.random.default_rng(0).random(len(table))
+    table.loc[drawn < gone, "value"] = math.nan
+    table.loc[drawn < gone / 3, "value"] = math.inf
+    if "difference" in table:
+        table["difference"] = table["value"] - 1
+    made = payload(results)
+    embed(made)  # refuses NaN
+    called = re.compile(r"(?<![a-z])(nan|-?inf)(?![a-z])", re.I)
+    assert [text for text in strings(made) if called.search(text)] == []
+    assert bool(made["figures"]) is (gone < 1)
 
 
 def test_a_step_carries_only_what_differs(synthetic):

@@ -4,7 +4,7 @@ from fulldepth.capture.hooks import COEFFICIENTS, SITES, Tape, capture
 from fulldepth.capture.lens import TopTokens, read_layers, top_tokens
 from fulldepth.capture.trace import body_inputs
 from fulldepth.capture.verify import Verified, find_anatomy, verify
-from fulldepth.capture.weights import feed_projections, plain_weight
+from fulldepth.capture.weights import feed_projections, plain_weight, projection_names
 
 __all__ = [
     "COEFFICIENTS",
@@ -17,6 +17,7 @@ __all__ = [
     "feed_projections",
     "find_anatomy",
     "plain_weight",
+    "projection_names",
     "read_layers",
     "top_tokens",
     "verify",

@@ -34,7 +34,8 @@ def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attenti
         read = _reduce(classifier, states.flatten(1, 2)[:, where], targets.flatten()[where])
     else:
         read = _reduce_sequences(classifier, states, targets, attention_mask)
-    return Readout(*(column.to(home) for column in read))
+    row = (targets != -100).nonzero()[:, 0]  # [M]
+    return Readout(*(column.to(home) for column in (*read, row)))
 
 
 Columns = tuple[Tensor, Tensor, Tensor]

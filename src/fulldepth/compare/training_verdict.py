@@ -41,6 +41,11 @@ def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Entry]:
             f"At step {step:,} the baseline, {baseline['label']}, has the lowest validation loss: {loss:.3f} nats; "
             f"{next_best['label']} comes next, {second - loss:.3f} above it."
         )
+        if second - loss < LEVEL["nats"]:
+            sentence = (
+                f"At step {step:,} the baseline, {baseline['label']}, and {next_best['label']} have the lowest "
+                f"validation loss: {loss:.3f} nats."
+            )
     elif base - loss < LEVEL["nats"]:
         sentence = (
             f"At step {step:,} {best['label']} and the baseline, {baseline['label']}, have the lowest validation loss: "
@@ -61,8 +66,10 @@ def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Entry]:
     if base is None:
         return {}
     rate, label = min(rates)
-    if label == baseline["label"] or base - rate < LEVEL["%"]:
+    if rate >= base:
         sentence = f"No run’s last layer jumps less than the baseline’s: {base:.1f} %."
+    elif base - rate < LEVEL["%"]:
+        sentence = f"The last layer jumps least in {label}, by less than 0.1 % below the baseline’s {base:.1f} %."
     else:
         sentence = f"The last layer jumps least in {label}: {rate:.1f} % against {base:.1f} % in the baseline."
     return {"lowest_zeta_L": {"value": rate, "unit": "%", "sentence": sentence}}
@@ -95,7 +102,7 @@ def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, En
     if ours is not None and theirs is not None:
         sentence = (
             f"Validation loss at step {step:,}: {ours:.3f} nats in {model['label']} against {theirs:.3f} in "
-            f"{baseline['label']} ({ours - theirs:+.3f})."
+            f"{baseline['label']} ({verdict.signed(ours - theirs, 3)})."
         )
         yield "validation_loss", finite({"value": ours - theirs, "unit": "nats", "sentence": sentence})
     for name, what in {**COSTS, "parameters": "Parameters"}.items():

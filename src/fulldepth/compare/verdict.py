@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fulldepth.results import finite
@@ -42,30 +43,27 @@ def _redundancy(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The redundancy change (JREG, Eq. 7): difference of the mean displacements, mean over layers and greatest."""
     rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
-    change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"].dropna()
+    change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"]
+    change = change[np.isfinite(change.to_numpy(np.float64))]
     if change.empty:
         return
     mean, layer = float(change.mean()), int(change.abs().idxmax())
     peak = float(change[layer])
     names = f"{model['label']} than in {baseline['label']}"
-    yield (
-        "redundancy_change",
-        {
-            "value": mean,
-            "unit": "x 10^-2",
-            "sentence": f"Redundancy is {_word(-mean, 'higher', 'lower', 'neither higher nor lower')} in {names}: "
-            f"displacement changes by {mean:+.2f} x 10^-2, averaged over the layers.",
-        },
+    higher = _word(-mean, "higher", "lower", "neither higher nor lower")
+    sentence = (
+        f"Redundancy is {higher} in {names}: displacement changes by {signed(mean)} x 10^-2, averaged over the layers."
     )
-    yield (
-        "greatest_redundancy_change",
-        {
-            "value": peak,
-            "unit": "x 10^-2",
-            "sentence": f"Displacement changes most at layer {layer} of {model['model']['num_layers']}: it is "
-            f"{abs(peak):.2f} x 10^-2 {_word(peak, 'larger', 'smaller', 'larger')} in {names}.",
-        },
-    )
+    yield "redundancy_change", {"value": mean, "unit": "x 10^-2", "sentence": sentence}
+    layers = model["model"]["num_layers"]
+    if size := _word(peak, "larger", "smaller", ""):
+        sentence = (
+            f"Displacement changes most at layer {layer} of {layers}: it is {abs(peak):.2f} x 10^-2 {size} in {names}."
+        )
+    else:
+        labels = f"{model['label']} and {baseline['label']}"
+        sentence = f"At no layer of {layers} do the displacements of {labels} differ by 0.01 x 10^-2 or more."
+    yield "greatest_redundancy_change", {"value": peak, "unit": "x 10^-2", "sentence": sentence}
 
 
 def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -77,16 +75,28 @@ def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[
         difference = float(ours["value"]) - float(theirs["value"])
         sentence = (
             f"{title}: {_amount(ours, model)} in {model['label']} against {_amount(theirs, baseline)} in "
-            f"{baseline['label']} ({difference:+.3g})."
+            f"{baseline['label']} ({_difference(difference, ours['value'])})."
         )
         yield name, finite({"value": difference, "unit": ours["unit"], "sentence": sentence})
 
 
 def _amount(entry: dict[str, Any], model: dict[str, Any]) -> str:
     number = f"{entry['value']:.3g}"
+    if entry.get("standard_error") is not None:
+        number += f" ± {entry['standard_error']:.2g}"
     if entry["unit"] == "layers":
         return f"{number} of {model['model']['num_layers']} layers"
     return number if entry["unit"] == "1" else f"{number} {entry['unit']}"
+
+
+def _difference(value: float, of: float) -> str:
+    """A difference with its sign; what is left by rounding is none."""
+    return f"{value:+.3g}" if abs(value) > 1e-9 * abs(of) else "no difference"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A number with its sign, and zero without one where it rounds to zero."""
+    return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
 
 def _word(value: float, positive: str, negative: str, zero: str) -> str:
@@ -106,6 +116,8 @@ def warnings(table: pd.DataFrame, models: list[dict[str, Any]]) -> list[str]:
         pair = f"{model['label']} and {baseline['label']}"
         if reasons := list(_unlike(model, baseline)):
             lines.append(f"{pair}: the numbers are not comparable because {'; '.join(reasons)}.")
+        if reasons := list(_apart(model, baseline)):
+            lines.append(f"{pair}: a small difference may have other reasons than the models: {'; '.join(reasons)}.")
         lines += depth_warning(model, baseline)
         for one, other in ((model, baseline), (baseline, model)):
             if lacking := sorted(measured[other["label"]] - measured[one["label"]]):
@@ -125,15 +137,37 @@ def depth_warning(model: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
 
 
 def _unlike(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:
-    labels = (model["label"], baseline["label"])
+    """Why the numbers of two measurements are not of the same thing."""
     for what, part, key, shown in (
         ("the data differ", "data", "hash", "name"),
         ("the token policies differ", "token_policy", "name", "name"),
+        ("the numbers of sequences that begin with the BOS token differ", "token_policy", *["begin_with_bos"] * 2),
         ("the sequence lengths differ", "data", "sequence_length", "sequence_length"),
         ("the numbers of sequences differ", "data", "sequences", "sequences"),
     ):
         values = [entry[part].get(key) for entry in (model, baseline)]
         if values[0] != values[1]:
-            seen = [entry[part].get(shown) for entry in (model, baseline)]
-            details = ", ".join(f"{label}: {value}" for label, value in zip(labels, seen, strict=True))
-            yield f"{what} ({details})" if seen[0] != seen[1] else what
+            yield _told(what, model, baseline, [entry[part].get(shown) for entry in (model, baseline)])
+
+
+def _apart(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:
+    """What else decides the numbers and differs, where both measurements say it."""
+    for what, part, key in (
+        ("the precisions differ", "model", "dtype"),
+        ("the seeds differ", "run", "seed"),
+        ("the numbers of counted tokens differ", "sampling", "counted_tokens"),
+        ("the token samples differ in size", "sampling", "reservoir_tokens"),
+        ("the lens reads different numbers of positions", "sampling", "lens_positions"),
+        ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
+        ("the versions of fulldepth differ", "versions", "fulldepth"),
+    ):
+        values = [(entry.get(part) or {}).get(key) for entry in (model, baseline)]
+        if None not in values and values[0] != values[1]:
+            yield _told(what, model, baseline, values)
+
+
+def _told(what: str, model: dict[str, Any], baseline: dict[str, Any], seen: list[Any]) -> str:
+    """A reason, with what each of the two has, if that tells them apart."""
+    if seen[0] == seen[1]:
+        return what
+    return f"{what} ({model['label']}: {seen[0]}, {baseline['label']}: {seen[1]})"

@@ -101,19 +101,20 @@ def _entropy(table: pd.DataFrame, layers: int) -> Iterator[tuple[str, go.Figure]
 def _spectral_norm(table: pd.DataFrame, layers: int) -> go.Figure | None:
     sites = [site for site in select(table, "spectral_norm")["site"].unique() if site is not None]
     norms = {site: curve(table, "spectral_norm", "value", site) for site in sites}
+    norms |= {f"{site}, mean of experts": curve(table, "spectral_norm", "mean", site) for site in sites}
     norms = {site: norm for site, norm in norms.items() if norm}
     if not norms:
         return None
     traces = []
     for index, (site, norm) in enumerate(norms.items()):
         style = categorical(index)
-        traces.append(line(norm, label(site, 36), style["color"], style["dash"], ".3f"))
+        traces.append(line(norm, label(site, 48), style["color"], style["dash"], ".3f"))
     largest = max((max(v for v in norm.values if v is not None), site) for site, norm in norms.items())
     return figure(
         traces,
         title="Spectral norm per projection",
         subtitle="Largest singular value of each weight matrix",
-        alt=f"{len(norms)} projections; the largest norm, {largest[0]:.2f}, is in {label(largest[1], 36)}.",
+        alt=f"{len(norms)} projections; the largest norm, {largest[0]:.2f}, is in {label(largest[1], 48)}.",
         xaxis=layer_axis(layers),
         yaxis={"title": {"text": "‖W‖₂"}, "rangemode": "tozero"},
         hoverlabel={"font": {"size": 11}},

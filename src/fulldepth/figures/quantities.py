@@ -115,17 +115,18 @@ def quantities(table: pd.DataFrame) -> list[Quantity]:
                     variant=reading,
                 )
             )
-    for site in select(table, "spectral_norm")["site"].dropna().unique():
+    norms = select(table, "spectral_norm")
+    for site, statistic in norms[norms["statistic"] != "max"][["site", "statistic"]].dropna().drop_duplicates().values:
         found.append(
             Quantity(
                 f"spectral_norm:{site}",
                 "spectral_norm",
-                "value",
+                statistic,
                 "Spectral norm",
                 "‖W‖₂",
                 site=site,
                 form=".3f",
-                variant=label(site, 36),
+                variant=label(site, 36) + (", mean of experts" if statistic == "mean" else ""),
             )
         )
     return found

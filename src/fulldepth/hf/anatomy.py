@@ -220,6 +220,27 @@ class Anatomy:
                 if name and weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
                     yield name, layer, module
 
+    def expert_projections(self) -> Iterator[tuple[str, int, nn.Parameter | None]]:
+        """Experts' matrices that are stored as one tensor `[E, m, n]`, of every block: the parameter's name inside the
+        block, its 1-based layer, the parameter; None for experts whose matrices are stored in another way.
+        """
+        for layer, block in enumerate(self.blocks, start=1):
+            for path, module in block.named_modules():
+                count = getattr(module, "num_experts", None)
+                own = {
+                    f"{path}.{name}".removesuffix(".weight"): p for name, p in module.named_parameters(recurse=False)
+                }
+                stacked = [(name, p) for name, p in own.items() if p.ndim == 3 and len(p) == count]
+                yield from ((name, layer, parameter) for name, parameter in stacked)
+                if own and not stacked and "expert" in type(module).__name__.lower() and not _is_plain(module):
+                    yield path, layer, None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether `Anatomy.projections` finds a module's matrix."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim == 2
+
 
 def anatomy_candidates(
     model: PreTrainedModel, *, tower: str | None = None, override: Mapping[str, Any] | None = None
@@ -279,13 +300,27 @@ def _fits(model: PreTrainedModel, family: Family) -> bool:
 
 
 def first_broken_weight(model: nn.Module) -> str | None:
-    """None if every floating-point weight is finite, else the name of the first that is not."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
-            continue
-        values = parameter.detach()
-        if type(values) is not Tensor and hasattr(values, "dequantize"):
-            values = values.dequantize()
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            return name
+    """None if every floating-point weight is finite, else the name of the first that is not.
+
+    Where a module lists a parameter in `minus_infinity_prunes`, -inf stands for a weight that was pruned: it is no
+    fault there, unless a row (along the last dimension) holds nothing else.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        prunable = getattr(module, "minus_infinity_prunes", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
+                continue
+            seen.add(id(parameter))
+            if _is_broken(parameter.detach(), name in prunable):
+                return f"{path}.{name}" if path else name
     return None
+
+
+def _is_broken(values: Tensor, prunable: bool) -> bool:
+    """Whether a weight is NaN or infinite; with `prunable`, single entries may be -inf."""
+    if type(values) is not Tensor and hasattr(values, "dequantize"):
+        values = values.dequantize()
+    if prunable:
+        values = values.masked_fill((values == -torch.inf) & (values > -torch.inf).any(-1, keepdim=True), 0.0)
+    return not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all())

@@ -1,31 +1,53 @@
-"""The few numbers to look at first, each with one plain sentence."""
+"""The few numbers to look at first, each with its standard error and one plain sentence."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
 
-LARGE_JUMP = 10.0
-"""Per cent from which the JREG paper calls a jump large."""
+from fulldepth.metrics.jump_rate import describe_jump, size_of_jump
+
 COPY, NOISE = 0.7, 0.3
 """Mean coherence above which a sub-layer mostly copies its input, and below which little of it is left."""
+ERROR = "standard_error"
+
+Entry = dict[str, Any]
 
 
-def headline(table: pd.DataFrame, num_layers: int) -> dict[str, dict[str, Any]]:
-    """Name -> {value, unit, sentence}, for what was measured.
+def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, Entry]:
+    """Name -> {value, unit, standard_error, sentence}, for what was measured and is a number.
+
+    `standard_error` is over sequences, in the unit of the value (see `fulldepth.metrics.jackknife`). Where there is
+    none it is None, and `no_standard_error` says why.
 
     Args:
         table: rows of one model.
         num_layers: L.
+        sequences: sequences that were read.
     """
-    found: dict[str, dict[str, Any]] = {}
-    _jumps(found, table, num_layers)
-    _displacement(found, table, num_layers)
-    _coherence(found, table)
-    _saturation(found, table, num_layers)
-    _effective_depth(found, table, num_layers)
-    return {name: entry for name, entry in found.items() if entry["value"] == entry["value"]}
+    entries = {
+        **_jumps(table, num_layers),
+        "last_layer_displacement": _displacement(table, num_layers),
+        "mean_coherence": _coherence(table, sequences),
+        "median_saturation": _saturation(table, num_layers),
+        "effective_depth": _effective_depth(table, num_layers),
+    }
+    return {
+        name: _explained(name, entry, sequences) for name, entry in entries.items() if math.isfinite(entry["value"])
+    }
+
+
+def _explained(name: str, entry: Entry, sequences: int) -> Entry:
+    """The entry, with the reason where it has no standard error."""
+    if math.isfinite(entry[ERROR]):
+        return entry
+    fewest = 3 if name == "mean_coherence" else 2
+    reason = f"it takes {fewest} sequences or more, there {'is' if sequences == 1 else 'are'} {sequences}"
+    if sequences >= fewest:
+        reason = "without one group of sequences the number is not defined"
+    return {**entry, ERROR: None, "no_standard_error": reason}
 
 
 def _value(
@@ -37,51 +59,62 @@ def _value(
         rows = rows[rows.layer == layer]
     if site is not None:
         rows = rows[rows.site == site]
-    return float(rows.value.iloc[0]) if len(rows) else float("nan")
+    return float(rows.value.iloc[0]) if len(rows) else math.nan
 
 
-def _jumps(found: dict[str, dict[str, Any]], table: pd.DataFrame, num_layers: int) -> None:
+def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Entry]:
+    entries = {}
     for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2")):
         layer = num_layers - back
-        value = _value(table, "jump_rate", "value", layer)
-        size = "a large jump" if value >= LARGE_JUMP else "no large jump"
-        if back == 0:
-            sentence = f"The last layer displaces {value:.1f} percentage points more than the one before: {size}."
-        else:
-            sentence = f"From layer {layer} on, displacement grows by {value:.1f} percentage points in all: {size}."
-        found[name] = {"value": value, "unit": "%", "sentence": sentence}
+        value, error = (_value(table, "jump_rate", statistic, layer) for statistic in ("value", ERROR))
+        sentence = describe_jump(value) if back == 0 else _growth(value, layer)
+        entries[name] = {"value": value, "unit": "%", ERROR: error, "sentence": sentence}
+    return entries
 
 
-def _displacement(found: dict[str, dict[str, Any]], table: pd.DataFrame, num_layers: int) -> None:
-    value = _value(table, "displacement", "mean", num_layers, "residual")
+def _growth(value: float, layer: int) -> str:
+    """A jump rate of several layers in words, right at the precision that is printed."""
+    if value <= 0:
+        return f"From layer {layer} on, no layer displaces more than the one before: {size_of_jump(value)}."
+    amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
+    return f"From layer {layer} on, displacement grows by {amount} percentage points in all: {size_of_jump(value)}."
+
+
+def _displacement(table: pd.DataFrame, num_layers: int) -> Entry:
+    value, error = (_value(table, "displacement", name, num_layers, "residual") for name in ("mean", ERROR))
     others = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
-    middle = float(others[others.layer < num_layers].value.median()) if len(others) > 1 else float("nan")
+    middle = float(others[others.layer < num_layers].value.median()) if len(others) > 1 else math.nan
     sentence = f"The last layer's displacement is {value:.3f} (0 = copies its input, 0.5 = turns it to a right angle)"
-    sentence += f"; the layers before it have a median of {middle:.3f}." if middle == middle else "."
-    found["last_layer_displacement"] = {"value": value, "unit": "1", "sentence": sentence}
+    sentence += f"; the layers before it have a median of {middle:.3f}." if math.isfinite(middle) else "."
+    return {"value": value, "unit": "1", ERROR: error, "sentence": sentence}
 
 
-def _coherence(found: dict[str, dict[str, Any]], table: pd.DataFrame) -> None:
-    rows = table[(table.measure == "coherence") & (table.statistic == "mean") & (table.site == "residual")]
-    value = float(rows.value.mean()) if len(rows) else float("nan")
-    kind = "mostly copies" if value >= COPY else "little is kept" if value <= NOISE else "effective work in between"
-    sentence = f"A layer's output coheres with its input at {value:.2f} on average (1 = copy, 0 = noise): {kind}."
-    found["mean_coherence"] = {"value": value, "unit": "1", "sentence": sentence}
-
-
-def _saturation(found: dict[str, dict[str, Any]], table: pd.DataFrame, num_layers: int) -> None:
-    rows = table[(table.measure == "saturation") & (table.statistic == "cumulative")].sort_values("layer")
-    settled = rows[rows.value >= 0.5]
-    value = float(settled.layer.iloc[0]) if len(settled) else float("nan")
-    sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers} and change no more."
-    found["median_saturation"] = {"value": value, "unit": "layers", "sentence": sentence}
-
-
-def _effective_depth(found: dict[str, dict[str, Any]], table: pd.DataFrame, num_layers: int) -> None:
-    value = _value(table, "effective_depth", "relative_eps=0.05")
-    absolute = _value(table, "effective_depth", "eps=0.05")
+def _coherence(table: pd.DataFrame, sequences: int) -> Entry:
+    """The corrected mean: the raw one is too high by about 1/n for n sequences, and would call noise a copy."""
+    name = "mean_corrected_of_layers"
+    value, error = (_value(table, "coherence", statistic) for statistic in (name, f"standard_error_of_{name}"))
+    printed = round(value, 2)
+    kind = "mostly copies" if printed >= COPY else "little is kept" if printed <= NOISE else "effective work in between"
     sentence = (
-        f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy; "
-        f"an accuracy of 95 % is reached at layer {absolute:.0f} (by definition L = {num_layers} if never)."
+        f"A layer's output coheres with its input at {value:.2f} on average (1 = copy, 0 = noise; corrected for the "
+        f"bias of {sequences} sequences): {kind}."
     )
-    found["effective_depth"] = {"value": value, "unit": "layers", "sentence": sentence}
+    return {"value": value, "unit": "1", ERROR: error, "sentence": sentence}
+
+
+def _saturation(table: pd.DataFrame, num_layers: int) -> Entry:
+    value, error = (_value(table, "saturation", name) for name in ("median", "standard_error_of_median"))
+    sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers} and change no more."
+    return {"value": value, "unit": "layers", ERROR: error, "sentence": sentence}
+
+
+def _effective_depth(table: pd.DataFrame, num_layers: int) -> Entry:
+    name = "relative_eps=0.05"
+    value, error = (_value(table, "effective_depth", statistic) for statistic in (name, f"standard_error_of_{name}"))
+    absolute = _value(table, "effective_depth", "eps=0.05")
+    sentence = f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy"
+    if math.isfinite(absolute):
+        sentence += (
+            f"; an accuracy of 95 % is reached at layer {absolute:.0f} (by definition L = {num_layers} if never)"
+        )
+    return {"value": value, "unit": "layers", ERROR: error, "sentence": sentence + "."}

@@ -202,7 +202,7 @@ def weigh(subject: Subject, plan: Plan, me: Processes, clock: Clock) -> None:
         with clock(name):
             unreadable = feed_projections(measure, subject.anatomy, me.rank, me.world)
         if unreadable:
-            reason = f"{len(unreadable)} matrices are offloaded or packed and cannot be read (first: {unreadable[0]})"
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
             plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
 
 

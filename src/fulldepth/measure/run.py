@@ -19,12 +19,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
-from fulldepth.capture import Verified, verify
+from fulldepth.capture import Verified, projection_names, verify
 from fulldepth.data import MASKED_SHARE
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
 from fulldepth.measure.batching import batched
+from fulldepth.measure.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measure.headline import headline
 from fulldepth.measure.inputs import model_inputs
 from fulldepth.measure.memory import check_memory
@@ -35,7 +36,6 @@ from fulldepth.measure.routers import nearest_tokens, shares_of_heads
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.measure.subject import Subject, open_checkpoint, prepare_subject, small_batch
 from fulldepth.metrics import Setup
-from fulldepth.metrics.cka import few_samples
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
 from fulldepth.results import Results, finite, tabulate
@@ -123,6 +123,7 @@ def measure_with(
         if me.is_main:
             done.router_tokens = nearest_tokens(subject)
     table = _table(plan, done, asked=settings.measures is not None)
+    refuse_nothing(table, subject, setup)
     done.clock.seconds["load"] = loaded
     done.clock.seconds["total"] = time.perf_counter() - start
     return Results(table, _document(subject, settings, plan, done, table))
@@ -171,7 +172,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         reservoir_tokens=min(settings.reservoir_tokens, num_tokens),
         entropy_sequences=settings.entropy_sequences,
         words=tuple(settings.words),
-        projections=tuple(dict.fromkeys(name for name, _, _ in anatomy.projections())),
+        projections=projection_names(anatomy),
         seed=settings.seed,
         device=device,
     )
@@ -207,11 +208,12 @@ def _table(plan: Plan, done: Pass, *, asked: bool) -> pd.DataFrame:
             # a process may have had no batch at all; what the others saw is merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             found = accumulator.rows()
+        reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
         if not found and asked:
             words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
-            raise FulldepthError(f"{name} was asked for but has too few tokens or occurrences in the data{words}.")
+            raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}{words}.")
         if not found:
-            plan.left_out.append({"measure": name, "reason": "too few tokens or occurrences in the data"})
+            plan.left_out.append({"measure": name, "reason": reason})
         rows += found
     return tabulate(rows)
 
@@ -222,7 +224,7 @@ def _document(
     """Everything that `results.json` says, apart from the table."""
     sequences, setup = subject.sequences, plan.setup
     seconds = {name: round(value, 4) for name, value in done.clock.seconds.items()}
-    headlines = headline(table, setup.num_layers)
+    headlines = headline(table, setup.num_layers, setup.num_sequences)
     document = {
         "kind": "measure",
         "created": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -239,7 +241,7 @@ def _document(
             "num_classes": sequences.num_classes,
             "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
-        "token_policy": {"name": subject.policy, "sentence": tokens.sentence(subject.policy, plan.masked_pass)},
+        "token_policy": subject.describe_tokens(plan.masked_pass),
         "versions": versions(),
         "seed": settings.seed,
         "timings": {
@@ -251,7 +253,7 @@ def _document(
         "memory": {**plan.memory, "peak": peak_memory(subject.device)},
         "sampling": _sampling(subject, settings, setup),
         "left_out": plan.left_out,
-        "warnings": _warnings(subject, setup, table),
+        "warnings": caveats(subject, setup, table),
         "headline": headlines,
         "lens_grid": done.grid,
         "router_tokens": done.router_tokens,
@@ -269,23 +271,6 @@ def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict
         "lens_targets": targets,
         "entropy_sequences": min(settings.entropy_sequences, setup.num_sequences),
     }
-
-
-def _warnings(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
-    """What a reader should know before trusting a number."""
-    lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
-    measured = set(table.measure)
-    if "cka" in measured and few_samples(setup.reservoir_tokens, setup.width):
-        lines.append(
-            f"CKA rests on {setup.reservoir_tokens} tokens, fewer than ten times the width ({setup.width}): the biased "
-            "estimate is inflated, read the debiased one."
-        )
-    if "coherence" in measured and setup.num_sequences < 20:
-        lines.append(
-            f"Coherence over only {setup.num_sequences} sequences is biased up by about 1/{setup.num_sequences}: read "
-            "mean_corrected."
-        )
-    return lines
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,8 @@ class MeasureSettings(Settings):
     """Sequences in one forward pass; changes speed and memory, no number."""
     tokens: TokenPolicy = "auto"
     """Which tokens count: all, no-first, last, cls (the first), eos. `auto`: all for language models, cls for encoders
-    that classify and for vision, last for decoders that classify, eos for CLIP's text tower."""
+    that classify and for vision with a class token (all without one), last for decoders that classify, eos for CLIP's
+    text tower."""
     words: list[str] = Field(default_factory=list)
     """Look-alike words whose linear separability is measured, for example is, are, was, were."""
     lens_tokens: PositiveInt | None = None

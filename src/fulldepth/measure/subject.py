@@ -43,7 +43,16 @@ class Subject:
     """The token policy, `auto` resolved."""
     device: torch.device
     """Where inputs go and accumulators live."""
+    openings: tokens.Openings
+    """How the sequences begin."""
+    class_token: bool | None = None
+    """Whether they begin with a class token; None where that is not known."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def kinds_of_tokens(self) -> int | None:
+        """Different tokens in the data, special ones left out; None for images."""
+        return self.openings.kinds
 
     @property
     def anatomy(self) -> Anatomy:
@@ -55,6 +64,19 @@ class Subject:
         """Id of the end-of-sequence token."""
         own = getattr(self.tokenizer, "eos_token_id", None)
         return own if own is not None else getattr(self.anatomy.config, "eos_token_id", None)
+
+    def describe_tokens(self, masked_pass: bool) -> dict[str, Any]:
+        """The token policy's entry in `results.json`.
+
+        Args:
+            masked_pass: whether the lens reads a masked pass of its own.
+        """
+        said = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
+        return {
+            "name": self.policy,
+            "sentence": " ".join(filter(None, (said, self.openings.sentence, tokens.MASKED if masked_pass else ""))),
+            "begin_with_bos": self.openings.begin_with_bos,
+        }
 
     def describe(self) -> dict[str, Any]:
         """The model's entry in `results.json`."""
@@ -93,13 +115,21 @@ def prepare_subject(
     inputs = model_inputs(first.inputs, where, checkpoint.model.dtype)
     verified = verify(candidates, inputs, optional=_optional(settings))
     sequences, batching = batched(verified.anatomy, sequences, where)
-    policy = tokens.resolve(settings.tokens, verified.anatomy)
-    warnings = () if batching is None else (batching,)
-    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, warnings)
+    cls = getattr(tokenizer, "cls_token_id", None)
+    class_token = tokens.opens_with_class_token(first, verified.anatomy, verified.positions, cls)
+    policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
+    openings = _openings(sequences, tokenizer, verified.anatomy)
+    warnings = [] if batching is None else [batching]
+    if openings.mixed and policy in ("all", "cls"):
+        warnings.append(
+            f"{openings.sentence} In a model that uses its first token as an attention sink, the sequences with it "
+            "and those without it are unlike."
+        )
+    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token)
     if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
-        note = "The tokenizer adds no end-of-sequence token, so the last token of each sequence counts."
-        return replace(subject, policy="last", warnings=(*warnings, note))
-    return subject
+        warnings.append("The tokenizer adds no end-of-sequence token, so the last token of each sequence counts.")
+        subject.policy = "last"
+    return replace(subject, warnings=tuple(warnings))
 
 
 def small_batch(sequences: Sequences) -> Batch:
@@ -119,6 +149,13 @@ def _optional(settings: MeasureSettings) -> set[str]:
 def _ends(batch: Batch, eos: int | None) -> bool:
     """Whether every sequence of a batch holds the end-of-sequence token."""
     return batch.token_ids is not None and eos is not None and bool((batch.token_ids == eos).any(1).all())
+
+
+def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.Openings:
+    """How the sequences begin, by the tokenizer, or without one by the model's configuration."""
+    bos = getattr(tokenizer if tokenizer is not None else anatomy.config, "bos_token_id", None)
+    name = getattr(tokenizer, "bos_token", None) or f"id {bos}"
+    return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
 
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:

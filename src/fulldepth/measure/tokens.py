@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fulldepth.data import MASKED_SHARE
+from fulldepth.data import MASKED_SHARE, Batch, Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 
@@ -15,27 +16,121 @@ SENTENCES = {
     "all": "Every token counts; statistics marked :no-first leave out the first token of each sequence.",
     "no-first": "Every token but the first of each sequence counts.",
     "last": "Only the last token of each sequence counts.",
-    "cls": "Only the first token ([CLS]) of each sequence counts.",
+    "cls": "Only the first token of each sequence counts.",
     "eos": "Only the end-of-sequence token of each sequence counts.",
 }
 
 
 MASKED = (
-    f" The lens measures have a forward pass of their own, over the same text with {100 * MASKED_SHARE:.0f} % of its "
+    f"The lens measures have a forward pass of their own, over the same text with {100 * MASKED_SHARE:.0f} % of its "
     "tokens masked, and read the masked positions; every other measure reads the text unmasked."
 )
 """What is added to the sentence of a masked language model."""
 
+FIRST = {
+    ("images", True): "Only the first token ([CLS]) of each image counts.",
+    ("images", False): "Only the first patch of each image counts; the model has no [CLS] token.",
+    ("text", True): "Only the first token ([CLS]) of each sequence counts.",
+}
+"""(modality, whether the first token is [CLS]) -> what the policy `cls` counts."""
 
-def sentence(policy: str, masked_pass: bool) -> str:
-    """What the result says about a policy, and about the text that the measures read."""
-    return SENTENCES[policy] + (MASKED if masked_pass else "")
+
+@dataclass(frozen=True)
+class Openings:
+    """How the sequences begin, and of how many different tokens they are made."""
+
+    bos: str
+    """The BOS token as text."""
+    begin_with_bos: int | None
+    """Sequences whose first token is the BOS token; None where there is none, or no text."""
+    kinds: int | None
+    """Different tokens, special ones left out; None for images."""
+    sequences: int
+
+    @property
+    def sentence(self) -> str:
+        """How many sequences begin with the BOS token; empty where there is none."""
+        if self.begin_with_bos is None:
+            return ""
+        count, all_of_them = self.begin_with_bos, self.begin_with_bos == self.sequences
+        amount = "No sequence begins" if not count else "Every sequence begins" if all_of_them else ""
+        amount = amount or f"{count} of {self.sequences} sequences begin{'s' if count == 1 else ''}"
+        return f"{amount} with the BOS token ({self.bos})."
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some sequences begin with the BOS token and others do not."""
+        return self.begin_with_bos is not None and 0 < self.begin_with_bos < self.sequences
 
 
-def resolve(policy: str, anatomy: Anatomy) -> str:
-    """The policy asked for, or what `auto` means for this model."""
-    if policy != "auto":
-        return policy
+def openings(sequences: Sequences, bos: int | None, name: str, special: Collection[int]) -> Openings:
+    """Read how the sequences begin.
+
+    Args:
+        sequences: the prepared data.
+        bos: id of the BOS token.
+        name: the BOS token as text.
+        special: ids of special tokens.
+    """
+    begin, kinds = 0, torch.zeros(0, dtype=torch.int64)
+    for batch in sequences.batches(256):
+        if batch.token_ids is None or batch.attention_mask is None:
+            return Openings(name, None, None, len(sequences))
+        begin += int((batch.token_ids[:, 0] == bos).sum()) if bos is not None else 0
+        kinds = torch.cat([kinds, batch.token_ids[batch.attention_mask]]).unique()
+    ordinary = set(kinds.tolist()) - set(special)
+    return Openings(name, None if bos is None else begin, len(ordinary), len(sequences))
+
+
+def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: int | None) -> bool | None:
+    """Whether the first position is a class token; None where that cannot be known.
+
+    Of pictures, a model without one has as many positions as there are patches.
+
+    Args:
+        batch: a batch of the data.
+        anatomy: the model.
+        positions: positions of the residual stream.
+        cls: id of the tokenizer's class token.
+    """
+    pixels = batch.inputs.get("pixel_values")
+    if pixels is None:
+        return None if batch.token_ids is None else cls is not None and bool((batch.token_ids[:, 0] == cls).all())
+    patches = _patches(pixels, getattr(anatomy.config, "patch_size", None))
+    return None if patches is None or positions < patches else positions > patches
+
+
+def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
+    """Patches of a picture `[B, C, H, W]`, or of one that is cut already, `[B, N, *]`."""
+    if pixels.ndim == 3:
+        return int(pixels.shape[1])
+    if pixels.ndim != 4 or not isinstance(patch, int | list | tuple):
+        return None
+    height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)[:2]
+    return (pixels.shape[2] // height) * (pixels.shape[3] // width)
+
+
+def sentence(policy: str, modality: str, class_token: bool | None) -> str:
+    """What a policy counts, in words that hold for this model."""
+    known = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
+    return known or SENTENCES[policy]
+
+
+def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> str:
+    """The policy asked for, or what `auto` means for this model.
+
+    Args:
+        policy: a token policy, or `auto`.
+        anatomy: the model.
+        class_token: whether its sequences begin with a class token; pictures that do not count as a whole.
+    """
+    chosen = _default(anatomy) if policy == "auto" else policy
+    without = anatomy.family.modality == "images" and class_token is False
+    return "all" if policy == "auto" and chosen == "cls" and without else chosen
+
+
+def _default(anatomy: Anatomy) -> str:
+    """What `auto` means for a model that has a class token, if its kind usually has one."""
     if anatomy.task in ("causal-lm", "masked-lm"):
         return "all"
     if anatomy.family.name == "clip-text":

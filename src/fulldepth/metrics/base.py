@@ -14,8 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torchmetrics import Metric
 
+from fulldepth.metrics.jackknife import group_sizes
 from fulldepth.metrics.reservoir import Reservoir
 
 CPU = torch.device("cpu")
@@ -78,6 +80,16 @@ class Setup:
     """One reservoir per site, shared by the measures that need it."""
 
     @property
+    def group_sizes(self) -> Tensor:
+        """`[G]` float64: sequences in each group of the jackknife (see `fulldepth.metrics.jackknife`)."""
+        return group_sizes(self.num_sequences)
+
+    @property
+    def groups(self) -> int:
+        """G: groups of sequences whose sums are kept apart, for standard errors."""
+        return len(self.group_sizes)
+
+    @property
     def views(self) -> tuple[str, ...]:
         """Suffixes of statistic names: all counted tokens, and the same without each sequence's first token."""
         return ("", ":no-first") if self.first_tokens else ("",)
@@ -100,6 +112,8 @@ class Readout:
     """[L+1, M] bool: the layer's top prediction equals the target."""
     loss: Tensor
     """[L+1, M] float: cross-entropy in nats."""
+    row: Tensor
+    """[M] int64: the sequence of each position, as its row in the batch."""
 
 
 @dataclass(eq=False)
@@ -166,6 +180,15 @@ class Observation:
         everything = torch.ones_like(self.first, dtype=torch.float64)
         return torch.stack([everything, (~self.first).double()], dim=1)
 
+    def weights_by_group(self, groups: int) -> Tensor:
+        """[N, G, 2] float64: `view_weights` in the column of each counted token's group of sequences, 0 elsewhere."""
+        group = (self.keys >> POSITION_BITS) % groups
+        return one_hot(group, groups).double()[:, :, None] * self.view_weights[:, None, :]
+
+    def lens_groups(self, groups: int) -> Tensor:
+        """[M] int64: the group of sequences of each position that the lens reads."""
+        return self.sequence.to(self.lens.row.device)[self.lens.row] % groups
+
     @cached_property
     def token_labels(self) -> Tensor:
         """[N] int64: the label of each counted token's sequence, -100 where there is none."""
@@ -207,6 +230,10 @@ class Measure(Metric):
     def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
         """Add a state of zeros that is summed over batches and processes."""
         self.add_state(name, torch.zeros(shape, dtype=dtype, device=self.setup.device), dist_reduce_fx="sum")
+
+    def add_grouped(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
+        """Add a sum that is kept apart by group of sequences, `[G, *shape]`: what a standard error needs."""
+        self.add_sum(name, self.setup.groups, *shape, dtype=dtype)
 
     def update(self, observation: Any) -> None:
         """Add one batch."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import error_of_channel_mean, leave_one_out
 
 STD_EPS = 1e-8
 """The paper's epsilon beside the standard deviation."""
@@ -16,6 +17,10 @@ NO_POWER = 1e-28
 BINS = 10
 BAND = (0.3, 0.7)
 """Coherence of an "effective" layer; above it copies, below it makes noise."""
+GROUPED_CHANNELS = 64
+"""At most this many channels have their sums kept by group of sequences, for the standard errors."""
+ERROR = "standard_error_of_mean_corrected"
+OVER_LAYERS = "mean_corrected_of_layers"
 
 
 def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected: bool = False) -> Tensor:
@@ -28,13 +33,16 @@ def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected
         \quad \varphi(k) = \sum_t p(t) e^{-i \omega_k t}, \quad p = \mathrm{softmax}_T \frac{h - \bar h}{s + 10^{-8}}
 
     The mean over sequences stands in the paper's appendix, not in its main text; without it the ratio is always 1.
-    Over `n` sequences the ratio is too large, by about `1/n` where nothing is shared: see `corrected`.
+    Over `n` sequences the ratio is too large. Where nothing is shared and the spectra are complex normal, it follows
+    Beta(1, n - 1), whose mean is `1/n`: see `corrected`.
 
     Args:
         h_in: states that the layer reads, `[B, T, D]`, without padding.
         h_out: states that it returns, same shape.
         include_dc: keep `k = 0`, which is 1 by construction (as the paper does); False leaves it out.
-        corrected: give `max(0, (B c - 1)/(B - 1))`, whose mean is 0 where the truth is 0.
+        corrected: give `max(0, (B c - 1)/(B - 1))`. Without the clipping at 0 its mean would be 0 where the truth is 0;
+            with it, the mean is `(1 - 1/B)^B / (B - 1)`: 0.25 for 2 sequences, 0.049 for 8, 0.012 for 32. A mean
+            over cells that are partly noise keeps that much bias.
 
     Returns:
         `[D, K]`, unit 1. NaN where a cell is left out: a channel without power at a frequency gives 0/0, above all a
@@ -82,11 +90,18 @@ class Coherence(Measure):
     The spectra are summed over all sequences and divided once. Every token of a sequence takes part, whatever the
     token policy counts, for frequencies need the sequence whole. `count` is the number of cells (channel, frequency)
     behind a number; cells that are 0/0 are left out.
+
+    The corrected mean of the residual stream has a standard error over sequences, for each layer and for the mean over
+    layers, from three sequences on. For it, the spectra of at most 64 evenly spaced channels are also summed by group
+    of sequences (see `fulldepth.metrics.jackknife`).
     """
 
     name = "coherence"
     units = dict.fromkeys(
-        ("mean", "mean_corrected", "share_0.3_0.7", *(f"bin_{index}" for index in range(BINS))),
+        (
+            *("mean", "mean_corrected", "share_0.3_0.7", *(f"bin_{index}" for index in range(BINS))),
+            *(ERROR, OVER_LAYERS, f"standard_error_of_{OVER_LAYERS}"),
+        ),
         "1",
     )
     sites = ("residual", "attention_input", "attention_output")
@@ -96,6 +111,8 @@ class Coherence(Measure):
     power_residual: Tensor
     power_input: Tensor
     power_attention: Tensor
+    group_cross: Tensor
+    group_power: Tensor
     sequences: Tensor
 
     def __init__(self, setup: Setup) -> None:
@@ -106,7 +123,11 @@ class Coherence(Measure):
         self.add_sum("power_residual", layers + 1, *cells)
         self.add_sum("power_input", 0 if setup.chained else layers, *cells)
         self.add_sum("power_attention", layers, *cells)
-        self.add_sum("sequences")
+        self.channels = _spread(setup.width).to(setup.device)
+        grouped = (len(self.channels), cells[1])
+        self.add_grouped("group_cross", layers, *grouped, dtype=torch.complex128)
+        self.add_grouped("group_power", layers + 1, *grouped)
+        self.add_grouped("sequences")
 
     def update(self, observation: Observation) -> None:
         """Add one batch; every state is transformed once and forgotten after the next layer."""
@@ -114,8 +135,10 @@ class Coherence(Measure):
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         self._check(residual, observation.attention_mask)
         device = self.power_residual.device
+        group = observation.sequence.to(device) % len(self.sequences)
         before = characteristic_function(residual[0])
         self.power_residual[0] += _power(before).to(device)
+        self._add_by_group(group, 0, before, before)
         for layer, state in enumerate(residual[1:]):
             before.conj_physical_()
             if attention is not None:
@@ -130,8 +153,18 @@ class Coherence(Measure):
             after = characteristic_function(state)
             self.power_residual[layer + 1] += _power(after).to(device)
             self.cross_residual[layer] += _sum_products(before, after).to(device)
+            self._add_by_group(group, layer + 1, before, after)
             before = after
-        self.sequences += residual.shape[1]
+        self.sequences += group.bincount(minlength=len(self.sequences))
+
+    def _add_by_group(self, group: Tensor, layer: int, before: Tensor, after: Tensor) -> None:
+        """Add what a layer 0..L returned, and its products with the conjugate of what it read, to the groups' sums."""
+        home = self.group_power.device
+        before, after = (phi[:, self.channels.to(phi.device)].to(home) for phi in (before, after))  # [B, C, K]
+        self.group_power[:, layer].index_add_(0, group, after.real.square() + after.imag.square())
+        if layer:
+            cross = torch.view_as_real(self.group_cross[:, layer - 1])
+            cross.index_add_(0, group, torch.view_as_real(before * after))
 
     def _check(self, residual: Tensor, attention_mask: Tensor) -> None:
         """Refuse what would mix frequencies: another length, or padding."""
@@ -142,8 +175,10 @@ class Coherence(Measure):
             raise ValueError("coherence needs sequences of one length, got a batch with padding")
 
     def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 where nothing was seen."""
-        sequences = int(self.sequences)
+        """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 where nothing was seen. `errors`:
+        `[L+1]` standard errors of `mean_corrected` of the residual stream, of layers 1..L and of the mean over them.
+        """
+        sequences = int(self.sequences.sum())
         _check_sequences(sequences)
         power_in = self.power_residual[:-1]
         power_read = power_in if self.setup.chained else self.power_input
@@ -152,12 +187,53 @@ class Coherence(Measure):
             *zip(self.cross_attention, power_read, self.power_attention, strict=True),
         )
         columns = [_statistics(_ratio(*pair, sequences), sequences) for pair in pairs]
-        return {name: torch.stack([column[name] for column in columns]).view(2, -1) for name in columns[0]}
+        values = {name: torch.stack([column[name] for column in columns]).view(2, -1) for name in columns[0]}
+        return values | {"errors": self._errors()}
+
+    def _errors(self) -> Tensor:
+        """See `compute`; NaN with fewer than three sequences."""
+        sizes, rest = self.sequences, leave_one_out(self.sequences)
+        if not bool((rest > 1).all()):
+            return rest.new_full((self.setup.num_layers + 1,), torch.nan)
+        whole = self._of_channels(self.group_cross.sum(0), self.group_power.sum(0), int(sizes.sum()))
+        parts = zip(leave_one_out(self.group_cross), leave_one_out(self.group_power), rest.tolist(), strict=True)
+        without = torch.stack([self._of_channels(cross, power, int(count)) for cross, power, count in parts])
+        return torch.cat(
+            [
+                error_of_channel_mean(whole, without, sizes, self.setup.width),
+                error_of_channel_mean(whole.mean(0), without.mean(1), sizes, self.setup.width)[None],
+            ]
+        )
+
+    @staticmethod
+    def _of_channels(cross: Tensor, power: Tensor, sequences: int) -> Tensor:
+        """[L, C] what each channel adds to the corrected mean over cells; the mean over channels is that mean."""
+        cells = _corrected(_ratio(cross, power[:-1], power[1:], sequences), sequences)  # [L, C, K]
+        present = cells.isfinite().sum((1, 2)).div(cells.shape[1])  # [L] cells per channel
+        return cells.nansum(-1) / present[:, None]
 
     def rows(self) -> list[Row]:
-        """Rows for every layer at both sites; none for attention where its output was not captured."""
+        """Rows for every layer at both sites, then for the mean over layers; none for attention where its output was
+        not captured, no standard errors with fewer than three sequences.
+        """
         values = self.compute()
-        counts = values.pop("count").long()
+        counts, errors = values.pop("count").long(), values.pop("errors").tolist()
+        layers, overall = errors[:-1], errors[-1]
+        behind = [*counts[0].tolist(), int(counts[0].sum())]
+        over_layers = values["mean_corrected"][0].nanmean().item()
+        rows = self._rows_of_layers(values, counts)
+        further = [
+            *((layer, ERROR, error) for layer, error in enumerate(layers, start=1)),
+            *((None, OVER_LAYERS, over_layers), (None, f"standard_error_of_{OVER_LAYERS}", overall)),
+        ]
+        return rows + [
+            Row(self.name, "residual", layer, None, statistic, value, behind[(layer or 0) - 1], "1")
+            for layer, statistic, value in further
+            if not math.isnan(value)
+        ]
+
+    def _rows_of_layers(self, values: dict[str, Tensor], counts: Tensor) -> list[Row]:
+        """The statistics of every layer at both sites, where there is a cell."""
         return [
             Row(self.name, site, layer + 1, None, statistic, float(value[where, layer]), int(counts[where, layer]), "1")
             for where, site in enumerate(("residual", "attention"))
@@ -171,7 +247,13 @@ class Coherence(Measure):
         """Bytes held: complex and real sums for each layer, channel and frequency, whatever the number of sequences."""
         layers, cells = setup.num_layers, setup.width * (setup.sequence_length // 2 + 1)
         powers = 2 * layers + 1 + (0 if setup.chained else layers)
-        return (2 * layers * 16 + powers * 8) * cells + 8
+        grouped = (layers * 16 + (layers + 1) * 8) * len(_spread(setup.width)) * (setup.sequence_length // 2 + 1)
+        return (2 * layers * 16 + powers * 8) * cells + (grouped + 8) * setup.groups
+
+
+def _spread(width: int) -> Tensor:
+    """[C] the channels whose sums are kept by group: all of them, or 64 that are evenly spaced."""
+    return torch.linspace(0, width - 1, min(width, GROUPED_CHANNELS), dtype=torch.float64).round().long()
 
 
 def _check_sequences(sequences: int) -> None:
@@ -197,10 +279,14 @@ def _power(phi: Tensor) -> Tensor:
 
 
 def _ratio(cross: Tensor, power_in: Tensor, power_out: Tensor, sequences: int) -> Tensor:
-    """`[D, K]` coherence from sums over `sequences`; NaN where a side has no power."""
+    """`[..., D, K]` coherence from sums over `sequences`; NaN where a side has no power.
+
+    All of it is NaN where no frequency above 0 has power: `k = 0` alone, which is 1 by construction, says nothing.
+    """
     ratio = (cross.real.square() + cross.imag.square()) / (power_in * power_out)
     present = torch.minimum(power_in, power_out) > NO_POWER * sequences
-    return ratio.clamp(max=1.0).where(present, torch.nan)
+    heard = present[..., 1:].any(-1).any(-1)[..., None, None]
+    return ratio.clamp(max=1.0).where(present & heard, torch.nan)
 
 
 def _corrected(ratio: Tensor, sequences: int) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import ratio_error
 
 BINS = 1 << 15
 """Histogram bins for the percentiles, uniform in sqrt(displacement): fine where layers copy."""
@@ -40,14 +43,14 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
 
 
 class Displacement(Measure):
-    """Mean, standard deviation and percentiles of the displacement of every layer, over tokens.
+    """Mean, its standard error over sequences, standard deviation and percentiles of every layer's displacement.
 
     Percentiles come from a histogram of `sqrt(psi)` with 2^15 bins: within `2^-14 * sqrt(psi)` of the exact ones.
     With the site `final_normed`, layer L is read once more with the final norm applied to `h_L`.
     """
 
     name = "displacement"
-    units = dict.fromkeys(("mean", "std", "p05", "p50", "p95"), "1")
+    units = dict.fromkeys(("mean", "standard_error", "std", "p05", "p50", "p95"), "1")
     sites = ("residual", "final_normed")
     sums: Tensor
     squares: Tensor
@@ -57,9 +60,9 @@ class Displacement(Measure):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         layers = setup.num_layers + 1  # the last row is the normed reading of layer L
-        self.add_sum("sums", layers, 2)
+        self.add_grouped("sums", layers, 2)
         self.add_sum("squares", layers, 2)
-        self.add_sum("counts", layers, 2)
+        self.add_grouped("counts", layers, 2)
         self.add_sum("histogram", 2, layers, BINS, dtype=torch.int64)
 
     def update(self, observation: Observation) -> None:
@@ -75,9 +78,10 @@ class Displacement(Measure):
         valid = psi.isfinite()
         psi = psi.where(valid, 0.0)
         weights = observation.view_weights.to(psi.device)
-        self.sums += psi @ weights
+        by_group = observation.weights_by_group(len(self.sums)).flatten(1).to(psi.device)  # [N, G * 2]
+        self.sums += (psi @ by_group).view(len(psi), -1, 2).movedim(1, 0)
         self.squares += psi.square() @ weights
-        self.counts += valid.double() @ weights
+        self.counts += (valid.double() @ by_group).view(len(psi), -1, 2).movedim(1, 0)
         bins = (psi.sqrt() * BINS).long().clamp(max=BINS - 1)
         bins += torch.arange(len(psi), device=psi.device)[:, None] * BINS
         for view in range(2):
@@ -86,14 +90,16 @@ class Displacement(Measure):
 
     def compute(self) -> dict[str, Tensor]:
         """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without the first."""
-        mean = self.sums / self.counts
-        result = {"mean": mean, "std": (self.squares / self.counts - mean.square()).clamp(min=0).sqrt()}
+        counts = self.counts.sum(0)
+        mean = self.sums.sum(0) / counts
+        result = {"mean": mean, "standard_error": ratio_error(self.sums, self.counts, self.setup.group_sizes)}
+        result["std"] = (self.squares / counts - mean.square()).clamp(min=0).sqrt()
         for name, share in PERCENTILES.items():
             result[name] = _percentile(self.histogram, share).T
-        return result | {"count": self.counts}
+        return result | {"count": counts}
 
     def rows(self) -> list[Row]:
-        """Rows for every layer, at both sites."""
+        """Rows for every layer, at both sites; no standard error where there is only one sequence."""
         values = self.compute()
         counts = values.pop("count").long()
         where = [("residual", layer) for layer in range(1, self.setup.num_layers + 1)]
@@ -106,13 +112,15 @@ class Displacement(Measure):
                     continue
                 for statistic, per_layer in values.items():
                     value = float(per_layer[index, view])
+                    if statistic == "standard_error" and math.isnan(value):
+                        continue
                     rows.append(Row(self.name, site, layer, None, statistic + suffix, value, count, "1"))
         return rows
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
-        """Bytes held: sums and histograms per layer."""
-        return 2 * (setup.num_layers + 1) * (BINS + 3) * 8
+        """Bytes held: sums by group, squares and histograms per layer."""
+        return 2 * (setup.num_layers + 1) * (BINS + 2 * setup.groups + 1) * 8
 
 
 def _percentile(histogram: Tensor, share: float) -> Tensor:

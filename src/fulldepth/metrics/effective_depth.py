@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import leave_one_out, standard_error
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances of Def. 1: short of perfect accuracy."""
 RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
 """Tolerances short of the last layer's accuracy."""
+STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
+ERROR_OF = "standard_error_of_"
 
 
 def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bool = False) -> int:
@@ -50,48 +54,59 @@ class EffectiveDepth(Measure):
     """Effective depth for several tolerances, absolute (Def. 1) and relative to the last layer's accuracy.
 
     NaN where there is nothing to say: no position has a target or, for the relative form, the last layer is never
-    right.
+    right. Each has a standard error over sequences; it is 0 where every replicate gives the same layer.
     """
 
     name = "effective_depth"
-    units = dict.fromkeys(
-        [f"eps={eps:g}" for eps in EPSILONS] + [f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS], "layers"
-    )
+    units = dict.fromkeys((*STATISTICS, *(ERROR_OF + statistic for statistic in STATISTICS)), "layers")
     needs = frozenset({"targets"})
     correct: Tensor
     count: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("correct", setup.num_layers)
-        self.add_sum("count", dtype=torch.int64)
+        self.add_grouped("correct", setup.num_layers)
+        self.add_grouped("count", dtype=torch.int64)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        correct = observation.lens.correct[1:]  # [L, M]
-        self.correct += correct.sum(1).to(self.correct)
-        self.count += correct.shape[1]
+        correct = observation.lens.correct[1:].T.to(self.correct)  # [M, L]
+        group = observation.lens_groups(len(self.correct)).to(self.count.device)
+        self.correct.index_add_(0, group, correct)
+        self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[dict[str, float], int]:
-        """Statistic -> layer, and the number of positions behind it."""
-        accuracy, count = self.correct / self.count, int(self.count)
-        depths = {f"eps={eps:g}": float(effective_depth(accuracy, eps)) for eps in EPSILONS}
-        relative = {f"relative_eps={eps:g}": float(effective_depth(accuracy, eps, True)) for eps in RELATIVE_EPSILONS}
-        if not count:
-            depths = dict.fromkeys(depths, torch.nan)
-        if not accuracy[-1] > 0:
-            relative = dict.fromkeys(relative, torch.nan)
-        return depths | relative, count
+        """Statistic -> layer (also of the standard errors), and the number of positions behind it."""
+        depths = _depths(self.correct.sum(0), self.count.sum(0))
+        without = torch.stack(
+            [_depths(*sums) for sums in zip(leave_one_out(self.correct), leave_one_out(self.count), strict=True)]
+        )
+        errors = standard_error(depths, without, self.setup.group_sizes)
+        named = dict(zip(STATISTICS, depths.tolist(), strict=True))
+        named |= {ERROR_OF + name: error for name, error in zip(STATISTICS, errors.tolist(), strict=True)}
+        return named, int(self.count.sum())
 
     def rows(self) -> list[Row]:
-        """One row for each tolerance; they belong to no layer."""
+        """One row for each tolerance and one for its standard error, where it has one; they belong to no layer."""
         depths, count = self.compute()
         return [
             Row(self.name, "residual", None, None, statistic, value, count, "layers")
             for statistic, value in depths.items()
+            if statistic in STATISTICS or not math.isnan(value)
         ]
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum per layer and one count."""
-        return 8 * (setup.num_layers + 1)
+        """Bytes held: a sum per layer and a count, for each group."""
+        return 8 * (setup.num_layers + 1) * setup.groups
+
+
+def _depths(correct: Tensor, count: Tensor) -> Tensor:
+    """[S] the depths of `STATISTICS`, from correct predictions `[L]` and the number of positions."""
+    accuracy = correct / count
+    if not count:
+        return torch.full((len(STATISTICS),), torch.nan, dtype=torch.float64)
+    depths = [float(effective_depth(accuracy, eps)) for eps in EPSILONS]
+    right = bool(accuracy[-1] > 0)
+    depths += [float(effective_depth(accuracy, eps, True)) if right else torch.nan for eps in RELATIVE_EPSILONS]
+    return torch.tensor(depths, dtype=torch.float64)

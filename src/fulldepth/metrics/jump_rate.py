@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import leave_one_out, standard_error
+
+LARGE_JUMP = 10.0
+"""Per cent from which the JREG paper calls a jump large."""
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -38,40 +43,63 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
     return float(100 * values.diff()[layer - 2 :].clamp(min=0).sum())
 
 
+def size_of_jump(value: float) -> str:
+    """Whether a jump rate in per cent is large, at the one decimal that is printed."""
+    return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
+
+
+def describe_jump(value: float) -> str:
+    """A sentence on zeta_L in per cent; 0 says that the last layer displaces as much as the one before, or less."""
+    if value <= 0:
+        return "The last layer displaces no more than the one before: no jump."
+    amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
+    return f"The last layer displaces {amount} percentage points more than the one before: {size_of_jump(value)}."
+
+
 class JumpRate(Measure):
-    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream."""
+    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error."""
 
     name = "jump_rate"
-    units = dict.fromkeys(("value",), "%")
+    units = dict.fromkeys(("value", "standard_error"), "%")
     sums: Tensor
     counts: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("sums", setup.num_layers)
-        self.add_sum("counts", setup.num_layers)
+        self.add_grouped("sums", setup.num_layers)
+        self.add_grouped("counts", setup.num_layers)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         psi = (1 - observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double()) / 2  # [N, L]
         valid = psi.isfinite()
-        self.sums += psi.where(valid, 0.0).sum(0).to(self.sums.device)
-        self.counts += valid.sum(0).to(self.counts)
+        member = observation.weights_by_group(len(self.sums))[..., 0]  # [N, G]
+        self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
+        self.counts += (member.T @ valid.double()).to(self.counts)
 
-    def compute(self) -> tuple[list[float], int]:
-        """zeta_2..zeta_L, and the number of tokens behind them."""
-        psi = self.sums / self.counts
-        return [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)], int(self.counts.min())
+    def compute(self) -> tuple[list[float], list[float], int]:
+        """zeta_2..zeta_L, their standard errors over sequences, and the number of tokens behind them."""
+        rates = _rates(self.sums.sum(0) / self.counts.sum(0))
+        without = torch.stack([_rates(psi) for psi in leave_one_out(self.sums) / leave_one_out(self.counts)])
+        errors = standard_error(rates, without, self.setup.group_sizes)
+        return rates.tolist(), errors.tolist(), int(self.counts.sum(0).min())
 
     def rows(self) -> list[Row]:
-        """One row for each layer 2..L."""
-        rates, count = self.compute()
+        """Two rows for each layer 2..L; no standard error where there is only one sequence."""
+        rates, errors, count = self.compute()
         return [
-            Row(self.name, "residual", layer, None, "value", value, count, "%")
-            for layer, value in enumerate(rates, start=2)
+            Row(self.name, "residual", layer, None, statistic, value, count, "%")
+            for layer, pair in enumerate(zip(rates, errors, strict=True), start=2)
+            for statistic, value in zip(("value", "standard_error"), pair, strict=True)
+            if statistic == "value" or not math.isnan(value)
         ]
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum and a count per layer."""
-        return 16 * setup.num_layers
+        """Bytes held: a sum and a count per layer and group."""
+        return 16 * setup.num_layers * setup.groups
+
+
+def _rates(psi: Tensor) -> Tensor:
+    """[L-1] zeta_2..zeta_L of mean displacements `[L]`."""
+    return torch.tensor([jump_rate(psi, layer) for layer in range(2, len(psi) + 1)], dtype=torch.float64)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.jackknife import ratio_error
 
 
 def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +36,10 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LensMean(Measure):
-    """Mean over positions of one reading of the lens, for layers 0..L; a subclass says which reading."""
+    """Mean over positions of one reading of the lens, with its standard error over sequences, for layers 0..L.
+
+    A subclass says which reading.
+    """
 
     needs = frozenset({"targets"})
     sums: Tensor
@@ -41,8 +47,8 @@ class LensMean(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("sums", setup.num_layers + 1)
-        self.add_sum("count", dtype=torch.int64)
+        self.add_grouped("sums", setup.num_layers + 1)
+        self.add_grouped("count", dtype=torch.int64)
 
     def reading(self, lens: Readout) -> Tensor:
         """[L+1, M] what is averaged."""
@@ -51,32 +57,36 @@ class LensMean(Measure):
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         values = self.reading(observation.lens).to(self.sums.device)
-        self.sums += values.double().sum(1)
-        self.count += values.shape[1]
+        group = observation.lens_groups(len(self.sums)).to(values.device)
+        self.sums.index_add_(0, group, values.double().T)
+        self.count += group.bincount(minlength=len(self.count))
 
-    def compute(self) -> tuple[Tensor, int]:
-        """[L+1] means, and the number of positions behind them."""
-        return self.sums / self.count, int(self.count)
+    def compute(self) -> tuple[Tensor, Tensor, int]:
+        """[L+1] means, [L+1] standard errors over sequences, and the number of positions behind them."""
+        errors = ratio_error(self.sums, self.count[:, None], self.setup.group_sizes)
+        return self.sums.sum(0) / self.count.sum(), errors, int(self.count.sum())
 
     def rows(self) -> list[Row]:
-        """One row for each layer 0..L."""
-        means, count = self.compute()
+        """Two rows for each layer 0..L; no standard error where there is only one sequence."""
+        means, errors, count = self.compute()
         return [
-            Row(self.name, "residual", layer, None, "mean", value, count, self.units["mean"])
-            for layer, value in enumerate(means.tolist())
+            Row(self.name, "residual", layer, None, statistic, value, count, self.units[statistic])
+            for layer, pair in enumerate(zip(means.tolist(), errors.tolist(), strict=True))
+            for statistic, value in zip(("mean", "standard_error"), pair, strict=True)
+            if statistic == "mean" or not math.isnan(value)
         ]
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum per layer and one count."""
-        return 8 * (setup.num_layers + 2)
+        """Bytes held: a sum per layer and a count, for each group."""
+        return 8 * (setup.num_layers + 2) * setup.groups
 
 
 class LensAccuracy(LensMean):
     """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""
 
     name = "lens_accuracy"
-    units = dict.fromkeys(("mean",), "1")
+    units = dict.fromkeys(("mean", "standard_error"), "1")
 
     def reading(self, lens: Readout) -> Tensor:
         """[L+1, M] whether the top prediction is the target."""

@@ -41,7 +41,7 @@ class LensLoss(LensMean):
     """Cross-entropy of the last layer's classifier on layers 0..L, over the positions that have a target."""
 
     name = "lens_loss"
-    units = dict.fromkeys(("mean",), "nats")
+    units = dict.fromkeys(("mean", "standard_error"), "nats")
 
     def reading(self, lens: Readout) -> Tensor:
         """[L+1, M] nats."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import leave_one_out, standard_error
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
@@ -38,45 +40,66 @@ def _first_settled(agrees: Tensor) -> Tensor:
 
 
 class Saturation(Measure):
-    """How many positions settle at each layer 1..L, their share, and the share settled so far.
+    """How many positions settle at each layer 1..L, their share, the share settled so far, and the median layer.
 
-    Over the positions that have a target, as for the layer-wise accuracy.
+    Over the positions that have a target, as for the layer-wise accuracy. The median has a standard error over
+    sequences; it is 0 where every replicate has the same median layer.
     """
 
     name = "saturation"
-    units: ClassVar[dict[str, str]] = {"count": "tokens", "share": "1", "cumulative": "1"}
+    units: ClassVar[dict[str, str]] = {
+        **{"count": "tokens", "share": "1", "cumulative": "1"},
+        **{"median": "layers", "standard_error_of_median": "layers"},
+    }
     needs = frozenset({"targets"})
     histogram: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("histogram", setup.num_layers, dtype=torch.int64)
+        self.add_grouped("histogram", setup.num_layers, dtype=torch.int64)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         layers = _first_settled(observation.lens.agrees[1:])
-        self.histogram += (layers - 1).bincount(minlength=self.setup.num_layers).to(self.histogram)
+        groups, depth = self.histogram.shape
+        cells = observation.lens_groups(groups) * depth + layers - 1
+        self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
 
-    def compute(self) -> list[int]:
-        """Positions that settle at layers 1..L."""
-        return self.histogram.tolist()
+    def compute(self) -> tuple[list[int], float, float]:
+        """Positions that settle at layers 1..L; the median layer and its standard error, NaN where there is none."""
+        counts = self.histogram.sum(0)
+        error = standard_error(_median(counts), _median(leave_one_out(self.histogram)), self.setup.group_sizes)
+        return counts.tolist(), float(_median(counts)), float(error)
 
     def rows(self) -> list[Row]:
-        """Three rows for each layer 1..L."""
-        counts = torch.tensor(self.compute(), dtype=torch.int64)
+        """Three rows for each layer 1..L, and two for the median."""
+        counted, median, error = self.compute()
+        counts = torch.tensor(counted, dtype=torch.int64)
         total = int(counts.sum())
         statistics = {
             "count": counts.double(),
             "share": counts.double() / total,
             "cumulative": counts.cumsum(0).double() / total,
         }
-        return [
+        rows = [
             Row(self.name, "residual", layer, None, statistic, float(values[layer - 1]), total, self.units[statistic])
             for layer in range(1, len(counts) + 1)
             for statistic, values in statistics.items()
         ]
+        return rows + [
+            Row(self.name, "residual", None, None, statistic, value, total, "layers")
+            for statistic, value in (("median", median), ("standard_error_of_median", error))
+            if not math.isnan(value)
+        ]
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
-        """Bytes held: a count per layer."""
-        return 8 * setup.num_layers
+        """Bytes held: a count per layer and group."""
+        return 8 * setup.num_layers * setup.groups
+
+
+def _median(counts: Tensor) -> Tensor:
+    """[...] float64: the first layer by which half of the positions have settled, from `counts [..., L]`."""
+    reached = 2 * counts.cumsum(-1) >= counts.sum(-1, keepdim=True)
+    layer = reached.long().argmax(-1) + 1
+    return layer.double().where(counts.sum(-1) > 0, torch.nan)

@@ -62,44 +62,70 @@ def _largest_eigenvalue(tall: Tensor) -> float:
 class SpectralNorm(Measure):
     """Spectral norm of every projection named in `Setup.projections`, in layers 1..L.
 
-    It sees weights, not batches; processes may share the matrices out among them.
+    Of a projection that is stored once for each of E experts, `[E, m, n]`, the `mean` and the `max` over experts, with
+    `count` = E. It sees weights, not batches; processes may share the matrices out among them.
     """
 
     name = "spectral_norm"
-    units = dict.fromkeys(("value",), "1")
+    units = dict.fromkeys(("value", "mean", "max"), "1")
     sites = ()
     needs = frozenset({"weights"})
     sums: Tensor
     counts: Tensor
+    expert_sums: Tensor
+    experts: Tensor
+    maxima: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("sums", len(setup.projections), setup.num_layers)
-        self.add_sum("counts", len(setup.projections), setup.num_layers)
+        shape = (len(setup.projections), setup.num_layers)
+        for name in ("sums", "counts", "expert_sums", "experts"):
+            self.add_sum(name, *shape)
+        zeros = torch.zeros(shape, dtype=torch.float64, device=setup.device)
+        self.add_state("maxima", zeros, dist_reduce_fx="max")
 
     def update(self, site: str | int, layer: int, weight: Tensor) -> None:  # type: ignore[override]
-        """Add one matrix: the projection's name or index, its 1-based layer, its weight `[m, n]`."""
+        """Add one matrix `[m, n]`, or those of all experts `[E, m, n]`.
+
+        Args:
+            site: the projection's name or index.
+            layer: its 1-based layer.
+            weight: its weight.
+        """
         index = self.setup.projections.index(site) if isinstance(site, str) else site
         if not 1 <= layer <= self.setup.num_layers:
             raise ValueError(f"layer must lie in 1..{self.setup.num_layers}, got {layer}")
-        self.sums[index, layer - 1] += spectral_norm(weight).to(self.sums)
-        self.counts[index, layer - 1] += 1
+        at = (index, layer - 1)
+        if weight.ndim < 3:
+            self.sums[at] += spectral_norm(weight).to(self.sums)
+            self.counts[at] += 1
+            return
+        norms = torch.stack([spectral_norm(matrix) for matrix in weight]).to(self.sums)
+        self.expert_sums[at] += norms.sum()
+        self.experts[at] += len(norms)
+        self.maxima[at] = torch.maximum(self.maxima[at], norms.max())
 
-    def compute(self) -> dict[tuple[str, int], float]:
-        """(projection, layer) -> norm, for the matrices that were seen."""
-        norms = self.sums / self.counts
-        return {
-            (self.setup.projections[index], layer + 1): float(norms[index, layer])
-            for index, layer in self.counts.nonzero().tolist()
-        }
+    def compute(self) -> dict[tuple[str, int, str], tuple[float, int]]:
+        """(projection, layer, statistic) -> value and the number of matrices behind it, for what was seen."""
+        found = {}
+        for index, layer in (self.counts + self.experts).nonzero().tolist():
+            at = (index, layer)
+            where = (self.setup.projections[index], layer + 1)
+            if experts := int(self.experts[at]):
+                found[*where, "mean"] = (float(self.expert_sums[at]) / experts, experts)
+                found[*where, "max"] = (float(self.maxima[at]), experts)
+            else:
+                found[*where, "value"] = (float(self.sums[at] / self.counts[at]), 1)
+        return found
 
     def rows(self) -> list[Row]:
-        """One row for each matrix."""
+        """One row for each matrix, two for each stack of experts."""
         return [
-            Row(self.name, site, layer, None, "value", value, 1, "1") for (site, layer), value in self.compute().items()
+            Row(self.name, site, layer, None, statistic, value, count, "1")
+            for (site, layer, statistic), (value, count) in self.compute().items()
         ]
 
     @classmethod
     def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum and a count per matrix."""
-        return 16 * len(setup.projections) * setup.num_layers
+        """Bytes held: five numbers for each projection and layer."""
+        return 40 * len(setup.projections) * setup.num_layers

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fulldepth.report import training
-from fulldepth.report.words import HEADLINES, data_line, figure_of, model_line, seconds, short, size
+from fulldepth.report.words import HEADLINES, data_line, figure_of, model_line, plus_minus, seconds, short, size
 
 Headline = Mapping[str, Mapping[str, Any]]
 
@@ -31,7 +31,8 @@ def cards(headline: Headline, layers: object = None) -> list[dict[str, str]]:
     for name in order:
         digits, unit = figure_of(headline[name], layers)
         caption, symbol = HEADLINES.get(name, (short(name, 60), ""))
-        made.append({"name": caption, "symbol": symbol, "digits": digits, "unit": unit})
+        error = plus_minus(headline[name])
+        made.append({"name": caption, "symbol": symbol, "digits": digits, "unit": unit, "error": error})
     return made
 
 
@@ -56,7 +57,7 @@ def side_by_side(meta: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     rows = []
     for name in known:
-        cells = [" ".join(_number(entry, name)).strip() for entry in models]
+        cells = [_number(entry, name) for entry in models]
         rows.append([HEADLINES[name][0], *cells])
     columns = [short(entry.get("label", "?"), 60) + _baseline(entry) for entry in models]
     return {"columns": columns, "rows": rows}
@@ -66,9 +67,11 @@ def _baseline(entry: Mapping[str, Any]) -> str:
     return " (baseline)" if entry.get("baseline") and entry.get("label") != "baseline" else ""
 
 
-def _number(entry: Mapping[str, Any], name: str) -> tuple[str, str]:
-    layers = (entry.get("model") or {}).get("num_layers")
-    return figure_of((entry.get("headline") or {}).get(name, {}), layers)
+def _number(entry: Mapping[str, Any], name: str) -> str:
+    """A model's number with its standard error and unit."""
+    stated = (entry.get("headline") or {}).get(name, {})
+    digits, unit = figure_of(stated, (entry.get("model") or {}).get("num_layers"))
+    return " ".join(filter(None, (digits, plus_minus(stated), unit)))
 
 
 def byline(meta: Mapping[str, Any]) -> str:

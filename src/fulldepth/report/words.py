@@ -72,6 +72,12 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
     return f"{value:.3f}", "" if unit == "1" else short(unit, 16)
 
 
+def plus_minus(entry: Mapping[str, Any]) -> str:
+    """The standard error of a headline's number, `± 0.0043`; empty where there is none."""
+    error = entry.get("standard_error")
+    return f"± {error:.2g}" if isinstance(error, int | float) and math.isfinite(error) else ""
+
+
 def quantity(value: Any, unit: str) -> str:
     """A number with its unit in one string: `3.412 nats`, `4.2 %`, `9.41 M`; "–" where there is none."""
     if unit == "1" and isinstance(value, int) and value >= 1000:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-LARGE_JUMP = 10.0
-"""Per cent from which the JREG paper calls a jump large."""
+from fulldepth.metrics.jump_rate import describe_jump
 
 
 def headline(table: pd.DataFrame) -> dict[str, dict[str, Any]]:
@@ -51,10 +50,7 @@ def _loss(table: pd.DataFrame, step: int) -> str:
 
 def _jump(table: pd.DataFrame, step: int) -> str:
     value = _value(table, "jump_rate", step)
-    if value is None:
-        return ""
-    size = "a large jump" if value >= LARGE_JUMP else "no large jump"
-    return f"The last layer displaces {value:.1f} percentage points more than the one before: {size}."
+    return "" if value is None else describe_jump(value)
 
 
 def _pace(table: pd.DataFrame, step: int) -> str:

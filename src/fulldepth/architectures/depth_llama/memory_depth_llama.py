@@ -31,6 +31,9 @@ class StaticRouter(nn.Module):
         num_sources: r, the states that layer r (1-based) reads: X_0..X_{r-1}.
     """
 
+    minus_infinity_prunes = ("logits",)
+    """Parameters in which -inf is a pruned weight and no fault (read by checks for broken weights)."""
+
     def __init__(self, num_kv_heads: int, num_sources: int) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.empty(num_kv_heads, num_sources))

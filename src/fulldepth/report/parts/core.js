@@ -5,6 +5,9 @@ const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const onPaper = matchMedia("print");
 const state = { view: DATA.views.length - 1, printing: false };
 
+/** An object's own entry; undefined for names that every object inherits, such as `constructor` and `__proto__`. */
+const own = (object, key) => (Object.hasOwn(object, key) ? object[key] : undefined);
+
 const byId = (id) => document.getElementById(id);
 const view = () => DATA.views[state.view];
 const paper = () => state.printing || onPaper.matches;

@@ -8,7 +8,7 @@ let round = 0;
 
 /** A copy of a figure's part with every colour of the light page replaced by its dark counterpart. */
 function recoloured(part) {
-  if (typeof part === "string") return dark() ? DATA.dark[part] || part : part;
+  if (typeof part === "string") return dark() ? own(DATA.dark, part) || part : part;
   if (Array.isArray(part)) return part.map(recoloured);
   if (part && typeof part === "object") return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, recoloured(value)]));
   return part;
@@ -17,7 +17,7 @@ function recoloured(part) {
 /** Traces and summary of a figure at the chosen step; null where it was not measured there. */
 function current(name) {
   const base = DATA.figures[name];
-  const change = view().patches[name];
+  const change = own(view().patches, name);
   if (change === undefined) return { data: base.data, alt: base.about.alt };
   if (change === null) return null;
   if (change.data) return { data: change.data, alt: change.alt };

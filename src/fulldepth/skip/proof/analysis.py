@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from fulldepth.capture import Tape, body_inputs, capture, feed_projections
+from fulldepth.capture import Tape, body_inputs, capture, feed_projections, projection_names
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.metrics import Mmd, Observation, Setup, SpectralNorm
@@ -32,7 +32,7 @@ def spectral_norms(switches: Switches) -> tuple[list[Row], list[str]]:
         switches: entered, around a model with its own weights; what is skipped does not matter.
     """
     anatomy = switches.anatomy
-    names = tuple(dict.fromkeys(name for name, _, _ in anatomy.projections()))
+    names = projection_names(anatomy)
     measure = SpectralNorm(Setup(num_layers=anatomy.num_layers, width=anatomy.width, projections=names))
     _keep_alone(measure)
     unreadable = feed_projections(measure, anatomy)
