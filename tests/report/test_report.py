@@ -44,7 +44,7 @@ def test_the_page_is_written_whole_or_not_at_all(synthetic, tmp_path, monkeypatc
     folder = synthetic.minimal().save(tmp_path / "out")
     path = write(folder)
     before = path.read_text(encoding="utf-8")
-    monkeypatch.setattr("fulldepth.results.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr("fulldepth.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(FulldepthError, match="No space left"):
         write(folder)
     assert path.read_text(encoding="utf-8") == before

@@ -45,8 +45,8 @@ def _redundancy(
     change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"].dropna()
     if change.empty:
         return
-    mean, layer = float(change.mean()), int(change.abs().idxmax())
-    peak = float(change[layer])
+    greatest = int(change.abs().argmax())
+    mean, layer, peak = float(change.mean()), int(change.index[greatest]), float(change.iloc[greatest])
     names = f"{model['label']} than in {baseline['label']}"
     yield (
         "redundancy_change",
@@ -98,7 +98,7 @@ def _word(value: float, positive: str, negative: str, zero: str) -> str:
 def warnings(table: pd.DataFrame, models: list[dict[str, Any]]) -> list[str]:
     """One line for each reason to distrust a difference."""
     baseline = next(model for model in models if model["baseline"])
-    measured = {label: set(rows.measure) for label, rows in table.groupby("model")}
+    measured = {model["label"]: set(table.measure[table.model == model["label"]]) for model in models}
     lines = []
     for model in models:
         if model["baseline"]:

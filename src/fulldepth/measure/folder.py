@@ -10,18 +10,22 @@ from typing import Any
 import pandas as pd
 
 from fulldepth import __version__
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
 from fulldepth.measure.processes import Processes, processes
 from fulldepth.measure.run import measure_with
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results
+from fulldepth.results import COLUMNS, DOCUMENT, Interrupted, Results, holder
 
 STEPS = "steps"
 """Sub-folder of a series' results with one result folder for each checkpoint."""
 SPEED_ONLY = {"batch_size", "device", "device_map"}
 """Settings that change no number."""
+KEPT = ("model", "headline", "lens_grid", "left_out")
+"""Entries that a series keeps of every checkpoint."""
+SPENT = ("load", "forward", "total")
+"""Timings that a series adds up."""
 
 
 def measure_into(
@@ -35,7 +39,8 @@ def measure_into(
 ) -> Results:
     """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
 
-    A run that is already there is read, not repeated; a series goes on after the last finished checkpoint. With
+    A run that is already there is read, not repeated; a series goes on after the last finished checkpoint; results of
+    this run that were interrupted while they were written are measured again. The folder is locked meanwhile. With
     several processes, each takes its share of the data and the first one writes.
 
     Args:
@@ -47,19 +52,17 @@ def measure_into(
         watcher: told what happens.
 
     Raises:
-        FulldepthError: if the folder holds results of another run, cannot be written, or the measurement fails.
+        FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
+            process, cannot be written, or the measurement fails.
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
     checkpoints = find_checkpoints(model)
     print_of_run = fingerprint(model, data, settings)
-    with processes(settings.device) as me:
-        done = _existing(folder, print_of_run, overwrite)
-        me.wait()
-        if done is not None:
+    with processes(settings.device) as me, me.holding(folder):
+        if me.first(lambda: _is_there(folder, print_of_run, overwrite, watcher)):
             watcher.say(f"{folder} already holds this measurement; nothing to do.")
-            return done
-        if me.is_main:
-            _claim(folder)
+            return Results.load(folder)
+        me.first(lambda: _claim(folder, *([folder / STEPS] if checkpoints else [])))
         if checkpoints:
             results = _series(checkpoints, data, folder, settings, me, watcher)
         else:
@@ -92,33 +95,43 @@ def _identity(place: Any, pattern: str) -> tuple[str, list[tuple[str, int, int]]
     return str(path), [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
-def _existing(folder: Path, print_of_run: str, overwrite: bool) -> Results | None:
-    """Finished results of this very run; None if the folder is free.
+def _is_there(folder: Path, print_of_run: str, overwrite: bool, watcher: Watcher) -> bool:
+    """Whether the folder holds finished results of this very run; False if it is free.
 
     Raises:
-        FulldepthError: if it holds results of another run.
+        FulldepthError: if it holds results of another run, or belongs to another command.
     """
+    if words := holder(folder):
+        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
     if overwrite or not (folder / DOCUMENT).exists():
-        return None
-    found = Results.load(folder)
-    if found.meta.get("fingerprint") == print_of_run:
-        return found
-    model, data = (found.meta.get(key, {}).get("name", "?") for key in ("model", "data"))
+        return False
+    try:
+        meta, whole = Results.load(folder).meta, True
+    except Interrupted as error:
+        meta, whole = error.meta, False
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
+    if meta.get("fingerprint") == print_of_run:
+        if not whole:
+            watcher.say(f"{folder} was interrupted while this measurement was written; it is measured again.")
+        return whole
+    model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))
     raise FulldepthError(
         f"{folder} holds the results of another run (model {model}, data {data}, or other settings). "
         "Choose another --output, or replace it with --overwrite."
     )
 
 
-def _claim(folder: Path) -> None:
-    """Make the folder and see that it can be written, before hours of work."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+def _claim(*folders: Path) -> None:
+    """Make the folders and see that they can be written, before hours of work."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
 
 
 def _series(
@@ -154,7 +167,19 @@ def _finished(home: Path, print_of_step: str) -> Results | None:
         found = Results.load(home)
     except FulldepthError:
         return None
-    return found if found.meta.get("fingerprint") == print_of_step else None
+    return found if found.meta.get("fingerprint") == print_of_step and _is_whole(found) else None
+
+
+def _is_whole(found: Results) -> bool:
+    """Whether results have everything that `combine` reads."""
+    meta, timings = found.meta, found.meta.get("timings") or {}
+    return (
+        list(found.table.columns) == COLUMNS
+        and meta.get("kind") == "measure"
+        and all(key in meta for key in KEPT)
+        and (meta.get("data") or {}).get("hash") is not None
+        and all(timings.get(key) is not None for key in (*SPENT, "measures"))
+    )
 
 
 def combine(parts: list[tuple[int, Results]]) -> Results:
@@ -167,10 +192,7 @@ def combine(parts: list[tuple[int, Results]]) -> Results:
         raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
     table = pd.concat([part.table.assign(step=step) for step, part in parts], ignore_index=True)
     last = parts[-1][1].meta
-    kept = ("model", "headline", "lens_grid", "left_out")
-    steps = [{"step": step, **{key: part.meta[key] for key in kept}} for step, part in parts]
-    timings: dict[str, Any] = {
-        key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")
-    }
+    steps = [{"step": step, **{key: part.meta[key] for key in KEPT}} for step, part in parts]
+    timings: dict[str, Any] = {key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in SPENT}
     timings["measures"] = last["timings"]["measures"]
     return Results(table, {**last, "timings": timings, "steps": steps})
