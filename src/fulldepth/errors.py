@@ -8,6 +8,9 @@ from difflib import get_close_matches
 MOST_NAMES = 100
 """So many names an error lists; more would hide what it says."""
 
+MORE = 40
+"""Characters for the words that lines are left out."""
+
 
 class FulldepthError(ValueError):
     """What was got, what was expected, and what exists. The command line prints it and exits with 2."""
@@ -32,6 +35,18 @@ def one_line(text: object, most: int = 400) -> str:
     """`text` on one line of at most `most` printable characters; what is cut is marked by `…`."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def brief(message: str, most: int = 950) -> str:
+    """A message of several lines in at most `most` characters; says how many lines it leaves out."""
+    lines = [one_line(line, most) for line in message[: 100 * most].splitlines()]
+    kept: list[str] = []
+    for line in lines:
+        room = most - sum(len(one) + 1 for one in kept) - MORE
+        if kept and len(line) > room:
+            return "\n".join([*kept, f"... and {len(lines) - len(kept):,} lines more."])
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

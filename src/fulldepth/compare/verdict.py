@@ -79,14 +79,14 @@ def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[
             f"{title}: {_amount(ours, model)} in {model['label']} against {_amount(theirs, baseline)} in "
             f"{baseline['label']} ({difference:+.3g})."
         )
-        yield name, finite({"value": difference, "unit": ours["unit"], "sentence": sentence})
+        yield name, finite({"value": difference, "unit": ours.get("unit", "1"), "sentence": sentence})
 
 
 def _amount(entry: dict[str, Any], model: dict[str, Any]) -> str:
-    number = f"{entry['value']:.3g}"
-    if entry["unit"] == "layers":
+    number, unit = f"{entry['value']:.3g}", entry.get("unit", "1")
+    if unit == "layers":
         return f"{number} of {model['model']['num_layers']} layers"
-    return number if entry["unit"] == "1" else f"{number} {entry['unit']}"
+    return number if unit == "1" else f"{number} {unit}"
 
 
 def _word(value: float, positive: str, negative: str, zero: str) -> str:

@@ -59,7 +59,7 @@ class Results:
     @property
     def headline(self) -> dict[str, dict[str, Any]]:
         """Name -> {value, unit, sentence}: the few numbers to look at first, each with one plain sentence."""
-        return dict(self.meta.get("headline", {}))
+        return dict(self.meta.get("headline") or {})
 
     @property
     def is_series(self) -> bool:
