@@ -1,4 +1,4 @@
-"""Damages result folders at random, by a seed: other values in the document, other columns in the table, other bytes."""
+"""Damages result folders at random, by a seed: in the document, in the table, or in the bytes of either."""
 
 from __future__ import annotations
 

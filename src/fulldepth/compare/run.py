@@ -16,7 +16,7 @@ from fulldepth.compare.align import Depth, differences
 from fulldepth.compare.settings import CompareSettings
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.recipes import layer
-from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results
+from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite
 
 
 def compare(
@@ -78,7 +78,7 @@ def compare(
         loaded = [_last_step(item) for item in loaded]
     table, found = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
     found["warnings"] += _own_warnings(loaded, labels)
-    return Results(table, document | found)
+    return Results(table, finite(document | found))
 
 
 def _compare_measurements(
@@ -141,7 +141,7 @@ def _last_step(found: Results) -> Results:
     if not found.is_series:
         return found
     step = found.table["step"].max()
-    last = next((entry for entry in found.meta.get("steps") or [] if entry["step"] == step), {})
+    last: dict[str, Any] = next((entry for entry in found.meta.get("steps") or [] if entry["step"] == step), {})
     note = f"a series of checkpoints; the last one, step {step}, is compared."
     known = {key: value for key, value in last.items() if value is not None}
     known["model"] = found.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}

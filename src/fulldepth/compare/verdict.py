@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fulldepth.results import finite
@@ -42,7 +43,8 @@ def _redundancy(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The redundancy change (JREG, Eq. 7): difference of the mean displacements, mean over layers and greatest."""
     rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
-    change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"].dropna()
+    change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"]
+    change = change[np.isfinite(change)]
     if change.empty:
         return
     greatest = int(change.abs().argmax())

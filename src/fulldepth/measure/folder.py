@@ -16,7 +16,7 @@ from fulldepth.measure.processes import Processes, processes
 from fulldepth.measure.run import measure_with
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Interrupted, Results, holder
+from fulldepth.results import COLUMNS, DOCUMENT, Results, TableMismatchError, holder
 
 STEPS = "steps"
 """Sub-folder of a series' results with one result folder for each checkpoint."""
@@ -107,7 +107,7 @@ def _is_there(folder: Path, print_of_run: str, overwrite: bool, watcher: Watcher
         return False
     try:
         meta, whole = Results.load(folder).meta, True
-    except Interrupted as error:
+    except TableMismatchError as error:
         meta, whole = error.meta, False
     except FulldepthError as error:
         raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error

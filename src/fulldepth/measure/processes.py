@@ -60,7 +60,7 @@ class Processes:
             distributed.broadcast_object_list(found)
         if found[1] is not None:
             raise FulldepthError(found[1])
-        return found[0]  # type: ignore[no-any-return]
+        return found[0]
 
     @contextmanager
     def holding(self, folder: Path) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The result folder: one tidy table, one JSON document, one page. Reads and writes it; needs no torch."""
 
 from fulldepth.results.document import SCHEMA_VERSION
-from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Interrupted, Results, finite, holder
+from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results, TableMismatchError, finite, holder
 from fulldepth.results.table import COLUMNS, tabulate
 
 __all__ = [
@@ -10,8 +10,8 @@ __all__ = [
     "PAGE",
     "SCHEMA_VERSION",
     "TABLE",
-    "Interrupted",
     "Results",
+    "TableMismatchError",
     "finite",
     "holder",
     "tabulate",

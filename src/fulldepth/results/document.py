@@ -92,7 +92,7 @@ class Sample(Part):
 
     @pydantic.model_validator(mode="after")
     def _rectangular(self) -> Sample:
-        lengths = {len(row) for row in (self.tokens, self.targets, self.saturation, *self.grid)}
+        lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
         if len(lengths) > 1:
             raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
         return self

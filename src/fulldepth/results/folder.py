@@ -32,7 +32,7 @@ HELD = {
 """File -> what a folder with it holds. Results of another command there would be taken for its own."""
 
 
-class Interrupted(FulldepthError):
+class TableMismatchError(FulldepthError):
     """The table of a folder is not the one that its document was written with.
 
     Args:
@@ -119,7 +119,7 @@ class Results:
         """Read a result folder.
 
         Raises:
-            Interrupted: if the table is not the one that the document was written with.
+            TableMismatchError: if the table is not the one that the document was written with.
             FulldepthError: if a file is missing, broken or too large, was written by a newer version, or holds values
                 of the wrong type or out of range.
         """
@@ -130,7 +130,7 @@ class Results:
         meta = document.read(folder / DOCUMENT)
         stored = meta.pop(STORED, None)
         if stored is not None and stored != _stamp(folder / TABLE):
-            raise Interrupted(folder, meta)
+            raise TableMismatchError(folder, meta)
         rows = table.read(folder / TABLE)
         consistency.check(folder, meta, rows)
         return cls(rows, meta)

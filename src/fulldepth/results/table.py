@@ -67,6 +67,7 @@ def read(path: Path) -> pd.DataFrame:
         with reading(path):
             texts = [name for name, kind in fields.items() if _is_text(kind)]
             found = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
+            found.validate(full=True)
     _check_text(path, found, texts)
     with reading(path):
         table = pd.DataFrame({name: _series(found[name], name) for name in names})
@@ -141,6 +142,6 @@ def _check_ranges(path: Path, table: pd.DataFrame) -> None:
             raise FulldepthError(f"Cannot read {path}: the column {name} has missing values.")
     for name, most in WHOLE.items():
         known = table[name].dropna() if name in table.columns else pd.Series()
-        if len(known) and not (0 <= known.min() and known.max() <= most):
+        if len(known) and (known.min() < 0 or known.max() > most):
             worst = known.min() if known.min() < 0 else known.max()
             raise FulldepthError(f"Cannot read {path}: the column {name} holds {worst}, expected 0 to {most}.")
