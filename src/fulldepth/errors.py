@@ -25,10 +25,21 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
         known: every name that exists.
     """
     choices = sorted(known)
-    near = get_close_matches(name, choices, n=3, cutoff=0.5)
+    near = get_close_matches(name[:200], choices, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     listed = f"Available: {', '.join(choices)}." if len(choices) <= MOST_NAMES else f"There are {len(choices):,}."
-    return FulldepthError(f"Unknown {kind} {name!r}.{hint} {listed}")
+    return FulldepthError(f"Unknown {kind} {one_line(name, 200)!r}.{hint} {listed}")
+
+
+def names_of(names: Iterable[object], most: int = 400) -> str:
+    """Names that stand in a file, quoted, in at most `most` characters; what is cut is marked by `…`."""
+    shown, length = [], 0
+    for name in names:
+        shown.append(repr(one_line(name, 60)))
+        length += len(shown[-1]) + 2
+        if length > most:
+            break
+    return one_line(", ".join(shown), most) or "none"
 
 
 def one_line(text: object, most: int = 400) -> str:

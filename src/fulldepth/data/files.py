@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 
 from fulldepth.data.records import Record, Source, choose_columns, from_rows
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, names_of, one_line
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -93,7 +93,7 @@ def jsonl_rows(path: Path) -> Rows:
         except json.JSONDecodeError as error:
             raise FulldepthError(f"{where} is not valid JSON: {error.msg} at column {error.colno}.") from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-            raise FulldepthError(f"{where} cannot be read as JSON: {error}.") from error
+            raise FulldepthError(f"{where} cannot be read as JSON: {one_line(error)}.") from error
         if not isinstance(row, dict):
             raise FulldepthError(
                 f"{where} holds a JSON {type(row).__name__}, expected an object such as {{'text': ...}}."
@@ -121,7 +121,7 @@ def tsv_rows(path: Path) -> Rows:
             names = cells
         elif line.strip():
             if len(cells) != len(names):
-                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {', '.join(names)}.")
+                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
             yield where, dict(zip(names, cells, strict=True))
 
 
@@ -142,7 +142,7 @@ def parquet_shape(path: Path) -> tuple[list[str], int]:
         with pyarrow.parquet.ParquetFile(path) as file:
             return list(file.schema_arrow.names), file.metadata.num_rows
     except (OSError, pyarrow.ArrowException) as error:
-        raise FulldepthError(f"{path} cannot be read as a parquet file: {error}") from error
+        raise FulldepthError(f"{path} cannot be read as a parquet file: {one_line(error)}") from error
 
 
 def parquet_rows(path: Path, names: list[str] | None = None) -> Rows:
@@ -163,7 +163,7 @@ def parquet_rows(path: Path, names: list[str] | None = None) -> Rows:
                     number += 1
                     yield f"{path.name} row {number}", row
     except (OSError, pyarrow.ArrowException) as error:
-        raise FulldepthError(f"{path} cannot be read as a parquet file: {error}") from error
+        raise FulldepthError(f"{path} cannot be read as a parquet file: {one_line(error)}") from error
 
 
 READERS = {".txt": text_source, ".jsonl": jsonl_source, ".tsv": tsv_source, ".parquet": parquet_source}

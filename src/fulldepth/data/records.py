@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, names_of, one_line
 
 IMAGE_COLUMNS = ("image", "img")
 TEXT_COLUMNS = ("text", "sentence")
@@ -99,8 +99,9 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
     for first, second in PROMPT_COLUMNS:
         if first in have and second in have:
             return Columns("pairs", first, second, None)
-    found = ", ".join(map(repr, have)) or "none"
-    raise FulldepthError(f"{where} has none of the columns that fulldepth reads. Got: {found}. Expected: {EXPECTED}.")
+    raise FulldepthError(
+        f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
+    )
 
 
 def from_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]], class_names: Sequence[str] = ()) -> Source:
@@ -143,7 +144,7 @@ def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where
     """
     for column in columns:
         if column is not None and column not in row:
-            raise FulldepthError(f"{where} has no {column!r}. It has: {', '.join(map(repr, row)) or 'nothing'}.")
+            raise FulldepthError(f"{where} has no {column!r}. It has: {names_of(row)}.")
 
 
 def class_indices(
@@ -174,7 +175,8 @@ def _whole(where: str, label: Any) -> int:
         return int(label)
     if isinstance(label, str) and _is_digits(label):
         return int(label)
-    raise FulldepthError(f"{where}: the label {label!r} is not a class. Expected a whole number or, throughout, names.")
+    shown = one_line(repr(label), 200)
+    raise FulldepthError(f"{where}: the label {shown} is not a class. Expected a whole number or, throughout, names.")
 
 
 def text_value(value: Any, where: str) -> str:
@@ -218,7 +220,7 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
     try:
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise FulldepthError(f"Cannot read the image {where}: {error}.") from error
+        raise FulldepthError(f"Cannot read the image {where}: {one_line(error)}.") from error
 
 
 def read_image(path: Path) -> Image.Image:
@@ -243,7 +245,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        reason = str(error).split("<_io")[0].strip() or type(error).__name__
+        reason = one_line(str(error).split("<_io")[0]) or type(error).__name__
         raise FulldepthError(
             f"Cannot read the image {where}: {reason}. Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
         ) from error

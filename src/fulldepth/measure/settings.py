@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from fulldepth.recipes import Settings
 
@@ -14,7 +14,7 @@ MOST_TOKENS = 10**7
 """Longest sequence."""
 MOST_SEED = 2**32 - 1
 """Largest seed that scikit-learn takes."""
-Count = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[PositiveInt, Field(le=MOST)]
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
 
@@ -26,7 +26,7 @@ class MeasureSettings(Settings):
     """Names of measures; None = every measure that the model and the data allow."""
     max_sequences: Count = 256
     """Sequences to read."""
-    sequence_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    sequence_length: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None = None
     """Tokens in a sequence; None = 256, or the model's positions if these are fewer."""
     batch_size: Count = 8
     """Sequences in one forward pass; changes speed and memory, no number."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fulldepth.recipes import Settings
 
-Rounds = Annotated[int, Field(le=100_000)]
-Length = Annotated[int, Field(ge=1, le=10_000_000)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
+MOST_ROUNDS = 100_000
+Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
+Length = Annotated[PositiveInt, Field(le=10_000_000)]
+Count = Annotated[PositiveInt, Field(le=10**9)]
 
 
 class BenchSettings(Settings):
@@ -22,15 +23,15 @@ class BenchSettings(Settings):
     """Tokens of the prompt; every one is timed with every batch size."""
     new_tokens: Length = 16
     """Tokens decoded after the prompt, one at a time, while the cache grows."""
-    repeats: Rounds = Field(default=5, ge=1)
+    repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 5
     """Rounds; every model is timed once in each."""
-    warmup: Rounds = Field(default=1, ge=0)
+    warmup: Rounds = 1
     """Runs of every model before the first round, not counted."""
     tasks: list[str] | None = None
     """Tasks of lm-eval, by name or as YAML files, that every model is scored on; needs the extra `evaluate`."""
     task_limit: Count | None = None
     """The first so many examples of each task only."""
-    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
     """Of the tokens, of the order of models and of few-shot examples."""
     device: str | None = None
     """Device; None = the first accelerator, else the CPU."""
