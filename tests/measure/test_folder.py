@@ -21,7 +21,13 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, TABLE, Results, TableMismatchError
 
 SETTINGS = MeasureSettings(max_sequences=2, sequence_length=12, measures=["displacement"])
-HOLD = "import sys\nfrom fulldepth.files import locked\nwith locked(sys.argv[1]):\n    print('held', flush=True)\n    input()"
+HOLD = """
+import sys
+from fulldepth.files import locked
+with locked(sys.argv[1]):
+    print("held", flush=True)
+    input()
+"""
 
 
 @pytest.fixture
