@@ -31,6 +31,7 @@ _ROOMS = (
     "measure",
     "metrics",
     "report",
+    "results",
     "skip",
     "train",
 )

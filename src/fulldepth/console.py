@@ -11,7 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from fulldepth.errors import one_line
 from fulldepth.progress import Watcher
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
@@ -19,7 +21,18 @@ PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 def is_main() -> bool:
     """Whether this process prints (under torchrun, only the first does)."""
-    return os.environ.get("RANK", "0") == "0"
+    return rank() == "0"
+
+
+def rank() -> str:
+    """The number of this process under torchrun, `0` without."""
+    return os.environ.get("RANK", "0")
+
+
+def world() -> int:
+    """How many processes torchrun started."""
+    words = os.environ.get("WORLD_SIZE", "1")
+    return int(words) if words.isdecimal() else 1
 
 
 @contextmanager
@@ -53,7 +66,7 @@ def table(rows: Iterable[Sequence[str]]) -> None:
     """Plain columns."""
     grid = Table(box=None, pad_edge=False, show_header=False)
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))
     Console().print(grid)
 
 
@@ -66,11 +79,17 @@ def finish(results: Any, page: Path) -> None:
         value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
         if entry.get("standard_error") is not None:
             value += f" ± {entry['standard_error']:.2g}"
-        unit = "" if entry["unit"] == "1" else f" {entry['unit']}"
-        rows.append((name, f"{value}{unit}", entry["sentence"]))
+        unit = entry.get("unit", "1")
+        rows.append(
+            (
+                one_line(name, 60),
+                value if unit == "1" else f"{value} {one_line(unit, 20)}",
+                one_line(entry.get("sentence") or "", 600),
+            )
+        )
     table(rows)
     console = Console()
-    for line in results.meta.get("warnings", []):
+    for line in results.meta.get("warnings") or []:
         console.print(f"Note: {line}", **PLAIN)
     console.print(f"Page: {page}", **PLAIN)
 

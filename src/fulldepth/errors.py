@@ -10,6 +10,9 @@ MOST_NAMES = 100
 MOST_CHARACTERS = 600
 """Longest list of names in an error."""
 
+MORE = 40
+"""Characters for the words that lines are left out."""
+
 
 class FulldepthError(ValueError):
     """What was got, what was expected, and what exists. The command line prints it and exits with 2."""
@@ -32,10 +35,33 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     return FulldepthError(f"Unknown {kind} {name!r}.{hint} {listed}")
 
 
+def names_of(names: Iterable[object], most: int = 400) -> str:
+    """Names that stand in a file, quoted, in at most `most` characters; what is cut is marked by `…`."""
+    shown, length = [], 0
+    for name in names:
+        shown.append(repr(one_line(name, 60)))
+        length += len(shown[-1]) + 2
+        if length > most:
+            break
+    return one_line(", ".join(shown), most) or "none"
+
+
 def one_line(text: object, most: int = 400) -> str:
     """`text` on one line of at most `most` printable characters; what is cut is marked by `…`."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def brief(message: str, most: int = 950) -> str:
+    """A message of several lines in at most `most` characters; says how many lines it leaves out."""
+    lines = [one_line(line, most) for line in message[: 100 * most].splitlines()]
+    kept: list[str] = []
+    for line in lines:
+        room = most - sum(len(one) + 1 for one in kept) - MORE
+        if kept and len(line) > room:
+            return "\n".join([*kept, f"... and {len(lines) - len(kept):,} lines more."])
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

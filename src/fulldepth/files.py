@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ MOST_BYTES = 64 << 20
 """Largest document that is read whole, unless a caller allows more."""
 MOST_DEPTH = 64
 """Deepest nesting of lists and mappings in a document."""
+MOST_DIGITS = 100
+"""Longest whole number in a document."""
 LOCK = ".lock"
 ABANDONED = 7 * 24 * 3600
 """Seconds after which a temporary file of another machine counts as abandoned."""
@@ -99,14 +102,20 @@ def read_json(
         allow_constants: accept NaN and infinities, which are not JSON but which Python writes.
 
     Raises:
-        FulldepthError: if it is not valid JSON, a key appears twice, or it is larger than `most` bytes or nested
-            deeper than `depth`.
+        FulldepthError: if it is not valid JSON, a key appears twice, a number has more than `MOST_DIGITS` digits or is
+            beyond float64, or it is larger than `most` bytes or nested deeper than `depth`.
     """
     content = read_bytes(path, most=most)
     constant = None if allow_constants else _refuse_constant
     with reading(path):
         try:
-            value = json.loads(content, object_pairs_hook=_unique, parse_constant=constant)
+            value = json.loads(
+                content,
+                object_pairs_hook=_unique,
+                parse_constant=constant,
+                parse_int=_integer,
+                parse_float=_finite,
+            )
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise FulldepthError(f"Cannot read {path}: it is not valid JSON: {_reason(error)}.") from error
     if not _is_shallow(value, depth):
@@ -125,7 +134,15 @@ def read_document(path: str | Path, schema: type[T], *, most: int = MOST_BYTES) 
     Raises:
         FulldepthError: as `read_json`, or if the value does not fit the schema; names the first entry that does not.
     """
-    value = read_json(path, most=most)
+    return validated(path, read_json(path, most=most), schema)
+
+
+def validated(path: str | Path, value: Any, schema: type[T]) -> T:
+    """The value that was read from a JSON file, validated strictly against a schema.
+
+    Raises:
+        FulldepthError: if it does not fit; names the file and the first entry that does not fit.
+    """
     try:
         return pydantic.TypeAdapter(schema).validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
@@ -145,6 +162,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not valid JSON")
+
+
+def _integer(digits: str) -> int:
+    """An integer that can be multiplied with a few others without leaving float64."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"it holds a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    """A number that float64 can hold."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {one_line(text, 40)} is too large")
+    return number
 
 
 def _is_shallow(value: Any, depth: int) -> bool:

@@ -146,7 +146,7 @@ BAD_FILES = [
     ("h.jsonl", b'{"text": "a", "label": "x"}\n{"text": "a", "label": 1}', "the label 'x' is not a class"),
     ("i.jsonl", b"[" * 200_000, "i.jsonl line 1 cannot be read as JSON"),
     ("j.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "j.jsonl line 1 cannot be read as JSON"),
-    ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: text, label"),
+    ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: 'text', 'label'"),
     ("b.tsv", b"a\tb\n1\t2\n", "The header of b.tsv has none of the columns.*Got: 'a', 'b'"),
     ("c.tsv", b"text\tlabel\n", "c.tsv is empty"),
     ("a.parquet", b"PAR1 not really", "Cannot read .*a.parquet"),

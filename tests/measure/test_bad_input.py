@@ -38,7 +38,7 @@ def wrong(refused, model, text_file, output):
         outcome = refused(
             "measure", model, "--data", data, "--output", output, *(FEW if few else []), *flags, says=says
         )
-        left = [str(path.relative_to(output)) for path in output.rglob("*")] if output.is_dir() else []
+        left = [str(path.relative_to(output)) for path in output.rglob("[!.]*")] if output.is_dir() else []
         assert not left, "a refused run leaves nothing behind"
         return outcome
 
@@ -114,7 +114,7 @@ def test_activations_that_overflow(refused, overflowing, text_file, output):
     command = ["measure", overflowing, "--data", text_file, "--output", output, "--batch-size", "1"]
     command += ["--max-sequences", "6", "--sequence-length", "16"]
     refused(*command, says=["NaN or infinite", "sequences 5..5", "--dtype float32"])
-    assert not list(output.rglob("*"))
+    assert not list(output.rglob("[!.]*"))
 
 
 def test_vocabulary_mismatch(wrong, model, corpus):
@@ -359,7 +359,7 @@ def test_a_crash_while_saving_leaves_no_half_results(wrong, main, model, text_fi
         wrong(says=["No space left on device", str(output)])
     outcome = main("measure", model, "--data", text_file, "--output", output, *FEW)
     assert outcome.code == 0, outcome.err
-    assert sorted(path.name for path in output.iterdir()) == ["report.html", "results.json", "results.parquet"]
+    assert sorted(path.name for path in output.glob("[!.]*")) == ["report.html", "results.json", "results.parquet"]
 
 
 def test_debug_shows_where_an_error_came_from(main, model, tmp_path, output, monkeypatch, text_file):
@@ -372,8 +372,10 @@ def test_debug_shows_where_an_error_came_from(main, model, tmp_path, output, mon
         raise KeyError("a mistake of ours")
 
     monkeypatch.setattr(fulldepth.measure.folder, "measure_with", bug)
-    with pytest.raises(KeyError):  # a mistake of ours is no mistake of the user
-        main("measure", model, "--data", text_file, "--output", output)
+    command = ["measure", model, "--data", text_file, "--output", output]
+    assert "This is a bug in fulldepth: KeyError: 'a mistake of ours'" in main(*command).err
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        main(*command, "--debug")
 
 
 def test_interrupted(main, model, text_file, output, monkeypatch):

@@ -6,14 +6,20 @@ imported when called, so that `--help` needs no torch.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from fulldepth import console
-from fulldepth.errors import FulldepthError, is_out_of_memory
+from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
 
 app = typer.Typer(
     name="fulldepth",
@@ -29,6 +35,15 @@ app = typer.Typer(
 
 DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
+
+ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
+"""Exit code of a signal -> what to say."""
+PATIENCE = 3.0
+"""Seconds that a process other than the first waits before it tells of an error."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL", "gloo")
+"""Parts of what torch.distributed says when another process has ended."""
+MOST_DIGITS = 19
+"""Longest whole number in a list."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 """Of every command: it may also stand after the command's name."""
@@ -62,8 +77,8 @@ def listed(text: str | None) -> list[str] | None:
 def whole_numbers(option: str, text: str | None) -> list[int] | None:
     """A comma-separated list of whole numbers."""
     words = listed(text)
-    if words is not None and not (words and all(word.isdecimal() for word in words)):
-        raise FulldepthError(f"{option} {text}: expected whole numbers such as 3,7.")
+    if words is not None and not (words and all(word.isdecimal() and len(word) < MOST_DIGITS for word in words)):
+        raise FulldepthError(f"{option} {one_line(text, 100)}: expected whole numbers such as 3,7.")
     return None if words is None else [int(word) for word in words]
 
 
@@ -73,27 +88,78 @@ def refuse_existing(folder: Path, overwrite: bool) -> None:
         raise FulldepthError(f"{folder} already holds results. Choose another --output, or replace with --overwrite.")
 
 
+def refuse_held(folder: Path) -> None:
+    """Results never go into a folder where another command keeps its own."""
+    from fulldepth.results import holder
+
+    if words := holder(folder):
+        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
+
+
 def main() -> None:
-    """Run the command line; mistakes of the user end with exit code 2 and one message."""
+    """Run the command line; whatever goes wrong ends with exit code 2 and one message."""
     try:
-        app(standalone_mode=True)
-    except FulldepthError as error:
-        _fail(str(error), error)
-    except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), error)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        _fail("Out of memory. Try a smaller --batch-size or --sequence-length, or --device-map auto.", error)
-    except SystemExit as leaving:  # typer turns an interruption into this code and says nothing
-        if leaving.code == 130:
-            typer.echo("Interrupted; the same command goes on where it stopped.", err=True)
+        with ending_cleanly():
+            app(standalone_mode=True)
+    except SystemExit as leaving:  # typer turns an interruption into 130 and says nothing
+        if leaving.code in ENDINGS and console.is_main():
+            typer.echo(f"{ENDINGS[leaving.code]}; the same command goes on where it stopped.", err=True)
         raise
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # libraries in Rust panic with a BaseException
+        _fail(_message(error), error)
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the program as an exit does, so that temporary files are removed.
+
+    A signal that is ignored (`nohup`) or handled already stays so. Of several processes under torchrun only the first
+    writes files; the others may wait for it inside a library, which no handler would interrupt, and die at once.
+    """
+    signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    if threading.current_thread() is not threading.main_thread() or not console.is_main():
+        signals = []
+    ours = [one for one in signals if signal.getsignal(one) is signal.SIG_DFL]
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for one in ours:
+        signal.signal(one, leave)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def _message(error: BaseException) -> str:
+    """What to tell the person at the keyboard."""
+    if isinstance(error, FulldepthError):
+        return str(error)
+    if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
+        return "Out of memory. Try a smaller --batch-size or --sequence-length, or --device-map auto."
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        return f"{reason}: {error.filename}" if error.filename else reason
+    if console.world() > 1 and any(words in str(error) for words in LOST):
+        return f"Another process ended, and this one cannot go on without it ({one_line(error, 200)})."
+    said = one_line(error, 500)
+    return (
+        f"This is a bug in fulldepth: {type(error).__name__}{f': {said}' if said else ''}. Run the command again with "
+        "--debug for the traceback, and please report it."
+    )
 
 
 def _fail(message: str, error: BaseException) -> None:
     """Print one readable message and leave with 2; with `--debug` show where it came from."""
     if DEBUG["on"]:
         raise error
-    console.error(message)
+    if not console.is_main():
+        # What is wrong for all processes, the first one says; torchrun ends this one as soon as that one has left.
+        time.sleep(PATIENCE)
+        message = f"process {console.rank()}: {message}"
+    console.error(brief(message))
     sys.exit(2)

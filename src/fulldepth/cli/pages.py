@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app, listed, refuse_existing
+from fulldepth.cli.door import DEBUG, Debug, app, listed, refuse_existing, refuse_held
+from fulldepth.files import locked
 
 
 @app.command("compare")
@@ -36,9 +37,13 @@ def compare_command(
     from fulldepth.compare import compare
 
     refuse_existing(output, overwrite)
+    refuse_held(output)
     results = compare(folders, names=listed(names), baseline=baseline or 0, depth=depth)
-    results.save(output)
-    console.finish(results, report.write(output))
+    with locked(output):
+        refuse_existing(output, overwrite)
+        results.save(output)
+        page = report.write(output)
+    console.finish(results, page)
 
 
 @app.command("report")
@@ -50,6 +55,9 @@ def report_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of the page. [default: the first folder]")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the page of other results in the output folder.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Rebuild the page of a result folder from its two data files, or put several folders on one page.
@@ -59,7 +67,7 @@ def report_command(
     DEBUG["on"] |= debug
     from fulldepth import report
 
-    typer.echo(f"Page: {report.write_together(folders, output)}")
+    typer.echo(f"Page: {report.write_together(folders, output, overwrite=overwrite)}")
 
 
 @app.command("demo")

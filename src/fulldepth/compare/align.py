@@ -12,6 +12,7 @@ Depth = Literal["layer", "relative"]
 Array = NDArray[np.float64]
 
 KEYS = ["measure", "site", "statistic"]
+PAIR = ("layer", "other")
 FROM_THE_END = frozenset({"jump_rate"})
 """Measures whose layer says how many layers from the last one they cover: zeta_L meets zeta_L at any depth."""
 
@@ -40,7 +41,7 @@ def differences(table: pd.DataFrame, layers: int, baseline: pd.DataFrame, baseli
         if key not in grids:
             continue
         grid, from_the_end = grids[key], key[0] in FROM_THE_END
-        places = [rows[column].fillna(0).to_numpy(np.float64) for column in ("layer", "other")]
+        places = [rows[column].fillna(0).to_numpy(np.float64) for column in PAIR]
         if depth == "relative" and from_the_end:
             places[0] = places[0] - layers + baseline_layers
         elif depth == "relative":
@@ -57,8 +58,11 @@ def _series(table: pd.DataFrame) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
 
 def _grid(rows: pd.DataFrame, layers: int) -> Array:
     """[layer, other] values of one series, NaN where there is none; an axis of size 1 where there is no layer."""
-    places = [rows[column].fillna(0).to_numpy(np.int64) for column in ("layer", "other")]
-    shape = [layers + 1 if rows[column].notna().any() else 1 for column in ("layer", "other")]
+    places = [rows[column].fillna(0).to_numpy(np.int64) for column in PAIR]
+    shape = [
+        max(layers, int(at.max())) + 1 if rows[column].notna().any() else 1
+        for column, at in zip(PAIR, places, strict=True)
+    ]
     grid = np.full(shape, np.nan)
     grid[places[0], places[1]] = rows["value"].to_numpy(np.float64)
     if shape[0] == shape[1]:  # measures of pairs are symmetric, and may have been written once per pair

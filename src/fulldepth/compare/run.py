@@ -16,7 +16,7 @@ from fulldepth.compare.align import Depth, differences
 from fulldepth.compare.settings import CompareSettings
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.recipes import layer
-from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results
+from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite
 
 
 def compare(
@@ -78,7 +78,7 @@ def compare(
         loaded = [_last_step(item) for item in loaded]
     table, found = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
     found["warnings"] += _own_warnings(loaded, labels)
-    return Results(table, document | found)
+    return Results(table, finite(document | found))
 
 
 def _compare_measurements(
@@ -113,7 +113,7 @@ def _readable(item: Results | str | Path) -> Results:
     where = "The result" if isinstance(item, Results) else str(item)
     if found.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
-    layers = found.meta.get("model", {}).get("num_layers")
+    layers = (found.meta.get("model") or {}).get("num_layers")
     if found.meta.get("kind") not in ("measure", "training") or not isinstance(layers, int):
         raise FulldepthError(f"{where} is not a measurement: its kind is {found.meta.get('kind')!r}.")
     return found
@@ -141,9 +141,11 @@ def _last_step(found: Results) -> Results:
     if not found.is_series:
         return found
     step = found.table["step"].max()
-    last = found.meta["steps"][-1] if found.meta.get("steps") else {}
+    last: dict[str, Any] = next((entry for entry in found.meta.get("steps") or [] if entry["step"] == step), {})
     note = f"a series of checkpoints; the last one, step {step}, is compared."
-    meta = {**found.meta, **last, "warnings": [*found.meta.get("warnings", []), note]}
+    known = {key: value for key, value in last.items() if value is not None}
+    known["model"] = found.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}
+    meta = {**found.meta, **known, "warnings": [*(found.meta.get("warnings") or []), note]}
     return Results(found.table[found.table["step"] == step], meta)
 
 
@@ -204,5 +206,5 @@ def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
         if not found.meta.get("complete", True):
             what = "run" if found.meta["kind"] == "training" else "measurement"
             lines.append(f"{label}: the {what} is not complete.")
-        lines += [f"{label}: {warning}" for warning in found.meta.get("warnings", [])]
+        lines += [f"{label}: {warning}" for warning in found.meta.get("warnings") or []]
     return lines

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from fulldepth.recipes import Settings
+
+Label = Annotated[str, Field(max_length=1000)]
 
 
 class CompareSettings(Settings):
     """Settings of `fulldepth compare`."""
 
-    names: list[str] | None = None
+    names: list[Label] | None = None
     """One label for each result; null: the folders' names, made unique."""
     baseline: int | str = 0
     """What the others are compared with: a position (from 0) or a label."""

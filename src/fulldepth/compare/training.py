@@ -163,7 +163,7 @@ def _middle(table: pd.DataFrame, measure: str) -> float | None:
 
 def time_per_step(table: pd.DataFrame) -> float | None:
     """Seconds: median over the intervals between evaluations, so that one disturbed interval does not count."""
-    rows = _rows(table, "elapsed")
+    rows = _rows(table, "elapsed").drop_duplicates("step", keep="last")
     steps, clock = (np.r_[0.0, rows[rows["step"] > 0][name].to_numpy(np.float64)] for name in ("step", "value"))
     return float(np.median(np.diff(clock) / np.diff(steps))) if len(steps) > 1 else None
 

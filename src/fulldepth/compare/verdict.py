@@ -47,8 +47,8 @@ def _redundancy(
     change = change[np.isfinite(change.to_numpy(np.float64))]
     if change.empty:
         return
-    mean, layer = float(change.mean()), int(change.abs().idxmax())
-    peak = float(change[layer])
+    greatest = int(change.abs().argmax())
+    mean, layer, peak = float(change.mean()), int(change.index[greatest]), float(change.iloc[greatest])
     names = f"{model['label']} than in {baseline['label']}"
     higher = _word(-mean, "higher", "lower", "neither higher nor lower")
     sentence = (
@@ -77,16 +77,16 @@ def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[
             f"{title}: {_amount(ours, model)} in {model['label']} against {_amount(theirs, baseline)} in "
             f"{baseline['label']} ({_difference(difference, ours['value'])})."
         )
-        yield name, finite({"value": difference, "unit": ours["unit"], "sentence": sentence})
+        yield name, finite({"value": difference, "unit": ours.get("unit", "1"), "sentence": sentence})
 
 
 def _amount(entry: dict[str, Any], model: dict[str, Any]) -> str:
-    number = f"{entry['value']:.3g}"
+    number, unit = f"{entry['value']:.3g}", entry.get("unit", "1")
     if entry.get("standard_error") is not None:
         number += f" ± {entry['standard_error']:.2g}"
-    if entry["unit"] == "layers":
+    if unit == "layers":
         return f"{number} of {model['model']['num_layers']} layers"
-    return number if entry["unit"] == "1" else f"{number} {entry['unit']}"
+    return number if unit == "1" else f"{number} {unit}"
 
 
 def _difference(value: float, of: float) -> str:
@@ -108,7 +108,7 @@ def _word(value: float, positive: str, negative: str, zero: str) -> str:
 def warnings(table: pd.DataFrame, models: list[dict[str, Any]]) -> list[str]:
     """One line for each reason to distrust a difference."""
     baseline = next(model for model in models if model["baseline"])
-    measured = {label: set(rows.measure) for label, rows in table.groupby("model")}
+    measured = {model["label"]: set(table.measure[table.model == model["label"]]) for model in models}
     lines = []
     for model in models:
         if model["baseline"]:

@@ -13,7 +13,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from fulldepth.data.records import Record, Source, choose_columns, from_rows
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading, reading_each
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -149,8 +149,7 @@ def tsv_rows(path: Path) -> Rows:
             names = cells
         elif line.strip():
             if len(cells) != len(names):
-                header = one_line(", ".join(names))
-                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {header}.")
+                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
             yield where, dict(zip(names, cells, strict=True))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import read_bytes
 
 IMAGE_COLUMNS = ("image", "img")
@@ -122,8 +122,9 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
     for first, second in PROMPT_COLUMNS:
         if first in have and second in have:
             return Columns("pairs", first, second, None)
-    found = ", ".join(map(repr, have)) or "none"
-    raise FulldepthError(f"{where} has none of the columns that fulldepth reads. Got: {found}. Expected: {EXPECTED}.")
+    raise FulldepthError(
+        f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
+    )
 
 
 def from_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]], class_names: Sequence[str] = ()) -> Source:
@@ -166,8 +167,7 @@ def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where
     """
     for column in columns:
         if column is not None and column not in row:
-            have = one_line(", ".join(map(repr, row)) or "nothing")
-            raise FulldepthError(f"{where} has no {column!r}. It has: {have}.")
+            raise FulldepthError(f"{where} has no {column!r}. It has: {names_of(row)}.")
 
 
 def class_indices(

@@ -7,6 +7,7 @@ from pathlib import Path
 from fulldepth import report
 from fulldepth.compare import compare
 from fulldepth.errors import FulldepthError
+from fulldepth.files import locked
 from fulldepth.measure import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer, read
@@ -17,7 +18,7 @@ RECIPES = {"baseline": "tiny-llama", "jreg": "tiny-jreg"}
 """Name of each model -> its recipe: the same model, data and order, with and without the displacement penalty."""
 CHECKPOINTS = 4
 """Kept of each run, evenly spaced."""
-LEAST = 20
+LEAST, MOST = 20, 1_000_000
 RUN, RESULTS, COMPARISON, TRAINING = "run", "results", "comparison", "training"
 """Sub-folders: of each model its training run and what was measured; of the demo the two comparisons."""
 
@@ -38,11 +39,20 @@ def demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: Watche
         The comparison of the two measured models.
 
     Raises:
-        FulldepthError: if `steps` is too small, or the folder holds another demo.
+        FulldepthError: if `steps` is too small or too large, or the folder holds another demo or is held by another
+            process.
     """
-    if steps < LEAST:
-        raise FulldepthError(f"The demo keeps {CHECKPOINTS} checkpoints and needs at least {LEAST} steps, got {steps}.")
+    if not LEAST <= steps <= MOST:
+        raise FulldepthError(
+            f"The demo keeps {CHECKPOINTS} checkpoints and needs at least {LEAST} steps, at most {MOST:,}, got {steps}."
+        )
     folder, watcher = Path(output), watcher or Watcher()
+    with locked(folder):
+        return _demo(folder, steps, seed, watcher)
+
+
+def _demo(folder: Path, steps: int, seed: int, watcher: Watcher) -> Results:
+    """`demo` in a folder that no other process writes into."""
     for name, recipe in RECIPES.items():
         watcher.say(f"{name} ({recipe})")
         every = -(-steps // CHECKPOINTS)

@@ -203,7 +203,7 @@ def _points(course: Course, removed: int, base: float, color: str, single: bool)
 
 def _break(part: Part, color: str, single: bool, name: str) -> tuple[list[dict[str, Any]], list[go.Scatter]]:
     """The break point as a line with its interval, and its entry in the legend."""
-    rows = select(part.table, "break_point").set_index("statistic")["value"]
+    rows = select(part.table, "break_point").drop_duplicates("statistic", keep="last").set_index("statistic")["value"]
     found = {key: number(rows[key]) for key in ("value", "low", "high") if key in rows.index}
     at, low, high = (found.get(key) for key in ("value", "low", "high"))
     if at is None:

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from fulldepth.data import Sequences, open_source
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
 from fulldepth.measure.fingerprint import contents, digest, fingerprints
 from fulldepth.measure.processes import processes
 from fulldepth.measure.run import measure_with
-from fulldepth.measure.series import Point, extends, measure_series, series_points
+from fulldepth.measure.series import STEPS, Point, extends, measure_series, series_points
 from fulldepth.measure.settings import MeasureSettings
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results
+from fulldepth.results import DOCUMENT, Results, TableMismatchError, holder
 
 
 def measure_into(
@@ -31,8 +31,9 @@ def measure_into(
 
     A run that is already there is read, not repeated: the same model, data and settings, whose contents are compared,
     not their names or times. A series that was interrupted goes on after its last finished checkpoint, and one whose
-    training went on is extended by the new checkpoints. With several processes, each takes its share of the data and
-    the first one writes.
+    training went on is extended by the new checkpoints. Results of this run that were interrupted while they were
+    written are measured again. The folder is locked meanwhile. With several processes, each takes its share of the data
+    and the first one writes.
 
     Args:
         model: checkpoint folder, Hub name, or a folder of `checkpoint-N`. A final model at the root of such a folder is
@@ -45,23 +46,21 @@ def measure_into(
         watcher: told what happens.
 
     Raises:
-        FulldepthError: if the folder holds results of another run, cannot be written, or the measurement fails.
+        FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
+            process, cannot be written, or the measurement fails.
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
-    with processes(settings.device) as me:
+    with processes(settings.device) as me, me.holding(folder):
         read = data if isinstance(data, Sequences) else open_source(data, split=settings.split)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
         prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
         print_of_run = digest(prints)
         for remark in remarks:
             watcher.say(remark)
-        done = None if overwrite else _existing(folder, print_of_run, points)
-        me.wait()
-        if done is not None:
+        if me.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
             watcher.say(f"{folder} already holds this measurement; nothing to do.")
-            return done
-        if me.is_main:
-            _claim(folder)
+            return Results.load(folder)
+        me.first(lambda: _claim(folder, *([folder / STEPS] if points else [])))
         if points:
             results = measure_series(points, read, folder, settings, me, watcher, overwrite=overwrite)
             results.meta["warnings"] = [*results.meta["warnings"], *remarks]
@@ -74,20 +73,30 @@ def measure_into(
         return results
 
 
-def _existing(folder: Path, print_of_run: str, points: list[Point]) -> Results | None:
-    """Finished results of this very run; None if the folder is free, or holds a part of this series.
+def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: bool, watcher: Watcher) -> bool:
+    """Whether the folder holds finished results of this very run; False if it is free, or holds a part of this
+    series.
 
     Raises:
-        FulldepthError: if it holds results of another run.
+        FulldepthError: if it holds results of another run, or belongs to another command.
     """
-    if not (folder / DOCUMENT).exists():
-        return None
-    found = Results.load(folder)
-    if found.meta.get("fingerprint") == print_of_run:
-        return found
-    if extends(points, found.meta):
-        return None
-    model, data = (found.meta.get(key, {}).get("name", "?") for key in ("model", "data"))
+    if words := holder(folder):
+        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
+    if overwrite or not (folder / DOCUMENT).exists():
+        return False
+    try:
+        meta, whole = Results.load(folder).meta, True
+    except TableMismatchError as error:
+        meta, whole = error.meta, False
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
+    if meta.get("fingerprint") == print_of_run:
+        if not whole:
+            watcher.say(f"{folder} was interrupted while this measurement was written; it is measured again.")
+        return whole
+    if extends(points, meta):
+        return False
+    model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))
     raise FulldepthError(
         f"{folder} holds the results of another run (model {model}, data {data}), or the contents of its model or data "
         "or the settings were others. "
@@ -95,12 +104,13 @@ def _existing(folder: Path, print_of_run: str, points: list[Point]) -> Results |
     )
 
 
-def _claim(folder: Path) -> None:
-    """Make the folder and see that it can be written, before hours of work."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+def _claim(*folders: Path) -> None:
+    """Make the folders and see that they can be written, before hours of work."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+
+from fulldepth.errors import FulldepthError
+from fulldepth.files import locked
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,37 @@ class Processes:
         """Until all processes are here."""
         if self.world > 1:
             distributed.barrier()
+
+    def first(self, action: Callable[[], T]) -> T:
+        """What `action` gives on the first process, on every process.
+
+        Raises:
+            FulldepthError: on every process, if it raises one on the first.
+        """
+        found: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                found[0] = action()
+            except FulldepthError as error:
+                if self.world == 1:
+                    raise
+                found[1] = str(error)
+        if self.world > 1:
+            distributed.broadcast_object_list(found)
+        if found[1] is not None:
+            raise FulldepthError(found[1])
+        return found[0]
+
+    @contextmanager
+    def holding(self, folder: Path) -> Iterator[None]:
+        """The folder, locked by the first process for as long as all of them work.
+
+        Raises:
+            FulldepthError: on every process, if another command holds it or it cannot be written.
+        """
+        with ExitStack() as stack:
+            self.first(lambda: stack.enter_context(locked(folder)))
+            yield
 
 
 @contextmanager

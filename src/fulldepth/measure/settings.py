@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from fulldepth.recipes import Settings
+
+MOST = 10**9
+"""Largest count that can be asked for."""
+MOST_TOKENS = 10**7
+"""Longest sequence."""
+MOST_SEED = 2**32 - 1
+"""Largest seed that scikit-learn takes."""
+Count = Annotated[PositiveInt, Field(le=MOST)]
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
 
@@ -16,11 +24,11 @@ class MeasureSettings(Settings):
 
     measures: list[str] | None = None
     """Names of measures; None = every measure that the model and the data allow."""
-    max_sequences: PositiveInt = 256
+    max_sequences: Count = 256
     """Sequences to read."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None = None
     """Tokens in a sequence; None = 256, or the model's positions if these are fewer."""
-    batch_size: PositiveInt = 8
+    batch_size: Count = 8
     """Sequences in one forward pass; changes speed and memory, no number."""
     tokens: TokenPolicy = "auto"
     """Which tokens count: all, no-first, last, cls (the first), eos. `auto`: all for language models, cls for encoders
@@ -28,15 +36,15 @@ class MeasureSettings(Settings):
     text tower."""
     words: list[str] = Field(default_factory=list)
     """Look-alike words whose linear separability is measured, for example is, are, was, were."""
-    lens_tokens: PositiveInt | None = None
+    lens_tokens: Count | None = None
     """Read only this many positions (a seeded sample) with the lens; None = every position that has a target."""
-    reservoir_tokens: PositiveInt = 2048
+    reservoir_tokens: Count = 2048
     """Tokens kept for what is no sum (centred cosine, CKA, NC1, MMD); exact while the data fit."""
-    entropy_sequences: PositiveInt = 64
+    entropy_sequences: Count = 64
     """Sequences that enter the matrix entropies."""
-    grid_samples: int = Field(default=3, ge=0)
+    grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of every sample that is drawn."""
     split: str | None = None
     """Split of a Hub data set or an image folder."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic
+from fulldepth.files import atomic, locked
 from fulldepth.report.page import assemble
 from fulldepth.report.payload import payload
 from fulldepth.report.together import rows_of, together
-from fulldepth.results import PAGE, Results
+from fulldepth.results import DOCUMENT, PAGE, Results
 
 
 def render(results: Results, where: str = "") -> str:
@@ -39,28 +39,36 @@ def write(directory: str | Path) -> Path:
     return _save(render(Results.load(folder)), folder)
 
 
-def write_together(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
+def write_together(folders: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Path:
     """Read one result folder, or several of `fulldepth skip`, and write one `report.html`, whole or not at all.
 
     Args:
         folders: of the kinds `skip`, `curve`, `bench` and `quantise`, about the same model; or a single one of any
             kind.
         output: folder of the page, made if absent; None = the first of `folders`.
+        overwrite: replace the page of a folder that holds other results.
 
     Returns:
         Path of the page.
 
     Raises:
-        FulldepthError: if a folder holds no readable results, if they do not belong on one page, or if it cannot be
-            written.
+        FulldepthError: if a folder holds no readable results, if they do not belong on one page, if `output` holds
+            results that are not on the page, is held by another process, or cannot be written.
     """
     places = [Path(folder) for folder in folders]
     if not places:
         raise FulldepthError("A page needs at least one result folder.")
     target = places[0] if output is None else Path(output)
-    beside = len(places) == 1 and target.resolve() == places[0].resolve()
+    own = any(target.resolve() == place.resolve() for place in places)
+    if not (own or overwrite) and (target / DOCUMENT).exists():
+        raise FulldepthError(
+            f"{target} holds results of its own, and {PAGE} there is their page. Choose another --output, or replace "
+            "the page with --overwrite."
+        )
     results = together(places) if len(places) > 1 else Results.load(places[0])
-    return _save(render(results, "" if beside else rows_of(places)), target)
+    html = render(results, "" if own and len(places) == 1 else rows_of(places))
+    with locked(target):
+        return _save(html, target)
 
 
 def _save(html: str, folder: Path) -> Path:

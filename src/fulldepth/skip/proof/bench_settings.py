@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fulldepth.recipes import Settings
+
+MOST_ROUNDS = 100_000
+Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
+Length = Annotated[PositiveInt, Field(le=10_000_000)]
+Count = Annotated[PositiveInt, Field(le=10**9)]
 
 
 class BenchSettings(Settings):
     """Everything that decides what is timed."""
 
-    batches: list[PositiveInt] = Field(default=[1, 4], min_length=1)
+    batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Sequences run at once."""
-    contexts: list[PositiveInt] = Field(default=[128, 512], min_length=1)
+    contexts: list[Length] = Field(default=[128, 512], min_length=1, max_length=1000)
     """Tokens of the prompt; every one is timed with every batch size."""
-    new_tokens: PositiveInt = 16
+    new_tokens: Length = 16
     """Tokens decoded after the prompt, one at a time, while the cache grows."""
-    repeats: PositiveInt = 5
+    repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 5
     """Rounds; every model is timed once in each."""
-    warmup: NonNegativeInt = 1
+    warmup: Rounds = 1
     """Runs of every model before the first round, not counted."""
     tasks: list[str] | None = None
     """Tasks of lm-eval, by name or as YAML files, that every model is scored on; needs the extra `evaluate`."""
-    task_limit: PositiveInt | None = None
+    task_limit: Count | None = None
     """The first so many examples of each task only."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
     """Of the tokens, of the order of models and of few-shot examples."""
     device: str | None = None
     """Device; None = the first accelerator, else the CPU."""

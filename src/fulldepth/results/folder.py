@@ -1,7 +1,8 @@
-"""The result folder: one tidy table, one JSON document, one page. Reads and writes it; needs no torch."""
+"""`Results`: what a verb found, with its figures; writes and reads the result folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +13,40 @@ import pandas as pd
 
 from fulldepth import figures
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic
+from fulldepth.files import atomic, reading, remove_leftovers
+from fulldepth.results import consistency, document, table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-SCHEMA_VERSION = 1
-COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
-"""Columns of every table. A series adds `step`; a comparison adds `model` and `difference`."""
 DOCUMENT, TABLE, PAGE = "results.json", "results.parquet", "report.html"
+STORED = "table"
+"""Entry of the stored document: `sha256` and `bytes` of the table that belongs to it. Not part of `Results.meta`."""
+
+
+HELD = {
+    "settings.yaml": "a training run",
+    "plan.json": "a plan of fulldepth skip",
+    "progress.json": "an unfinished search of fulldepth skip",
+}
+"""File -> what a folder with it holds. Results of another command there would be taken for its own."""
+
+
+class TableMismatchError(FulldepthError):
+    """The table of a folder is not the one that its document was written with.
+
+    Args:
+        folder: the result folder.
+        meta: the document.
+    """
+
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        super().__init__(
+            f"The results in {folder} do not belong together: {TABLE} is not the table that {DOCUMENT} was written "
+            "with. The folder was interrupted while it was written, is being written now, or a file was changed. Make "
+            "the results again."
+        )
+        self.meta = meta
 
 
 @dataclass
@@ -33,7 +59,7 @@ class Results:
     @property
     def headline(self) -> dict[str, dict[str, Any]]:
         """Name -> {value, unit, sentence}: the few numbers to look at first, each with one plain sentence."""
-        return dict(self.meta.get("headline", {}))
+        return dict(self.meta.get("headline") or {})
 
     @property
     def is_series(self) -> bool:
@@ -68,17 +94,22 @@ class Results:
     def save(self, directory: str | Path) -> Path:
         """Write `results.json` and `results.parquet` into `directory` (made if absent), each whole or not at all.
 
+        The document names the sha256 of the table, so that a folder that was interrupted between the two is refused.
+
         Raises:
             FulldepthError: if the folder cannot be written.
         """
         folder = Path(directory)
-        document = json.dumps({"schema_version": SCHEMA_VERSION, **self.meta}, indent=1, allow_nan=False, default=str)
+        meta = {"schema_version": document.SCHEMA_VERSION, **self.meta}
         try:
+            rows = self.table.to_parquet(index=False)
+            stamp = {"sha256": hashlib.sha256(rows).hexdigest(), "bytes": len(rows)}
+            text = json.dumps(meta | {STORED: stamp}, indent=1, allow_nan=False, default=str)
             folder.mkdir(parents=True, exist_ok=True)
-            with atomic(folder / TABLE) as part:
-                self.table.to_parquet(part, index=False)
-            with atomic(folder / DOCUMENT) as part:
-                part.write_text(document, encoding="utf-8")
+            remove_leftovers(folder)
+            with atomic(folder / DOCUMENT) as document_part, atomic(folder / TABLE) as table_part:
+                document_part.write_text(text, encoding="utf-8")
+                table_part.write_bytes(rows)
         except OSError as error:
             raise FulldepthError(f"Cannot write results into {folder}: {error.strerror or error}.") from error
         return folder
@@ -88,37 +119,32 @@ class Results:
         """Read a result folder.
 
         Raises:
-            FulldepthError: if a file is missing or broken, or was written by a newer version.
+            TableMismatchError: if the table is not the one that the document was written with.
+            FulldepthError: if a file is missing, broken or too large, was written by a newer version, or holds values
+                of the wrong type or out of range.
         """
         folder = Path(directory)
         for name in (DOCUMENT, TABLE):
             if not (folder / name).is_file():
                 raise FulldepthError(f"{folder} is not a result folder: it has no {name}.")
-        try:
-            meta = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
-            table = pd.read_parquet(folder / TABLE)
-        except (ValueError, OSError) as error:
-            raise FulldepthError(f"The results in {folder} cannot be read: {error}") from error
-        version = meta.get("schema_version") if isinstance(meta, dict) else None
-        if version != SCHEMA_VERSION:
-            raise FulldepthError(
-                f"{folder / DOCUMENT} has schema version {version!r}, this fulldepth reads {SCHEMA_VERSION}."
-            )
-        missing = [column for column in COLUMNS if column not in table.columns]
-        if missing:
-            raise FulldepthError(f"{folder / TABLE} lacks the columns {', '.join(missing)}.")
-        return cls(table, meta)
+        meta = document.read(folder / DOCUMENT)
+        stored = meta.pop(STORED, None)
+        if stored is not None and stored != _stamp(folder / TABLE):
+            raise TableMismatchError(folder, meta)
+        rows = table.read(folder / TABLE)
+        consistency.check(folder, meta, rows)
+        return cls(rows, meta)
 
 
-def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:
-    """Rows (tuples in the order of `COLUMNS`) as a table with nullable integer columns, plus constant columns."""
-    table = pd.DataFrame(rows, columns=COLUMNS)
-    for column in ("layer", "other", "count"):
-        table[column] = table[column].astype("Int64")
-    table["value"] = table["value"].astype("float64")
-    for name, value in extra.items():
-        table[name] = value
-    return table
+def _stamp(path: Path) -> dict[str, Any]:
+    """What a document says of the table that was written with it."""
+    with reading(path), path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+
+
+def holder(folder: str | Path) -> str | None:
+    """What a folder belongs to, in words, where results of its own stand beside it; None = nothing of that kind."""
+    return next((words for name, words in HELD.items() if (Path(folder) / name).exists()), None)
 
 
 def finite(value: Any) -> Any:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
-from fulldepth.results import COLUMNS, DOCUMENT, TABLE, Results, atomic, finite, tabulate
+from fulldepth.files import atomic
+from fulldepth.results import COLUMNS, DOCUMENT, TABLE, Results, finite, tabulate
 
 ROWS = [
     ("displacement", "residual", 1, None, "mean", 0.25, 10, "1"),
@@ -27,6 +28,13 @@ ROWS = [
 def results() -> Results:
     headline = {"zeta_L": {"value": 1.5, "unit": "%", "sentence": "Little jumps."}}
     return Results(tabulate(ROWS), {"kind": "measure", "headline": headline, "note": "ünï</script>"})
+
+
+def without_hash(folder: Path) -> None:
+    """Make the document one of an earlier version, which did not name its table."""
+    document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+    del document["table"]
+    (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
 
 
 def test_what_is_saved_is_loaded(results: Results, tmp_path: Path) -> None:
@@ -96,12 +104,12 @@ def test_a_file_where_the_folder_should_be(results: Results, tmp_path: Path) -> 
     [
         (DOCUMENT, None, "not a result folder: it has no results.json"),
         (TABLE, None, "not a result folder: it has no results.parquet"),
-        (DOCUMENT, b'{"schema_version": 1', "cannot be read"),
-        (DOCUMENT, b"\xff\xfe\x00\x01", "cannot be read"),
+        (DOCUMENT, b'{"schema_version": 1', "Cannot read"),
+        (DOCUMENT, b"\xff\xfe\x00\x01", "Cannot read"),
         (DOCUMENT, b"[]", "schema version None"),
         (DOCUMENT, b'{"schema_version": 2}', "schema version 2, this fulldepth reads 1"),
-        (TABLE, b"PAR1", "cannot be read"),
-        (TABLE, b"", "cannot be read"),
+        (TABLE, b"PAR1", "do not belong together"),
+        (TABLE, b"", "do not belong together"),
     ],
 )
 def test_broken_folders_are_refused(
@@ -119,13 +127,15 @@ def test_a_truncated_table_is_refused(results: Results, tmp_path: Path) -> None:
     folder = results.save(tmp_path)
     whole = (folder / TABLE).read_bytes()
     (folder / TABLE).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(FulldepthError, match="cannot be read"):
+    without_hash(folder)
+    with pytest.raises(FulldepthError, match=r"Cannot read .*results\.parquet"):
         Results.load(folder)
 
 
 def test_a_table_without_a_column_is_refused(results: Results, tmp_path: Path) -> None:
     folder = results.save(tmp_path)
     results.table.drop(columns=["unit", "count"]).to_parquet(folder / TABLE)
+    without_hash(folder)
     with pytest.raises(FulldepthError, match="lacks the columns count, unit"):
         Results.load(folder)
 

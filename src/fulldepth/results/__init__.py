@@ -1,0 +1,18 @@
+"""The result folder: one tidy table, one JSON document, one page. Reads and writes it; needs no torch."""
+
+from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.table import COLUMNS, tabulate
+
+__all__ = [
+    "COLUMNS",
+    "DOCUMENT",
+    "PAGE",
+    "SCHEMA_VERSION",
+    "TABLE",
+    "Results",
+    "TableMismatchError",
+    "finite",
+    "holder",
+    "tabulate",
+]

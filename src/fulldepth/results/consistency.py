@@ -1,0 +1,46 @@
+"""Whether the document and the table of a result folder fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.figures.skipped import TOGETHER
+
+NEEDED = {"training": ("step",), "comparison": ("model", "difference")}
+"""Kind of results -> columns beside those of every table."""
+
+
+def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
+    """Refuse a folder whose document and table contradict each other.
+
+    Raises:
+        FulldepthError: if the kind is unknown to folders, a column or an entry that the kind needs is missing, or the
+            table has layers that the model has not.
+    """
+    kind = str(meta.get("kind"))
+    if kind == TOGETHER:
+        raise FulldepthError(f"Cannot read {folder}: {TOGETHER!r} is the kind of a page, not of a result folder.")
+    if missing := [name for name in NEEDED.get(kind, ()) if name not in table.columns]:
+        raise FulldepthError(f"Cannot read {folder}: results of kind {kind} lack the columns {', '.join(missing)}.")
+    if kind == "comparison":
+        _check_comparison(folder, meta, table)
+    elif meta.get("models") and kind not in ("bench", "quantise"):
+        raise FulldepthError(f"Cannot read {folder}: results of kind {one_line(kind, 60)} have the entry `models`.")
+    elif kind in ("measure", "training"):
+        layers = (meta.get("model") or {}).get("num_layers")
+        deepest = table[["layer", "other"]].max().max()
+        if layers is not None and not pd.isna(deepest) and deepest > layers:
+            raise FulldepthError(f"Cannot read {folder}: the table has layer {deepest} of a model of {layers} layers.")
+
+
+def _check_comparison(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
+    """Refuse a comparison without its models, and one of training runs without their common step."""
+    if not meta.get("models"):
+        raise FulldepthError(f"Cannot read {folder}: a comparison lacks the entry `models`.")
+    if meta.get("of") == "training" and (meta.get("step") is None or "step" not in table.columns):
+        raise FulldepthError(f"Cannot read {folder}: a comparison of training runs lacks their common step.")

@@ -1,0 +1,241 @@
+"""What `results.json` may hold: the entries that pages, figures and comparisons read, with their types and ranges.
+
+Every entry may be missing or null, and any other entry may stand beside it: documents of earlier and later versions
+are read as long as what they share has the same type.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+from fulldepth.errors import FulldepthError
+from fulldepth.files import read_json, validated
+
+SCHEMA_VERSION = 1
+MOST_BYTES = 256 << 20
+"""Largest document. A series holds a lens grid for every checkpoint, about 1 MB for the deepest models."""
+MOST_LAYERS = 1024
+"""Deepest model."""
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Mapping = dict[str, Any]
+
+
+class Part(pydantic.BaseModel):
+    """A JSON object whose known entries are checked; others are allowed."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+
+class Model(Part):
+    """A model that was measured, trained or modified."""
+
+    name: str | None = None
+    class_name: str | None = Field(default=None, alias="class")
+    task: str | None = None
+    dtype: str | None = None
+    hash: str | None = None
+    revision: str | None = None
+    num_layers: Layer | None = None
+    parameters: Whole | None = None
+
+
+class Split(Part):
+    """One part of the data of a search."""
+
+    name: str | None = None
+
+
+class Data(Part):
+    """The data that numbers were read on."""
+
+    name: str | None = None
+    kind: str | None = None
+    hash: str | None = None
+    sequences: Whole | None = None
+    tokens: Whole | None = None
+    documents: Whole | None = None
+    train_sequences: Whole | None = None
+    validation_sequences: Whole | None = None
+    heldout: Split | None = None
+
+
+class Policy(Part):
+    """Which tokens count."""
+
+    name: str | None = None
+    sentence: str | None = None
+
+
+class Headline(Part):
+    """One of the few numbers to look at first."""
+
+    value: Number | None
+    unit: str = "1"
+    sentence: str | None = None
+
+
+class Sample(Part):
+    """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability)."""
+
+    title: str | None = None
+    tokens: list[str | None]
+    targets: list[str | None]
+    saturation: list[Whole | None]
+    grid: list[list[tuple[str | None, Number | None]]]
+
+    @pydantic.model_validator(mode="after")
+    def _rectangular(self) -> Sample:
+        lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
+        if len(lengths) > 1:
+            raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
+        return self
+
+
+class LensGrid(Part):
+    """What every layer predicts at every position of a few sequences."""
+
+    samples: list[Sample] | None = None
+
+
+class LeftOut(Part):
+    """A measure that was left out."""
+
+    measure: str | None = None
+    reason: str | None = None
+
+
+class Router(Part):
+    """A dynamic router and the tokens nearest to it."""
+
+    layer: Whole
+    source: Whole
+    head: Whole
+    tokens: list[tuple[str | None, Number | None]]
+
+
+class Routers(Part):
+    """Some of the dynamic routers of a model."""
+
+    of: Whole | None = None
+    routers: list[Router] | None = None
+
+
+class Timings(Part):
+    """Seconds."""
+
+    load: Number | None = None
+    forward: Number | None = None
+    total: Number | None = None
+
+
+class RunSettings(Part):
+    """Settings of the run."""
+
+    objective: Mapping | None = None
+
+
+class Fits(Part):
+    """How the scalars of a plan were fitted."""
+
+    healed: Mapping | None = None
+
+
+class Cost(Part):
+    """What a search took."""
+
+    fit: Fits | None = None
+
+
+class Plan(Part):
+    """Blocks in the order of their removal."""
+
+    model: Model | None = None
+    data: Data | None = None
+    granularity: str | None = None
+    criterion: str | None = None
+    search: str | None = None
+    blocks: list[Layer] | None = None
+    losses: list[Number | None] | None = None
+    healed_loss: Number | None = None
+    control_loss: dict[str, Number | None] | None = None
+    cost: Cost | None = None
+
+
+class Checkpoint(Part):
+    """One step of a series."""
+
+    step: Whole
+    model: Model | None = None
+    headline: dict[str, Headline] | None = None
+    lens_grid: LensGrid | None = None
+    left_out: list[LeftOut] | None = None
+
+
+class Compared(Plan):
+    """One of several models: of a comparison, a benchmark or a quantisation."""
+
+    label: str | None = None
+    baseline: bool | None = None
+    token_policy: Policy | None = None
+    headline: dict[str, Headline] | None = None
+    lens_grid: LensGrid | None = None
+    left_out: list[LeftOut] | None = None
+    warnings: list[str] | None = None
+    settings: RunSettings | None = None
+    recipe: str | None = None
+    not_computed: list[Whole] | None = None
+
+
+class Document(Part):
+    """`results.json` of any kind."""
+
+    kind: str | None = None
+    created: str | None = None
+    complete: bool | None = None
+    seed: Whole | None = None
+    recipe: str | None = None
+    fingerprint: str | None = None
+    settings: RunSettings | None = None
+    model: Model | None = None
+    data: Data | None = None
+    token_policy: Policy | None = None
+    versions: Mapping | None = None
+    timings: Timings | None = None
+    memory: Mapping | None = None
+    sampling: Mapping | None = None
+    machine: Mapping | None = None
+    left_out: list[LeftOut] | None = None
+    warnings: list[str] | None = None
+    headline: dict[str, Headline] | None = None
+    lens_grid: LensGrid | None = None
+    router_tokens: Routers | None = None
+    steps: list[Checkpoint] | None = None
+    of: str | None = None
+    step: Whole | None = None
+    depth: str | None = None
+    models: list[Compared] | None = None
+    plan: Plan | None = None
+    plans: dict[str, Plan | None] | None = None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The document in a file, as plain values.
+
+    Raises:
+        FulldepthError: if it cannot be read, was written by another version, or an entry is of the wrong type or out
+            of range.
+    """
+    value = read_json(path, most=MOST_BYTES)
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    if type(version) is not int or version != SCHEMA_VERSION:
+        shown = version if isinstance(version, int) else type(version).__name__
+        raise FulldepthError(f"{path} has schema version {shown}, this fulldepth reads {SCHEMA_VERSION}.")
+    validated(path, value, Document)
+    return dict(value)

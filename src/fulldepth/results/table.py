@@ -1,0 +1,147 @@
+"""The table of a result folder: its columns with their types, and how it is read from a file that may be damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading
+from fulldepth.results.document import MOST_LAYERS
+
+COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
+"""Columns of every table. A series adds `step`; a comparison adds `model` and `difference`."""
+TEXT = {"measure", "site", "statistic", "unit", "model", "state", "folder"}
+REAL = {"value", "difference"}
+WHOLE = {
+    **dict.fromkeys(("layer", "other", "removed"), MOST_LAYERS),
+    **dict.fromkeys(("count", "batch", "context"), (1 << 63) - 1),
+    "step": 1 << 53,
+}
+"""Column of whole numbers from 0 -> the largest."""
+STATED = ("measure", "statistic", "unit", "step")
+"""Columns without missing values."""
+
+MOST_BYTES = 2 << 30
+"""Largest table: its file, its columns without compression, and its text written out."""
+MOST_ROWS = 20_000_000
+MOST_COLUMNS = 100
+
+
+def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:
+    """Rows (tuples in the order of `COLUMNS`) as a table with nullable integer columns, plus constant columns."""
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    for column in ("layer", "other", "count"):
+        table[column] = table[column].astype("Int64")
+    table["value"] = table["value"].astype("float64")
+    for name, value in extra.items():
+        table[name] = value
+    return table
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The table in a parquet file.
+
+    Raises:
+        FulldepthError: if it cannot be read, is larger than the limits of this module, lacks a column, or a column
+            holds values of the wrong type or out of range.
+    """
+    if path.stat().st_size > MOST_BYTES:
+        raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_BYTES >> 20:,} MiB.")
+    with reading(path):
+        file = pyarrow.parquet.ParquetFile(path)
+        fields = {field.name: field.type for field in file.schema_arrow}
+        names = list(file.schema_arrow.names)
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        size = sum(group.total_byte_size for group in groups)
+    with file:
+        _check_shape(path, names, file.metadata.num_rows, size)
+        for name, kind in fields.items():
+            _check_type(path, name, kind)
+        with reading(path):
+            texts = [name for name, kind in fields.items() if _is_text(kind)]
+            found = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
+            found.validate(full=True)
+    _check_text(path, found, texts)
+    with reading(path):
+        table = pd.DataFrame({name: _series(found[name], name) for name in names})
+    _check_ranges(path, table)
+    return table
+
+
+def _check_shape(path: Path, names: list[str], rows: int, size: int) -> None:
+    """Refuse a table without a column, or with too much of anything."""
+    if missing := [column for column in COLUMNS if column not in names]:
+        raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
+    if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
+        raise FulldepthError(f"Cannot read {path}: it has {len(names):,} columns, or one of them twice.")
+    if not 0 <= rows <= MOST_ROWS:
+        raise FulldepthError(f"Cannot read {path}: it has {rows:,} rows, at most {MOST_ROWS:,} are read.")
+    if not 0 <= size <= MOST_BYTES:
+        raise FulldepthError(
+            f"Cannot read {path}: it declares {size:,} bytes of values, at most {MOST_BYTES:,} are read."
+        )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(inner) or pa.types.is_large_string(inner))
+
+
+def _check_type(path: Path, name: str, kind: pa.DataType) -> None:
+    """Refuse a column whose type is not that of its name; columns that are not known may be numbers or text."""
+    right = {
+        "text": _is_text(kind),
+        "numbers": pa.types.is_floating(kind),
+        "whole numbers": pa.types.is_integer(kind),
+        "true and false": pa.types.is_boolean(kind),
+    }
+    wanted = "text" if name in TEXT else "numbers" if name in REAL else "whole numbers" if name in WHOLE else None
+    empty = pa.types.is_null(kind) and name not in (*STATED, *REAL)
+    if not (empty or (any(right.values()) if wanted is None else right[wanted])):
+        expected = wanted or "numbers or text"
+        raise FulldepthError(
+            f"Cannot read {path}: the column {one_line(name, 60)} is of type {one_line(kind, 60)}, expected {expected}."
+        )
+
+
+def _check_text(path: Path, table: pa.Table, names: list[str]) -> None:
+    """Refuse text that is short in the file, each value once, and too long when it is written out."""
+    total = 0
+    for name in names:
+        for chunk in table[name].chunks:
+            lengths = np.asarray(pyarrow.compute.binary_length(chunk.dictionary).fill_null(0), dtype=np.int64)
+            counts = np.bincount(chunk.indices.drop_null().to_numpy(), minlength=len(lengths))
+            total += int((lengths * counts).sum())
+    if total > MOST_BYTES // 2:
+        raise FulldepthError(f"Cannot read {path}: it holds {total:,} bytes of text.")
+
+
+def _series(column: pa.ChunkedArray, name: str) -> pd.Series:
+    """One column as pandas holds it in a table that was just made."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return column.cast(pa.large_string()).to_pandas()
+    if name == "step" or (pa.types.is_null(kind) and name in TEXT):
+        return column.to_pandas()
+    if name in WHOLE or pa.types.is_integer(kind):
+        return column.cast(pa.int64()).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+    return column.cast(pa.float64()).to_pandas() if name in REAL else column.to_pandas()
+
+
+def _check_ranges(path: Path, table: pd.DataFrame) -> None:
+    """Refuse missing values where there must be none, and whole numbers out of range."""
+    for name in (name for name in STATED if name in table.columns):
+        if table[name].isna().any():
+            raise FulldepthError(f"Cannot read {path}: the column {name} has missing values.")
+    for name, most in WHOLE.items():
+        known = table[name].dropna() if name in table.columns else pd.Series()
+        if len(known) and (known.min() < 0 or known.max() > most):
+            worst = known.min() if known.min() < 0 else known.max()
+            raise FulldepthError(f"Cannot read {path}: the column {name} holds {worst}, expected 0 to {most}.")

@@ -1,0 +1,140 @@
+"""How the program ends: mistakes of ours, signals, closed pipes, several processes, long messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fulldepth import console
+from fulldepth.cli import door
+from fulldepth.errors import FulldepthError, brief
+from fulldepth.files import atomic
+from fulldepth.results import Results, tabulate
+
+
+class Panic(BaseException):
+    """What a library in Rust raises when it panics."""
+
+
+def inside(monkeypatch, action):
+    """Let `fulldepth report` do something else."""
+    monkeypatch.setattr("fulldepth.report.write_together", lambda *_, **__: action())
+
+
+def throw(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("size mismatch"), "RuntimeError: size mismatch"),
+        (KeyError("x" * 9000), "KeyError: 'xxx"),
+        (AssertionError(), "AssertionError."),
+        (TypeError("two\nlines\x1b[31m"), "TypeError: two lines [31m"),
+        (Panic("index out of bounds"), "Panic: index out of bounds"),
+    ],
+)
+def test_the_unforeseen_is_called_a_bug_of_ours(main, monkeypatch, error, words):
+    inside(monkeypatch, lambda: throw(error))
+    code, out, err = main("report", "somewhere")
+    assert (code, out) == (2, "")
+    assert err.startswith("Error: This is a bug in fulldepth: ")
+    assert words in err
+    assert "--debug" in err
+    assert len(err.strip().splitlines()) == 1
+    assert len(err) < 1000
+    with pytest.raises(type(error)):
+        main("report", "somewhere", "--debug")
+
+
+def test_a_message_stays_short_and_keeps_its_lines(main, monkeypatch):
+    inside(monkeypatch, lambda: throw(FulldepthError("\n".join(f"setting_{n}: got {n}" for n in range(500)))))
+    _, _, err = main("report", "somewhere")
+    lines = err.strip().splitlines()
+    assert len(err) < 1000
+    assert lines[0] == "Error: setting_0: got 0"
+    shown = len(lines) - 1
+    assert shown > 20
+    assert lines[-1] == f"... and {500 - shown} lines more."
+    assert brief("a\nb") == "a\nb"
+    assert len(brief("x" * 10**7)) == 950
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_program_and_leaves_nothing_half_written(main, monkeypatch, tmp_path, number):
+    before = signal.getsignal(number)
+
+    def write():
+        with atomic(tmp_path / "page") as part:
+            part.write_text("half")
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+    inside(monkeypatch, write)
+    code, _, err = main("report", "somewhere")
+    assert code == 128 + number
+    assert "goes on where it stopped" in err
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) == before
+
+
+def test_an_ignored_signal_stays_ignored(main, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        inside(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert main("report", "somewhere")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_process_tells_of_a_mistake_and_the_others_only_if_they_are_left(main, monkeypatch):
+    inside(monkeypatch, lambda: throw(FulldepthError("no such file")))
+    slept = []
+    monkeypatch.setattr(door.time, "sleep", slept.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main("report", "somewhere")[2] == "Error: no such file\n"
+    assert slept == []
+    monkeypatch.setenv("RANK", "1")
+    assert main("report", "somewhere")[2] == "Error: process 1: no such file\n"
+    assert slept == [door.PATIENCE], "torchrun ends this process meanwhile, if the first one has left"
+
+
+def test_a_process_that_lost_another_one_blames_no_bug(main, monkeypatch):
+    lost = RuntimeError("[/pytorch/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    inside(monkeypatch, lambda: throw(lost))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "Another process ended" in main("report", "somewhere")[2]
+
+
+def test_a_closed_pipe_ends_quietly():
+    program = subprocess.Popen(
+        [sys.executable, "-m", "fulldepth", "train", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    assert program.stderr is not None
+    program.stdout.close()
+    assert program.stderr.read() == b""
+    program.stderr.close()
+    assert program.wait(60) in (0, 1)
+
+
+@pytest.mark.parametrize("text", ["9" * 30, "1,x", "", "1," + "9" * 5000])
+def test_lists_of_whole_numbers(text):
+    with pytest.raises(FulldepthError, match="expected whole numbers"):
+        door.whole_numbers("--batches", text)
+    assert door.whole_numbers("--batches", "3, 7") == [3, 7]
+
+
+def test_markup_in_a_result_is_printed_as_it_is(capsys):
+    found = Results(tabulate([]), {"headline": {"[/a]": {"value": 1.0, "unit": "[red]", "sentence": "[/] [bold]"}}})
+    console.finish(found, Path("page"))
+    assert capsys.readouterr().out.split() == ["[/a]", "1", "[red]", "[/]", "[bold]", "Page:", "page"]

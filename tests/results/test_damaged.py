@@ -1,0 +1,136 @@
+"""Damaged result folders of every kind: a page, a comparison, or one clear error; never a traceback or half a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fulldepth import report
+from fulldepth.compare import compare
+from fulldepth.errors import FulldepthError
+from fulldepth.report.page import embed
+from fulldepth.report.payload import payload
+from fulldepth.report.together import together
+from fulldepth.results import Results
+
+HERE = Path(__file__).parent
+SLICES, CASES = 2, 20
+"""Seeds in this test; `python tests/results/test_damaged.py FIRST COUNT` runs others."""
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+damage = module(HERE / "damage.py")
+synthetic = module(HERE.parent / "figures" / "synthetic.py")
+folders = module(HERE.parent / "figures" / "skip_folders.py")
+
+
+def comparison(runs: list[Results]) -> Results:
+    return compare(runs, names=[chr(ord("a") + index) for index in range(len(runs))])
+
+
+KINDS: dict[str, Callable[[], Results]] = {
+    "measurement": lambda: synthetic.language_model(2),
+    "series": lambda: synthetic.series(2, (100, 500)),
+    "classifier": lambda: synthetic.classifier(2),
+    "comparison": lambda: comparison([synthetic.language_model(2), synthetic.language_model(3, 0.1, "b")]),
+    "training": lambda: synthetic.training(layers=3, steps=(0, 50, 100)),
+    "trainings": lambda: comparison([synthetic.training(layers=3), synthetic.training("b", layers=3, jump=0.2)]),
+    "minimal": synthetic.minimal,
+    "search": lambda: folders.search(6, (2, 3)),
+    "curve": lambda: folders.curve((2, 3, 5), at=2),
+    "bench": lambda: folders.bench(folders.plan((2, 3), 6), cells=((1, 128), (4, 128))),
+    "quantised": folders.quantised,
+}
+"""Kind -> small results of it."""
+
+
+class Ground:
+    """Whole results of every kind, and folders to damage them in."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.made = {kind: make() for kind, make in KINDS.items()}
+        self.whole = {kind: self.made[kind].save(root / kind) for kind in ("measurement", "training", "search")}
+
+    def case(self, seed: int) -> str:
+        """One damaged folder, given to one command; the error that it ended with, or nothing."""
+        draw = random.Random(seed)
+        kind, verb = draw.choice(list(KINDS)), draw.choice(("report", "report", "compare", "together"))
+        folder = self.root / f"case-{seed}"
+        damage.damage(self.made[kind], folder, draw)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        try:
+            if verb == "report":
+                embed(payload(Results.load(folder)))
+            elif verb == "together":
+                embed(payload(together([folder, self.whole["search"]])))
+            else:
+                pair = [folder, self.whole["training" if kind.startswith("training") else "measurement"]]
+                made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}")
+                embed(payload(Results.load(made)))
+        except FulldepthError as error:
+            return str(error)
+        finally:
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        return ""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    return Ground(tmp_path_factory.mktemp("ground"))
+
+
+def test_whole_folders_of_every_kind_are_read_as_they_are(ground: Ground) -> None:
+    for results in ground.made.values():
+        again = Results.load(results.save(ground.root / "again"))
+        assert again.meta == {"schema_version": 1, **json.loads(json.dumps(results.meta))}
+        assert list(again.table.columns) == list(results.table.columns)
+
+
+@pytest.mark.parametrize("piece", range(SLICES))
+def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ended = [ground.case(seed) for seed in range(piece * CASES, (piece + 1) * CASES)]
+    errors = [message for message in ended if message]
+    assert 0 < len(errors) < CASES
+    assert all(10 < len(message) < 1000 for message in errors)
+
+
+def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
+    folder = ground.made["measurement"].save(tmp_path / "out")
+    (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
+    with pytest.raises(FulldepthError, match=re.escape("results.json")):
+        report.write(folder)
+    assert not (folder / "report.html").exists()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    first, count = map(int, sys.argv[1:])
+    with tempfile.TemporaryDirectory() as place:
+        field = Ground(Path(place))
+        for number in range(first, first + count):
+            try:
+                field.case(number)
+            except Exception as error:
+                print(number, type(error).__name__, str(error)[:200])

@@ -1,0 +1,225 @@
+"""What a killed save leaves, what a folder of an earlier version is, and what a table may not hold."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fulldepth.errors import FulldepthError
+from fulldepth.files import read_json
+from fulldepth.results import DOCUMENT, TABLE, Results, TableMismatchError, holder, tabulate
+from fulldepth.results import table as table_room
+
+OPERATIONS = ("mkdir", "open", "replace", "unlink", "fsync")
+"""Functions of `os` that touch the disk while results are saved, beside `Path.open`."""
+
+
+def results(value: float, layers: int = 3) -> Results:
+    rows = [("displacement", "residual", n, None, "mean", value, 10, "1") for n in range(1, layers + 1)]
+    model = {"name": f"model-{value}", "num_layers": layers}
+    return Results(tabulate(rows), {"kind": "measure", "model": model, "headline": {}})
+
+
+def stored(folder: Path, **entries: Any) -> Path:
+    """Change entries of a document; None removes one. The table is no longer named, so that it may be any."""
+    document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8")) | {"table": None} | entries
+    (folder / DOCUMENT).write_text(json.dumps({k: v for k, v in document.items() if v is not None}), encoding="utf-8")
+    return folder
+
+
+def killed_at(number: int, action: Callable[[], object]) -> bool:
+    """Run `action` in a process of its own that dies before its file operation `number`; whether it died."""
+    child = os.fork()
+    if child == 0:
+        begun = iter(range(1, 1000))
+
+        def watched(operation: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if next(begun) >= number:
+                    os._exit(9)
+                return operation(*arguments, **options)
+
+            return call
+
+        for name in OPERATIONS:
+            setattr(os, name, watched(getattr(os, name)))
+        Path.open = watched(Path.open)  # type: ignore[method-assign]
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path) -> None:
+    refused: list[TableMismatchError] = []
+    for number in range(1, 40):
+        folder = results(1.0).save(tmp_path / str(number))
+        died = killed_at(number, lambda folder=folder: results(2.0).save(folder))  # type: ignore[misc]
+        try:
+            found = Results.load(folder)
+        except TableMismatchError as error:
+            refused.append(error)
+        else:
+            (value,) = set(found.table["value"])
+            assert found.meta["model"]["name"] == f"model-{value}"
+            assert value == 2.0 or (died and value == 1.0)
+        results(3.0).save(folder)
+        assert set(Results.load(folder).table["value"]) == {3.0}
+        assert sorted(path.name for path in folder.iterdir()) == [DOCUMENT, TABLE], "leftovers are gone"
+        if not died:
+            break
+    assert not died
+    assert number > 5
+    assert refused, "between the two renames"
+    assert all("interrupted while it was written" in str(error) for error in refused)
+    assert {error.meta["model"]["name"] for error in refused} == {"model-1.0"}
+
+
+def test_a_document_that_names_no_table_is_an_earlier_version_s(tmp_path: Path) -> None:
+    folder = stored(results(1.0).save(tmp_path))
+    assert "table" not in json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+    assert set(Results.load(folder).table["value"]) == {1.0}
+    assert "table" not in Results.load(results(1.0).save(tmp_path)).meta
+
+
+def test_a_changed_table_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = results(1.0).save(tmp_path)
+    results(1.0).table.assign(value=9.0).to_parquet(folder / TABLE)
+    monkeypatch.setattr(table_room, "read", lambda _: pytest.fail("parsed"))
+    with pytest.raises(TableMismatchError, match="do not belong together"):
+        Results.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"headline": []}, "headline"),
+        ({"headline": {"zeta_L": {"value": "12"}}}, r"headline\.zeta_L\.value"),
+        ({"headline": {"zeta_L": {"value": 1, "sentence": 5}}}, r"zeta_L\.sentence"),
+        ({"model": {"num_layers": "12"}}, r"model\.num_layers"),
+        ({"model": {"num_layers": 10**9}}, r"model\.num_layers.*1024"),
+        ({"model": {"num_layers": 2}}, "layer 3 of a model of 2 layers"),
+        ({"steps": [{"step": -1}]}, r"steps\.0\.step"),
+        ({"steps": {"0": 1}}, "steps"),
+        ({"lens_grid": {"samples": [{"tokens": ["a"], "targets": [], "saturation": [1], "grid": []}]}}, "lengths"),
+        ({"lens_grid": {"samples": [{"tokens": ["a"]}]}}, "targets"),
+        ({"warnings": "busy"}, "warnings"),
+        ({"settings": [1]}, "settings"),
+        ({"plan": {"blocks": [0]}}, r"plan\.blocks\.0"),
+        ({"plan": {"blocks": [3], "losses": [{}]}}, r"plan\.losses\.0"),
+        ({"kind": "skips"}, "skips"),
+        ({"kind": "training"}, "step"),
+        ({"kind": "comparison"}, "model, difference"),
+        ({"models": [{"label": "a"}]}, "models"),
+    ],
+)
+def test_entries_of_the_wrong_type_or_out_of_range_are_named(
+    tmp_path: Path, entries: dict[str, Any], words: str
+) -> None:
+    folder = stored(results(1.0).save(tmp_path), **entries)
+    with pytest.raises(FulldepthError, match=words) as caught:
+        Results.load(folder)
+    assert str(caught.value).startswith("Cannot read ")
+    assert len(str(caught.value)) < 1000
+
+
+def test_entries_that_nothing_reads_may_be_anything(tmp_path: Path) -> None:
+    folder = stored(results(1.0).save(tmp_path), later={"a": [1, {"b": None}]}, model={"num_layers": 3, "new": [1]})
+    assert Results.load(folder).meta["later"] == {"a": [1, {"b": None}]}
+
+
+@pytest.mark.parametrize("text", ["1e999", "9" * 5000, "1" * 101, "NaN", "-Infinity", "[" * 500 + "]" * 500])
+def test_numbers_and_nesting_that_no_reader_can_hold(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"a": {text}}}', encoding="utf-8")
+    with pytest.raises(FulldepthError, match="Cannot read") as caught:
+        read_json(path)
+    assert len(str(caught.value)) < 600
+    path.write_text(f'{{"a": {"1" * 100}}}', encoding="utf-8")
+    assert read_json(path) == {"a": int("1" * 100)}
+
+
+def column(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
+    def change(table: pa.Table) -> pa.Table:
+        made = values(len(table)) if callable(values) else pa.array(values)
+        if name not in table.column_names:
+            return table.append_column(name, made)
+        return table.set_column(table.column_names.index(name), name, made)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (column("layer", [1, -5, 2]), "column layer holds -5, expected 0 to 1024"),
+        (column("layer", [1, 10**9, 2]), "column layer holds 1000000000"),
+        (column("layer", ["1", "2", "3"]), "column layer is of type string, expected whole numbers"),
+        (column("count", [1.5, 2.0, 3.0]), "column count is of type double"),
+        (column("value", ["a", "b", "c"]), "column value is of type string, expected numbers"),
+        (column("measure", [1, 2, 3]), "column measure is of type int64, expected text"),
+        (column("measure", ["a", None, "b"]), "column measure has missing values"),
+        (column("step", [1, None, 2]), "column step has missing values"),
+        (column("other", pa.array([2**64 - 1] * 3, pa.uint64())), "Cannot read"),
+        (column("x" * 5000, pa.array([[1]] * 3)), "expected numbers or text"),
+        (lambda table: table.drop_columns(["unit"]), "lacks the columns unit"),
+        (lambda table: table.append_column("value", table["value"]), "twice"),
+    ],
+)
+def test_columns_of_the_wrong_type_or_out_of_range(
+    tmp_path: Path, change: Callable[[pa.Table], pa.Table], words: str
+) -> None:
+    folder = stored(results(1.0).save(tmp_path), model={"name": "unknown"})
+    pq.write_table(change(pq.read_table(folder / TABLE)), folder / TABLE)
+    with pytest.raises(FulldepthError, match=words) as caught:
+        Results.load(folder)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stored(results(1.0).save(tmp_path))
+    monkeypatch.setattr(table_room, "MOST_ROWS", 2)
+    with pytest.raises(FulldepthError, match="it has 3 rows, at most 2"):
+        Results.load(folder)
+    monkeypatch.undo()
+    rows = pq.read_table(folder / TABLE)
+    long = pa.DictionaryArray.from_arrays([0, 0, 0], ["x" * 100_000])
+    pq.write_table(column("site", long)(rows), folder / TABLE)
+    assert (folder / TABLE).stat().st_size < 20_000
+    monkeypatch.setattr(table_room, "MOST_BYTES", 400_000)
+    with pytest.raises(FulldepthError, match=r"300,0\d\d bytes of text"):
+        Results.load(folder)
+    monkeypatch.setattr(table_room, "MOST_BYTES", 1000)
+    with pytest.raises(FulldepthError, match=r"larger than|declares"):
+        Results.load(folder)
+
+
+def test_text_is_read_however_it_is_encoded(tmp_path: Path) -> None:
+    folder = stored(results(1.0).save(tmp_path))
+    plain = Results.load(folder).table
+    rows = pq.read_table(folder / TABLE)
+    coded = column("site", rows["site"].combine_chunks().cast(pa.large_string()).dictionary_encode())(rows)
+    pq.write_table(coded, folder / TABLE)
+    pd.testing.assert_frame_equal(Results.load(folder).table, plain)
+
+
+def test_whose_a_folder_is(tmp_path: Path) -> None:
+    assert holder(tmp_path / "absent") is None
+    results(1.0).save(tmp_path)
+    assert holder(tmp_path) is None
+    (tmp_path / "plan.json").touch()
+    assert holder(tmp_path) == "a plan of fulldepth skip"
+    (tmp_path / "settings.yaml").touch()
+    assert holder(tmp_path) == "a training run"
