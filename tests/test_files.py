@@ -141,4 +141,15 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
 
     with files.locked(tmp_path), files.locked(tmp_path / "." / "../" / tmp_path.name):
         assert "Another fulldepth process" in enter().stderr
+        assert (tmp_path / files.LOCK).exists()
+    assert not list(tmp_path.iterdir())
     assert enter().stdout == "in\n"
+
+
+def test_a_held_folder_that_stays_empty_is_gone_afterwards(tmp_path: Path) -> None:
+    with files.locked(tmp_path / "new" / "run"):
+        pass
+    assert not list(tmp_path.iterdir())
+    with files.locked(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "result").write_text("kept")
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["result"]

@@ -211,7 +211,7 @@ def _host() -> str:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold a folder for this process while it writes results there; made if absent, left without leftovers.
+    """Hold a folder for this process while it writes results there; made if absent, and removed again if left empty.
 
     The lock belongs to the process: it is gone when the process ends, however it ends. Nested use is allowed.
 
@@ -219,6 +219,7 @@ def locked(folder: str | Path) -> Iterator[None]:
         FulldepthError: if another process holds the folder, or it cannot be written.
     """
     place = Path(folder)
+    absent = [parent for parent in (place, *place.absolute().parents) if not parent.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.resolve() / LOCK, timeout=0, is_singleton=True)
@@ -233,4 +234,10 @@ def locked(folder: str | Path) -> Iterator[None]:
         remove_leftovers(place)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            if lock.lock_counter == 1:  # the outermost; whoever waits for the removed file sees that it has no name
+                Path(lock.lock_file).unlink()
         lock.release()
+        with contextlib.suppress(OSError):
+            for parent in absent:
+                parent.rmdir()

@@ -16,26 +16,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from fulldepth.recipes import Settings
 from fulldepth.recipes import layer as layered
-from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.plan import FILE, Factors, Loss, Plan
 from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
 from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
 from fulldepth.skip.selection.exact import exact
 from fulldepth.skip.selection.fit import FitResult, fit
 from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.ledger import PROGRESS, Ledger
+from fulldepth.skip.selection.ledger import Ledger
 from fulldepth.skip.selection.rankings import rank
 from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.record import cost_of, document_of
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
+from fulldepth.skip.selection.stored import PROGRESS
 from fulldepth.skip.settings import PLACES, SearchSettings
+
+
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+"""FLOPs that a search may spend."""
+
+
+class StoredFit(Settings):
+    """A `FitResult` as plain values."""
+
+    scalars: Factors
+    heldout_loss: Loss
+    losses: list[FiniteFloat]
+    epoch: NonNegativeInt
+    train_losses: list[FiniteFloat]
+    divergences: list[FiniteFloat]
+    forwards: NonNegativeInt
+    flops: Loss
 
 
 def search(
@@ -166,7 +186,7 @@ def _agreed_budget(ledger: Ledger, ready: Ready, found: Estimate, me: Processes)
     """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
     costs, chunks = ledger.costs, ledger.chunks
     limit, asked = budget_of(ready.settings, costs, chunks, ready.blocks, found.pace * me.world)
-    (limit,) = ledger.task({"budget": lambda: limit}, lambda _: (0, 0.0))
+    (limit,) = ledger.task({"budget": lambda: limit}, lambda _: (0, 0.0), Limit)
     if asked:
         least = least_flops(costs, chunks, ready.settings.criterion, ready.blocks, ready.refit)
         check_budget(ready.settings, found, least, limit)
@@ -205,12 +225,12 @@ def _fits(
         return _plain(fit(ready.scorer, variant, ready.examples.train, every, options, watcher))
 
     work = {"fit healed": lambda: one(Variant(picks)), "fit control": lambda: one(BASE)}
-    healed, control = ledger.task(work, lambda found: (found["forwards"], found["flops"]))
+    healed, control = ledger.task(work, lambda found: (found["forwards"], found["flops"]), StoredFit)
     return healed, control
 
 
 def _plain(found: FitResult) -> dict[str, Any]:
-    names = ("heldout_loss", "losses", "epoch", "train_losses", "divergences", "forwards", "flops")
+    names = [name for name in StoredFit.model_fields if name != "scalars"]
     return {"scalars": found.scalars.as_dict(), **{name: getattr(found, name) for name in names}}
 
 
