@@ -115,7 +115,9 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attention)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=False
+            )
         except (ValueError, ImportError) as error:
             raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
     if settings.model.checkpoint is not None:
@@ -133,7 +135,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FulldepthError(f"transformers has no causal language model of type {config.model_type!r}.")
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
 
 
@@ -163,7 +165,7 @@ def _read(checkpoint: str) -> PreTrainedConfig:
             "config.json and weights, or a Hub name (owner/name)."
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(checkpoint)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise FulldepthError(f"Cannot read the configuration of {checkpoint}: {_reason(error)}") from error
     return config
@@ -185,7 +187,8 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
     """A checkpoint's configuration with some values replaced."""
     if isinstance(base, kind):
         changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
-        changed: PreTrainedConfig = kind.from_dict(base.to_dict() | changes)
+        values = {name: value for name, value in base.to_dict().items() if name != "auto_map"}  # the checkpoint's code
+        changed: PreTrainedConfig = kind.from_dict(values | changes)
         return changed
     return DepthLlamaConfig.from_llama(base, **changes)
 

@@ -19,6 +19,7 @@ from transformers import logging as transformers_logging
 from fulldepth import __version__
 from fulldepth.data import builtin_texts, open_documents, pack, train_tokenizer
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic_folder
 from fulldepth.hf import load_tokenizer, notes_of, sealed_checkpoints
 from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
@@ -35,6 +36,8 @@ from fulldepth.train.settings import TrainSettings
 from fulldepth.train.sft import sft_arguments, sft_data, sft_trainer
 
 EVALUATION_BATCH = 8
+MOST_TOKENS = 1 << 20
+"""Of a tokenizer that is trained here."""
 SMALL_CORPUS = 1 << 25
 """Tokens of a corpus that is always read as a whole."""
 
@@ -143,15 +146,18 @@ def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArgumen
     if name is None:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
     if not name.startswith("builtin:"):
-        return load_tokenizer(name)
+        tokenizer = load_tokenizer(name)
+        tokenizer.init_kwargs.pop("auto_map", None)  # code of the tokenizer's origin, which no checkpoint is to name
+        return tokenizer
     size = name.partition(":")[2]
-    if not size.isdigit() or int(size) < 300:
-        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, at least 300.")
+    if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
+        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, 300 to {MOST_TOKENS:,}.")
     home = folder / TOKENIZER
     with arguments.main_process_first(desc="tokenizer"):
-        if not (home / "tokenizer_config.json").is_file():
+        if not home.is_dir():
             watcher.say(f"Training a tokenizer of {size} tokens")
-            train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(home)
+            with atomic_folder(home) as part:
+                train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(part)
     return load_tokenizer(home)
 
 

@@ -410,9 +410,20 @@ def test_load_wants_an_export(tmp_path):
     with pytest.raises(FulldepthError, match="schema version 9"):
         load(tmp_path)
     (tmp_path / NOTES).write_text("{")
-    with pytest.raises(FulldepthError, match="cannot be read"):
+    with pytest.raises(FulldepthError, match=r"Cannot read .*fulldepth_skip\.json"):
         load(tmp_path)
-    (tmp_path / NOTES).write_text('{"schema_version": 1, "format": "decilm"}')
+    notes = {"schema_version": 1, "format": "decilm", "logit_error": 0.0, "parameters": 1, "verified": True}
+    (tmp_path / NOTES).write_text(json.dumps(notes))
+    with pytest.raises(FulldepthError, match="notes: Field required"):
+        load(tmp_path)
+    notes |= {"notes": [], "versions": {}, "plan": planned.plan(tiny_models.build("llama"), [2]).document()}
+    (tmp_path / NOTES).write_text(json.dumps(notes | {"format": "decilmm"}))
+    with pytest.raises(FulldepthError, match="Did you mean 'decilm'"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text(json.dumps(notes | {"plan": notes["plan"] | {"blocks": []}}))
+    with pytest.raises(FulldepthError, match=r"fulldepth_skip\.json is no valid plan. blocks is empty"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text(json.dumps(notes))
     with pytest.raises(FulldepthError, match="Cannot load a model"):
         load(tmp_path)
 

@@ -169,7 +169,7 @@ def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples
 def test_a_disk_that_is_full_is_said_in_one_line(model, examples, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(FulldepthError, match="Cannot write into .*file/out: Not a directory") as error:
+    with pytest.raises(FulldepthError, match=r"Cannot write into .*file/out: Not a directory") as error:
         search(model, examples, output=blocked / "out", fit=False, **OPTIONS)
     assert "\n" not in str(error.value)
 

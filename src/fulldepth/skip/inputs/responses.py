@@ -34,6 +34,10 @@ class Responses(NamedTuple):
     settings: dict[str, Any]
     """What they depend on, and what became of them; plain values for a plan's `data`."""
 
+    def text(self) -> str:
+        """The pairs as the text of a `.jsonl` file."""
+        return "".join(json.dumps(pair) + "\n" for pair in self.pairs)
+
     def save(self, path: str | Path) -> Path:
         """Write the pairs as a `.jsonl` file, whole or not at all.
 
@@ -43,7 +47,7 @@ class Responses(NamedTuple):
         target = Path(path)
         try:
             with atomic(target) as part:
-                part.write_text("".join(json.dumps(pair) + "\n" for pair in self.pairs), encoding="utf-8")
+                part.write_text(self.text(), encoding="utf-8")
         except OSError as error:
             raise FulldepthError(f"Cannot write responses to {target}: {error.strerror or error}.") from error
         return target

@@ -21,7 +21,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import GRANULARITIES, anatomy_candidates
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
-from fulldepth.results import COLUMNS, Results, finite, tabulate
+from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.proof.bend import Bend, find_bend
@@ -35,6 +35,7 @@ from fulldepth.skip.subject import check_task, open_model
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 """What is read at every number of removed blocks, with its unit."""
 RESAMPLES = 1000
+KIND = "curve"
 
 
 class Curve(NamedTuple):
@@ -104,7 +105,9 @@ def curve(
     settings = layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
-    with processes() as me:
+    with processes() as me, me.holding(output):
+        if output is not None:
+            me.on_main(lambda: _check_folder(Path(output), resume))
         owner = open_model(
             model,
             dtype=settings.dtype,
@@ -123,6 +126,16 @@ def curve(
             results.save(output)
         me.gather(None)
     return Curve(plan, results)
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder with results, unless they are of a curve that is to go on.
+
+    Raises:
+        FulldepthError: if it holds other results.
+    """
+    if (folder / DOCUMENT).exists() and not (resume and Results.load(folder).meta.get("kind") == KIND):
+        raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 
 
 def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
@@ -198,7 +211,7 @@ def _results(plan: Plan, read: _Read, settings: SearchSettings, max_blocks: int,
     bend = find_bend(read.sums["loss"] / read.tokens[:, None], read.tokens, resamples=RESAMPLES, seed=settings.seed)
     table = _table(plan, read, bend, settings.seed)
     document = {
-        "kind": "curve",
+        "kind": KIND,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "complete": True,
         "settings": {**settings.model_dump(), "max_blocks": max_blocks},

@@ -40,7 +40,6 @@ from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
 from fulldepth.skip.selection.stored import PROGRESS
 from fulldepth.skip.settings import PLACES, SearchSettings
 
-
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 """FLOPs that a search may spend."""
 
@@ -134,7 +133,7 @@ def search_with(
 ) -> Plan:
     """`search` with its settings resolved and its process group joined."""
     folder = None if output is None else Path(output)
-    with prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
+    with me.holding(folder), prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
         of = {"model": ready.hash, "data": ready.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
         done = _finished(folder, of, resume, me)
         if done is not None:
@@ -159,11 +158,10 @@ def search_with(
         healed, control = _fits(ledger, ready, picks, watcher) if settings.fit else (None, None)
         cost = cost_of(ledger, ready, picks, rounds, searched, healed, control)
         plan = Plan.of(document_of(ready, of, picks, losses, healed, control, cost, responses))
-    if folder is not None and me.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        plan.save(folder)
-        _clear(folder)
-    me.gather(None)
+        if folder is not None and me.is_main:
+            plan.save(folder)
+            (folder / PROGRESS).unlink(missing_ok=True)
+        me.gather(None)
     return plan
 
 
@@ -249,11 +247,5 @@ def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Proc
     if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != (of["model"], of["data"], settings):
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
     if me.is_main:
-        _clear(folder)
+        (folder / PROGRESS).unlink(missing_ok=True)
     return plan
-
-
-def _clear(folder: Path) -> None:
-    """Remove the progress, and what a process that was killed while writing it has left."""
-    for path in (folder / PROGRESS, *folder.glob(f".{PROGRESS}.*.part")):
-        path.unlink(missing_ok=True)
