@@ -2,13 +2,15 @@
 
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight
 from fulldepth.hf.checkpoints import (
+    begin_checkpoint,
     checkpoint_of,
+    drop_checkpoints,
     find_checkpoints,
-    half_written,
     is_sealed,
     notes_of,
     seal,
     sealed_checkpoints,
+    settle_checkpoints,
 )
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.heads import Classifier
@@ -27,10 +29,11 @@ __all__ = [
     "Scalars",
     "Switches",
     "anatomy_candidates",
+    "begin_checkpoint",
     "checkpoint_of",
+    "drop_checkpoints",
     "find_checkpoints",
     "first_broken_weight",
-    "half_written",
     "is_sealed",
     "load_checkpoint",
     "load_processor",
@@ -40,5 +43,6 @@ __all__ = [
     "pick_dtype",
     "seal",
     "sealed_checkpoints",
+    "settle_checkpoints",
     "skipping",
 ]
