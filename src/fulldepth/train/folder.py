@@ -12,7 +12,7 @@ from torch import distributed
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, locked, read_json
-from fulldepth.hf import sealed_checkpoints, settle_checkpoints
+from fulldepth.hf import drop_checkpoints, sealed_checkpoints, settle_checkpoints
 from fulldepth.recipes import layer, read
 from fulldepth.results import DOCUMENT, PAGE, TABLE
 from fulldepth.train.settings import TrainSettings
@@ -89,7 +89,10 @@ def _claim(folder: Path, settings: TrainSettings) -> list[Path]:
     try:
         with atomic(folder / SETTINGS) as part:
             part.write_text(dump(settings), encoding="utf-8")
-        return settle_checkpoints(folder)
+        renamed = settle_checkpoints(folder)
+        if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
+            drop_checkpoints(folder, settings.keep_checkpoints)
+        return renamed
     except OSError as error:
         raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
 
