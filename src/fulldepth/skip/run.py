@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import Checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.inputs.responses import FILE as RESPONSES
-from fulldepth.skip.inputs.responses import generate_responses, read_prompts
+from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
 from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.processes import Processes, processes
@@ -75,6 +75,8 @@ def search_into(
         FulldepthError: as `search` and `generate_responses`.
     """
     folder, watcher = Path(output), watcher or Watcher()
+    if responses is not None and not 1 <= responses <= MOST:
+        raise FulldepthError(f"The number of responses must be 1 to {MOST:,}, got {one_line(responses, 30)}.")
     with processes() as me, me.holding(folder):
         me.on_main(lambda: _check_folder(folder, resume))
         owner, tokenizer = _open(model, data, settings, me)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import GRANULARITIES, anatomy_candidates
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
@@ -36,6 +36,7 @@ MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 """What is read at every number of removed blocks, with its unit."""
 RESAMPLES = 1000
 KIND = "curve"
+MOST_BLOCKS = 10_000
 
 
 class Curve(NamedTuple):
@@ -99,8 +100,10 @@ def curve(
     Raises:
         FulldepthError: as `search`.
     """
-    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
-        raise FulldepthError(f"max_blocks is {max_blocks!r}; expected a whole number from 1.")
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
+        raise FulldepthError(
+            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
+        )
     watcher = watcher or Watcher()
     settings = layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
