@@ -20,6 +20,7 @@ from fulldepth.progress import Watcher
 from fulldepth.recipes import layer, read
 from fulldepth.results import Results
 from fulldepth.train import TrainSettings, train
+from fulldepth.train.folder import dump, open_run
 from hostile import damaged_bytes, damaged_json
 
 SHORT = {"steps": 4, "eval_every": 2, "save_every": 2}
@@ -111,6 +112,33 @@ def test_a_folder_that_another_process_holds_is_refused(recipe: Any, tmp_path: P
         assert [path.name for path in (tmp_path / "run").iterdir()] == [files.LOCK]
     finally:
         holder.communicate("\n")
+
+
+def test_damaged_settings_of_a_run_are_refused_in_words(recipe: Any, tmp_path: Path) -> None:
+    given, rng, path = settings(recipe(**SHORT)), random.Random(3), tmp_path / "settings.yaml"
+    path.write_text(dump(given))
+    assert open_run(tmp_path, given, resume=True) is None
+    document, refused = given.model_dump(mode="json"), []
+    for number in range(300):
+        if number % 3:
+            path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
+        else:
+            path.write_bytes(damaged_bytes(dump(given).encode(), rng))
+        try:
+            open_run(tmp_path, given, resume=True)
+        except FulldepthError as error:
+            refused.append(str(error))
+    assert len(refused) > 150
+    for message in refused:
+        assert len(message) < 1000
+        assert str(tmp_path) in message
+
+
+@pytest.mark.parametrize("setting", ["steps", "global_batch_size", "sequence_length", "seed", "workers", "save_every"])
+def test_absurd_numbers_are_refused(setting: str) -> None:
+    for value in (10**30, -1, 1e300):
+        with pytest.raises(FulldepthError, match=setting):
+            layer(TrainSettings, {setting: value})
 
 
 @pytest.fixture

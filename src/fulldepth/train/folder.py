@@ -11,7 +11,7 @@ import yaml
 from torch import distributed
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic, locked, read_json
+from fulldepth.files import atomic, locked, read_json, reading
 from fulldepth.hf import drop_checkpoints, sealed_checkpoints, settle_checkpoints
 from fulldepth.recipes import layer, read
 from fulldepth.results import DOCUMENT, PAGE, TABLE
@@ -118,14 +118,24 @@ def dump(settings: TrainSettings) -> str:
 
 
 def saved_settings(folder: Path) -> TrainSettings:
-    """The settings of the run in a folder."""
-    return layer(TrainSettings, read(folder / SETTINGS, "train"))
+    """The settings of the run in a folder.
+
+    Raises:
+        FulldepthError: if the file cannot be read, or does not hold such settings; names the file.
+    """
+    path = folder / SETTINGS
+    try:
+        with reading(path):
+            return layer(TrainSettings, read(path, "train"))
+    except FulldepthError as error:
+        words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
+        raise FulldepthError(words if str(path) in words else f"{path} holds no settings of a run. {words}") from error
 
 
 def _compare(folder: Path, settings: TrainSettings) -> None:
     before, now = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
     different = [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+        f"{one_line(key, 60)} was {one_line(repr(before.get(key)), 60)}, is {one_line(repr(now.get(key)), 60)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and key not in MAY_DIFFER and key != "data.cache"
     ]

@@ -6,7 +6,11 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_models
+from fulldepth import files
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.exports import readers
 from fulldepth.skip.exports.export import NOTES, export, load
@@ -401,6 +406,46 @@ def test_an_output_that_cannot_be_written(tmp_path):
     with pytest.raises(FulldepthError, match="Cannot write the export to"):
         export(planned.plan(model, [2]), model, "folded", tmp_path / "file" / "out")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypatch):
+    """The command line raises SystemExit on SIGTERM; the fresh process that reads the export ends, too."""
+    model, number = tiny_models.build("llama"), tmp_path / "number"
+    reader = tmp_path / "reader"
+    reader.write_text(f"#!/bin/sh\necho $$ > {number}.part; mv {number}.part {number}; exec sleep 100")
+    reader.chmod(0o755)
+    monkeypatch.setattr(readers, "sys", SimpleNamespace(executable=str(reader)))
+
+    def terminate():
+        while not number.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def leave(*_):
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        threading.Thread(target=terminate).start()
+        with pytest.raises(SystemExit):
+            export(planned.plan(model, [2]), model, "folded", tmp_path / "new" / "out")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"reader", "number"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one_into_that_folder(tmp_path, unproven):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = files.temporary_name(tmp_path / "earlier")
+    left = left.with_name(left.name.replace(str(os.getpid()), str(ended.pid)))
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+    model = tiny_models.build("llama")
+    export(planned.plan(model, [2]), model, "folded", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_load_wants_an_export(tmp_path):
