@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,17 +101,13 @@ def curve(
     Raises:
         FulldepthError: as `search`.
     """
-    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
-        raise FulldepthError(
-            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
-        )
+    _check_number(max_blocks)
     watcher = watcher or Watcher()
     settings = layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
     with processes() as me, me.holding(output):
-        if output is not None:
-            me.on_main(lambda: _check_folder(Path(output), resume))
+        me.on_main(partial(_check_folder, output, resume))
         owner = open_model(
             model,
             dtype=settings.dtype,
@@ -131,12 +128,27 @@ def curve(
     return Curve(plan, results)
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
+def _check_number(max_blocks: Any) -> None:
+    """Refuse what is no number of blocks.
+
+    Raises:
+        FulldepthError: if it is none.
+    """
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
+        raise FulldepthError(
+            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
+        )
+
+
+def _check_folder(output: str | Path | None, resume: bool) -> None:
     """Refuse a folder with results, unless they are of a curve that is to go on.
 
     Raises:
         FulldepthError: if it holds other results.
     """
+    if output is None:
+        return
+    folder = Path(output)
     if (folder / DOCUMENT).exists() and not (resume and Results.load(folder).meta.get("kind") == KIND):
         raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, FiniteFloat, JsonValue
+from pydantic import Field, JsonValue
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document, read_json
@@ -20,6 +20,8 @@ MOST_BYTES = 1 << 30
 """Largest file: a number for each sequence, variant and chunk."""
 
 Spent = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Summed = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""Nats; far above any loss, and small enough to be squared."""
 Layers = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*)?$", max_length=100_000)]
 """Skipped layers of a variant, such as `3,7`; empty for the unmodified model."""
 Chunk = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -35,7 +37,7 @@ class StoredProgress(Settings):
     """Forwards, FLOPs and seconds spent by the end of each step."""
     tasks: dict[str, JsonValue]
     """Name of a piece of work -> its result."""
-    sums: dict[Literal["loss", "kl", "scaled"], dict[Layers, dict[Chunk, list[FiniteFloat]]]]
+    sums: dict[Literal["loss", "kl", "scaled"], dict[Layers, dict[Chunk, list[Summed]]]]
     """Kind -> variant -> chunk -> summed loss of each sequence, in nats."""
 
 
