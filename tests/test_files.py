@@ -88,6 +88,15 @@ def test_any_library_error_names_the_file_but_interruption_passes() -> None:
             raise error
 
 
+def test_a_folder_of_an_earlier_process_with_this_number_is_no_obstacle(tmp_path: Path) -> None:
+    """In a container every process may have the number 1."""
+    files.temporary_name(tmp_path / "model").mkdir()
+    (files.temporary_name(tmp_path / "model") / "half").touch()
+    with files.atomic_folder(tmp_path / "model") as part:
+        (part / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "whole"]
+
+
 def fail_while_writing(target: Path) -> None:
     with files.atomic(target) as part:
         part.write_text("new")
@@ -125,9 +134,16 @@ def test_leftovers_of_a_killed_process_go_and_others_stay(tmp_path: Path) -> Non
     foreign.write_text("perhaps being written on another machine")
     (tmp_path / ".mine.part").write_text("not ours")
     assert len(list(tmp_path.iterdir())) == 5
-    assert {path.name.split(".")[1] for path in files.remove_leftovers(tmp_path)} == {"table", "model"}
+    with files.atomic(tmp_path / "table") as part:
+        part.write_text("whole")
+    assert len(list(tmp_path.glob(".table*"))) == 1, "the leftover of the same file is gone, unless it may be in use"
+    (tmp_path / "table").unlink()
+    assert {path.name.split(".")[1] for path in files.remove_leftovers(tmp_path)} == {"model"}
     assert {path.name for path in tmp_path.iterdir()} == {own.name, foreign.name, ".mine.part"}
     os.utime(foreign, (0, 0))
+    with files.atomic(tmp_path / "other") as part:
+        part.write_text("of another name")
+    assert foreign.exists()
     assert files.remove_leftovers(tmp_path) == [foreign]
 
 
@@ -141,4 +157,15 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
 
     with files.locked(tmp_path), files.locked(tmp_path / "." / "../" / tmp_path.name):
         assert "Another fulldepth process" in enter().stderr
+        assert (tmp_path / files.LOCK).exists()
+    assert not list(tmp_path.iterdir())
     assert enter().stdout == "in\n"
+
+
+def test_a_held_folder_that_stays_empty_is_gone_afterwards(tmp_path: Path) -> None:
+    with files.locked(tmp_path / "new" / "run"):
+        pass
+    assert not list(tmp_path.iterdir())
+    with files.locked(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "result").write_text("kept")
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["result"]

@@ -195,9 +195,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """Write to a temporary name beside `path`, then rename: readers see the old file or the new one, never half.
 
     Yields the temporary path; on an exception the old file stays and the temporary one is removed. What a killed
-    process leaves is removed by `remove_leftovers`.
+    process leaves is removed by the next one that writes the same file, and by `remove_leftovers`.
     """
     target = Path(path)
+    remove_leftovers(target.parent, target.name)
     part = temporary_name(target)
     try:
         yield part
@@ -215,7 +216,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     Yields the temporary folder, empty; on an exception it is removed.
     """
     target = Path(path)
+    remove_leftovers(target.parent, target.name)
     part = temporary_name(target)
+    shutil.rmtree(part, ignore_errors=True)  # of an earlier process with this number, as in a container
     part.mkdir(parents=True)
     try:
         yield part
@@ -229,16 +232,17 @@ def temporary_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.{_host()}-{os.getpid()}.part")
 
 
-def remove_leftovers(folder: str | Path) -> list[Path]:
+def remove_leftovers(folder: str | Path, name: str | None = None) -> list[Path]:
     """Remove temporary files and folders that killed processes left in `folder` (its top level); returns them.
 
-    A temporary name is abandoned if its process no longer runs on this machine, or if another machine made it more
-    than `ABANDONED` seconds ago.
+    Only those of the target `name` if one is given. A temporary name is abandoned if its process no longer runs on this
+    machine, or if another machine made it more than `ABANDONED` seconds ago.
     """
+    pattern = re.compile(rf"\.{'.+' if name is None else re.escape(name)}\.([^.]+)-(\d+)\.part")
     removed = []
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
-            match = re.fullmatch(r"\..+\.([^.]+)-(\d+)\.part", path.name)
+            match = pattern.fullmatch(path.name)
             if match is None or not _is_abandoned(path, match[1], int(match[2])):
                 continue
             if path.is_dir() and not path.is_symlink():
@@ -268,7 +272,7 @@ def _host() -> str:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold a folder for this process while it writes results there; made if absent, left without leftovers.
+    """Hold a folder for this process while it writes results there; made if absent, and removed again if left empty.
 
     The lock belongs to the process: it is gone when the process ends, however it ends. Nested use is allowed.
 
@@ -276,6 +280,7 @@ def locked(folder: str | Path) -> Iterator[None]:
         FulldepthError: if another process holds the folder, or it cannot be written.
     """
     place = Path(folder)
+    absent = [parent for parent in (place, *place.absolute().parents) if not parent.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.resolve() / LOCK, timeout=0, is_singleton=True)
@@ -290,4 +295,10 @@ def locked(folder: str | Path) -> Iterator[None]:
         remove_leftovers(place)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            if lock.lock_counter == 1:  # the outermost; whoever waits for the removed file sees that it has no name
+                Path(lock.lock_file).unlink()
         lock.release()
+        with contextlib.suppress(OSError):
+            for parent in absent:
+                parent.rmdir()

@@ -191,7 +191,7 @@ def refused(result, words):
         ({"schema_version": 7}, ["7"]),
         ({"criterion": "taste"}, ["taste"]),
         ({"extra": 1}, ["extra"]),
-        ({"healed_loss": float("nan")}, ["healed_loss"]),
+        ({"healed_loss": float("nan")}, ["plan.json", "NaN"]),
     ],
     ids=str,
 )

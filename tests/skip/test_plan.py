@@ -189,9 +189,12 @@ def test_plan_edited_into_nonsense(tmp_path, path, value, message):
     with pytest.raises(FulldepthError) as caught:
         Plan.load(file)
     assert str(file) in str(caught.value)
+    finite = not isinstance(value, float) or math.isfinite(value)
+    assert (message if finite else "is not valid JSON") in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(FulldepthError) as caught:
+        Plan.of(edited(path, value))
     assert message in str(caught.value)
-    with pytest.raises(FulldepthError):
-        Plan.of(document()).changed(**edited(path, value))
 
 
 def test_scalars_that_nothing_is_known_of():
@@ -261,18 +264,17 @@ def leaves(value, path=()):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "is not valid JSON: Expecting value in line 1, column 1"),
-        (b'{"blocks": [1,', "is not valid JSON"),
-        (b"\xff\xfe", "is not text encoded in UTF-8"),
+        (b"", "Expecting value: line 1 column 1"),
+        (b'{"blocks": [1,', "Expecting value"),
+        (b"\xff\xfe\xff", "codec"),
         (b"[1]", "is no plan: it holds list, expected a JSON object"),
         (b'{"seed": 0, "seed": 1}', "'seed' appears twice"),
         (b'{"schema_version": 1, "model": {"name": "\\ud800"}}', "is no valid plan. It is not JSON: unexpected"),
-        (
-            b'{"schema_version": 1, "data": ' + b"[" * 700 + b"]" * 700 + b"}",
-            "is no valid plan. It is not JSON: recursion",
-        ),
-        (b"[" * 100_000, "cannot be read as JSON"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
+        (b'{"schema_version": 1, "data": ' + b"[" * 700 + b"]" * 700 + b"}", "nested deeper than 64 levels"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"schema_version": ' + b"9" * 4000 + b"}", "has schema version 999"),
+        (b'{"schema_version": 1, ' + b", ".join(b'"x%d": 0' % n for n in range(999)) + b"}", "a value is required"),
     ],
 )
 def test_file_that_is_no_plan(tmp_path, text, message):

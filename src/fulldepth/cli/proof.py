@@ -184,6 +184,7 @@ def quantise_command(
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
     repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    trust_remote_code: RemoteCode = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the second search, where it is to differ.")
     ] = None,
@@ -215,6 +216,6 @@ def quantise_command(
             repeats=repeats,
             resume=resume,
             watcher=watcher,
-            **recipes.assignments(settings or []),
+            **({"trust_remote_code": True} if trust_remote_code else {}) | recipes.assignments(settings or []),
         )
     console.finish(results, report.write(output))

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
+import pydantic
 from filelock import FileLock, Timeout
+from pydantic import Field
 
 from fulldepth.data.documents import Documents
 from fulldepth.data.shards import SHARD_TOKENS, Layout, ShardWriter, TokenShards
 from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
 from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic, read_document, remove_leftovers
 from fulldepth.progress import Watcher
 
 VERSION = 1
@@ -28,6 +30,31 @@ INDEX, PROGRESS, LOCK = "index.json", "progress.json", "lock"
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**20
 SAVE_TOKENS = 2**24
 """Ids between two notes of how far it is."""
+Count = Annotated[int, Field(ge=0, le=2**48)]
+
+S = TypeVar("S", bound=pydantic.BaseModel)
+
+
+class StoredState(pydantic.BaseModel):
+    """How far tokenising is: the entries of `progress.json`."""
+
+    read: Count
+    """Documents read, the empty ones too."""
+    highest: int = Field(ge=-1, lt=2**32)
+    """The highest id; -1: none."""
+    train: tuple[Count, Count]
+    """Ids and documents written."""
+    validation: tuple[Count, Count]
+
+    def counts(self, part: str) -> tuple[int, int]:
+        """Ids and documents of a part."""
+        return self.train if part == "train" else self.validation
+
+
+class StoredIndex(StoredState):
+    """The entries of `index.json`."""
+
+    hash: str = Field(pattern="^sha256:[0-9a-f]{64}$")
 
 
 class Tokens(NamedTuple):
@@ -139,13 +166,13 @@ def tokenise(
 
 def _open(layouts: Mapping[str, Layout]) -> Tokens | None:
     """What is there, if it is whole."""
-    index = _read_json(layouts["train"].folder / INDEX)
+    index = _read_state(layouts["train"].folder / INDEX, StoredIndex)
     if index is None:
         return None
-    if not all(layouts[part].is_whole(*index[part]) for part in PARTS):
+    if not all(layouts[part].is_whole(*index.counts(part)) for part in PARTS):
         return None
-    parts = {part: TokenShards(layouts[part], *index[part]) for part in PARTS}
-    return Tokens(parts, index["highest"], index["hash"])
+    parts = {part: TokenShards(layouts[part], *index.counts(part)) for part in PARTS}
+    return Tokens(parts, index.highest, index.hash)
 
 
 @contextmanager
@@ -159,6 +186,7 @@ def _locked(folder: Path, watcher: Watcher) -> Iterator[None]:
         watcher.say(f"Waiting for another process that tokenises into {folder}.")
         lock.acquire(poll_interval=0.2)
     try:
+        remove_leftovers(folder)
         yield
     finally:
         lock.release()
@@ -208,12 +236,12 @@ class _Build:
 
     def _go_on(self) -> None:
         """Open the writers where a killed run noted that it was, or at the beginning."""
-        state = _read_json(self.folder / PROGRESS)
+        state = _read_state(self.folder / PROGRESS, StoredState)
         try:
             for part, layout in self.layouts.items():
-                self.writers[part] = ShardWriter(layout, *(state[part] if state else ()))
+                self.writers[part] = ShardWriter(layout, *(state.counts(part) if state else ()))
             if state:
-                self.read, self.highest = state["read"], state["highest"]
+                self.read, self.highest = state.read, state.highest
                 self.watcher.say(f"Tokenising goes on after {self.read} documents.")
         except EOFError:
             for writer in self.writers.values():
@@ -315,18 +343,17 @@ def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_state(path: Path, schema: type[S]) -> S | None:
+    """A file of the cache, or None if it is absent or damaged: then the tokens are made anew."""
+    if not path.exists():
+        return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_document(path, schema)
+    except FulldepthError:
         return None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     """All of it or nothing, whenever the process is killed."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    with atomic(path) as part:
+        part.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")

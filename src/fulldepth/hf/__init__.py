@@ -2,14 +2,16 @@
 
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight
 from fulldepth.hf.checkpoints import (
+    begin_checkpoint,
     checkpoint_of,
+    drop_checkpoints,
     find_checkpoints,
-    half_written,
     has_weights,
     is_sealed,
     notes_of,
     seal,
     sealed_checkpoints,
+    settle_checkpoints,
     trained_steps,
 )
 from fulldepth.hf.families import FAMILIES, Family, Head
@@ -37,10 +39,11 @@ __all__ = [
     "Scalars",
     "Switches",
     "anatomy_candidates",
+    "begin_checkpoint",
     "checkpoint_of",
+    "drop_checkpoints",
     "find_checkpoints",
     "first_broken_weight",
-    "half_written",
     "has_weights",
     "is_sealed",
     "load_checkpoint",
@@ -52,6 +55,7 @@ __all__ = [
     "pick_dtype",
     "seal",
     "sealed_checkpoints",
+    "settle_checkpoints",
     "skipping",
     "trained_steps",
 ]

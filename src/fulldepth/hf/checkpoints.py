@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pydantic
+from pydantic import JsonValue, NonNegativeInt
+
 from fulldepth.errors import FulldepthError
-from fulldepth.files import read_json
+from fulldepth.files import atomic, read_document, read_json, temporary_name
 
 SEAL = "complete.json"
 """Written last into a checkpoint, by us: sizes of its files, and what a run wants to remember."""
+UNFINISHED = "unfinished"
+"""Written first into a checkpoint, by us, and removed once the seal is there."""
+
+
+class SealDocument(pydantic.BaseModel):
+    """The entries of `complete.json`."""
+
+    files: dict[str, NonNegativeInt]
+    """Path inside the checkpoint -> bytes."""
+    notes: dict[str, JsonValue]
 
 
 def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
@@ -55,43 +68,95 @@ def trained_steps(checkpoint: str | Path) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
-def half_written(run: str | Path) -> list[Path]:
-    """Checkpoints of one of our runs that were interrupted while they were written."""
-    return sorted(path for _, path in _numbered(Path(run)) if not is_sealed(path))
+def begin_checkpoint(checkpoint: str | Path) -> None:
+    """Make a checkpoint's folder and mark it as unfinished, before anything else is written into it."""
+    folder = Path(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / UNFINISHED).touch()
 
 
 def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None) -> None:
     """Mark a checkpoint as whole: its files are all there, with these sizes."""
     folder = Path(checkpoint)
     document = {"files": _sizes(folder), "notes": notes or {}}
-    part = folder / f".{SEAL}.part"
-    part.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    os.replace(part, folder / SEAL)
+    with atomic(folder / SEAL) as part:
+        part.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    (folder / UNFINISHED).unlink(missing_ok=True)
 
 
 def is_sealed(checkpoint: str | Path) -> bool:
     """Whether a checkpoint carries a seal, and every file still has the size that it names."""
     folder = Path(checkpoint)
     try:
-        expected = json.loads((folder / SEAL).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        expected = read_document(folder / SEAL, SealDocument).files
+    except FulldepthError:
         return False
     sizes = _sizes(folder)
     return all(sizes.get(name) == size for name, size in expected.items())
 
 
 def notes_of(checkpoint: str | Path) -> dict[str, Any]:
-    """What the run noted in the seal."""
-    return dict(json.loads((Path(checkpoint) / SEAL).read_text(encoding="utf-8"))["notes"])
+    """What the run noted in the seal.
+
+    Raises:
+        FulldepthError: if the seal cannot be read.
+    """
+    return dict(read_document(Path(checkpoint) / SEAL, SealDocument).notes)
+
+
+def settle_checkpoints(run: str | Path) -> list[Path]:
+    """Clear away what a killed run left half-written, before the run goes on.
+
+    Removed is a checkpoint that is newer than every whole one and either carries our mark or is empty. Anything else
+    without a valid seal is not known to be ours: `checkpoint-N` is renamed to `unsealed-checkpoint-N` (transformers
+    takes every name that starts with `checkpoint-N` for a checkpoint), so that the run can write its own.
+
+    Returns:
+        The new names.
+
+    Raises:
+        OSError: if something cannot be removed or renamed.
+    """
+    folder, renamed = Path(run), []
+    whole = sealed_checkpoints(folder)
+    for _, path in whole:
+        (path / UNFINISHED).unlink(missing_ok=True)  # killed between the seal and this
+    last, done = (whole[-1][0] if whole else -1), {path for _, path in whole}
+    for step, path in _numbered(folder):
+        if path in done:
+            continue
+        ours = not path.is_symlink() and ((path / UNFINISHED).exists() or not any(path.iterdir()))
+        if ours and step > last:
+            shutil.rmtree(path)
+        else:
+            renamed.append(path.rename(_free(folder / f"unsealed-{path.name}")))
+    return renamed
+
+
+def drop_checkpoints(run: str | Path, keep: int) -> None:
+    """Remove all but the last `keep` whole checkpoints; a kill in between leaves none that is half there."""
+    for _, path in sealed_checkpoints(run)[:-keep]:
+        gone = path.rename(temporary_name(path))
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first with a number after it that nothing has."""
+    number, free = 1, path
+    while free.exists() or free.is_symlink():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         return []
-    matches = [(re.fullmatch(r"checkpoint-(\d+)", child.name), child) for child in folder.iterdir()]
+    matches = [(re.fullmatch(r"checkpoint-(\d{1,12})", child.name), child) for child in folder.iterdir()]
     return [(int(match[1]), child) for match, child in matches if match and child.is_dir()]
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (SEAL, f".{SEAL}.part"))
+    """Path inside the folder -> bytes, without our own marks."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (SEAL, UNFINISHED))
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}

@@ -16,8 +16,8 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
 from fulldepth.capture import find_anatomy
-from fulldepth.errors import FulldepthError, unknown
-from fulldepth.files import atomic
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import atomic, read_json
 from fulldepth.hf import GRANULARITIES, Anatomy
 from fulldepth.hf.scalars import FACTORS, factor_names
 from fulldepth.recipes import Settings, layer
@@ -25,6 +25,8 @@ from fulldepth.skip.identity import model_hash
 
 FILE = "plan.json"
 SCHEMA_VERSION = 1
+MOST_BYTES = 256 << 20
+"""Largest file: four numbers for each layer and channel."""
 CRITERIA = ("loss", "scaled", "kl")
 """What candidates are ranked by: loss untrained, loss after a short fit of the scalars, divergence from the model."""
 SEARCHES = ("greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given")
@@ -51,7 +53,9 @@ def _must(is_right: Callable[[Any], bool], expected: str) -> pydantic.AfterValid
 Hash = Annotated[str, _must(lambda text: bool(HASH.fullmatch(text)), HASH_FORM)]
 Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Factor = Annotated[float, _must(lambda number: abs(number) <= FLOAT32, "a finite number (float32)")]
-Name = Annotated[str, _must(bool, "text that is not empty")]
+Factors = dict[str, dict[str, Factor | list[Factor]]]
+"""Layer -> name -> factor (per channel: a list)."""
+Name = Annotated[str, _must(lambda text: 0 < len(text) <= 4096, "text that is not empty, of 4,096 characters at most")]
 
 
 class PlannedModel(Settings):
@@ -86,8 +90,8 @@ class PlanFields(Settings):
     healed_loss: Loss | None
     """The same with the scalars; None if none were fitted."""
     control_loss: ControlLoss | None
-    scalars: dict[str, dict[str, Factor | list[Factor]]]
-    """Layer -> name -> factor (per channel: a list). Empty if none were fitted; else every layer that is left."""
+    scalars: Factors
+    """Empty if none were fitted; else every layer that is left."""
     data: dict[str, JsonValue]
     """`hash` of the examples, and whatever else tells where they came from."""
     seed: NonNegativeInt
@@ -120,7 +124,9 @@ class Plan(PlanFields):
             raise FulldepthError(f"{where} is no plan: it holds {type(document).__name__}, expected a JSON object.")
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
-            raise FulldepthError(f"{where} has schema version {version!r}, this fulldepth reads {SCHEMA_VERSION}.")
+            raise FulldepthError(
+                f"{where} has schema version {one_line(repr(version), 60)}, this fulldepth reads {SCHEMA_VERSION}."
+            )
         try:
             layer(PlanFields, document)
             return cls.model_validate(document, strict=True)
@@ -131,7 +137,8 @@ class Plan(PlanFields):
         except FulldepthError as error:
             _, broken, why = str(error).partition("Invalid JSON: ")  # half a surrogate pair, or nested too deeply
             lines = [f"It is not JSON: {why}"] if broken else str(error).splitlines()
-        text = "\n".join(lines).replace("Unknown setting", "Unknown entry").replace("class_name", "class")
+        text = "\n".join(one_line(line, 200) for line in lines[:4])
+        text = text.replace("Unknown setting", "Unknown entry").replace("class_name", "class")
         raise FulldepthError(f"{where} is no valid plan. {text}")
 
     def changed(self, **entries: Any) -> Plan:
@@ -181,22 +188,9 @@ class Plan(PlanFields):
         """
         target = Path(path)
         target = target / FILE if target.is_dir() else target
-        try:
-            text = target.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise FulldepthError(f"There is no plan {target}. `fulldepth skip search` writes one.") from error
-        except UnicodeDecodeError as error:
-            raise FulldepthError(f"{target} is no plan: it is not text encoded in UTF-8.") from error
-        except OSError as error:
-            raise FulldepthError(f"Cannot read the plan {target}: {error.strerror or error}.") from error
-        try:
-            document = json.loads(text, object_pairs_hook=_once)
-        except json.JSONDecodeError as error:
-            raise FulldepthError(
-                f"{target} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}."
-            ) from error
-        except (RecursionError, ValueError) as error:
-            raise FulldepthError(f"{target} cannot be read as JSON: {error}") from error
+        if not target.exists():
+            raise FulldepthError(f"There is no plan {target}. `fulldepth skip search` writes one.")
+        document = read_json(target, most=MOST_BYTES)
         return cls.of(document, str(target))
 
     def check_model(self, model: Anatomy | PreTrainedModel) -> None:
@@ -209,13 +203,15 @@ class Plan(PlanFields):
             FulldepthError: if it is of another class, lacks a layer of the plan, or has other weights.
         """
         anatomy = model if isinstance(model, Anatomy) else find_anatomy(model)
-        kind = type(anatomy.model).__name__
+        kind, name = type(anatomy.model).__name__, one_line(self.model.name, 200)
         if kind != self.model.class_name:
-            raise FulldepthError(f"The plan is for a {self.model.class_name} ({self.model.name}), this is a {kind}.")
+            raise FulldepthError(
+                f"The plan is for a {one_line(self.model.class_name, 100)} ({name}), this is a {kind}."
+            )
         check_depth(self, anatomy)
         if model_hash(anatomy.model) != self.model.hash:
             raise FulldepthError(
-                f"The plan is for another {kind}: the weights are not those of {self.model.name} that it was made for. "
+                f"The plan is for another {kind}: the weights are not those of {name} that it was made for. "
                 "Give the checkpoint that was searched, in the precision in which it was searched, or search again."
             )
 
@@ -256,11 +252,11 @@ def check_open_entries(plan: PlanFields) -> None:
         FulldepthError: with what is wrong.
     """
     if not HASH.fullmatch(str(plan.data.get("hash"))):
-        raise FulldepthError(f"data.hash is {plan.data.get('hash')!r}, expected {HASH_FORM}.")
+        raise FulldepthError(f"data.hash is {one_line(repr(plan.data.get('hash')), 100)}, expected {HASH_FORM}.")
     for name in COSTS:
         value = plan.cost.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise FulldepthError(f"cost.{name} is {value!r}, expected a number from 0.")
+            raise FulldepthError(f"cost.{name} is {one_line(repr(value), 100)}, expected a number from 0.")
     for entry in ("data", "cost"):
         try:
             json.dumps(getattr(plan, entry), allow_nan=False)
@@ -296,7 +292,7 @@ def _check_names(plan: PlanFields) -> None:
     """Which layers have scalars, and which scalars each."""
     for key, factors in plan.scalars.items():
         if not LAYER.fullmatch(key):
-            raise FulldepthError(f"scalars names the layer {key!r}; expected a number from 1.")
+            raise FulldepthError(f"scalars names the layer {one_line(key, 60)!r}; expected a number from 1.")
         if strange := sorted(set(factors) - set(FACTORS)):
             raise unknown(f"scalar of layer {key}", strange[0], FACTORS)
         skipped = int(key) in plan.blocks
@@ -347,11 +343,3 @@ def _names(names: Iterable[str]) -> str:
 
 def _kind(anatomy: Anatomy) -> str:
     return f"this {type(anatomy.model).__name__}"
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys appear once (json would keep the last one silently)."""
-    keys = [key for key, _ in pairs]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"{twice!r} appears twice")
-    return dict(pairs)

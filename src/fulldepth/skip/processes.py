@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+
+from fulldepth.errors import FulldepthError
+from fulldepth.files import locked
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -49,6 +54,39 @@ class Processes:
     def agree(self, value: T) -> T:
         """What the first process has."""
         return self.gather(value)[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What a piece of work gives that the first process does alone; plain values.
+
+        Raises:
+            FulldepthError: in every process, if the work raises it.
+        """
+        found: Any = None
+        said = None
+        if self.is_main:
+            try:
+                found = work()
+            except FulldepthError as error:
+                if self.world == 1:
+                    raise
+                said = str(error)
+        found, said = self.agree((found, said))
+        if said is not None:
+            raise FulldepthError(said)
+        result: T = found
+        return result
+
+    @contextmanager
+    def holding(self, folder: str | Path | None) -> Iterator[None]:
+        """Hold an output folder (None: there is none) for these processes: the first one locks it.
+
+        Raises:
+            FulldepthError: in every process, if another program is writing there.
+        """
+        with ExitStack() as stack:
+            if folder is not None:
+                self.on_main(partial(stack.enter_context, locked(folder)))
+            yield
 
 
 @contextmanager

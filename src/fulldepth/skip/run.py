@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,24 +11,25 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import Checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
+from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.inputs.responses import FILE as RESPONSES
-from fulldepth.skip.inputs.responses import generate_responses, read_prompts
+from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
+from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.processes import Processes, processes
-from fulldepth.skip.proof.outcome import outcome
+from fulldepth.skip.proof.outcome import KIND, outcome
 from fulldepth.skip.selection.ready import prepared
 from fulldepth.skip.selection.search import search_with
 from fulldepth.skip.settings import SearchSettings
 from fulldepth.skip.subject import open_model, open_tokenizer
 
-MADE = "responses.json"
-"""How the responses beside it were generated; written last, so that they are whole where it is there."""
+RUN_SETTINGS = "settings.yaml"
+"""In the folder of a training run, whose results are kept under the same names."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ def search_into(
         FulldepthError: as `search` and `generate_responses`.
     """
     folder, watcher = Path(output), watcher or Watcher()
-    for name in () if resume else (FILE, DOCUMENT):
-        if (folder / name).exists():
-            raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
-    with processes() as me:
+    if responses is not None and not 1 <= responses <= MOST:
+        raise FulldepthError(f"The number of responses must be 1 to {MOST:,}, got {one_line(responses, 30)}.")
+    with processes() as me, me.holding(folder):
+        me.on_main(lambda: _check_folder(folder, resume))
         owner, tokenizer = _open(model, data, settings, me)
         opened, made = {"tokenizer": tokenizer, "heldout": heldout}, None
         if responses is not None:
@@ -89,6 +91,21 @@ def search_into(
                 outcome(plan, ready, watcher=watcher).save(folder)
         me.gather(None)
     return plan
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else than this search may go on with.
+
+    Raises:
+        FulldepthError: if it does.
+    """
+    for name in (RUN_SETTINGS,) if resume else (FILE, DOCUMENT, RUN_SETTINGS):
+        if (folder / name).exists():
+            raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
+    if (folder / DOCUMENT).exists():
+        kind = Results.load(folder).meta.get("kind")
+        if kind != KIND or not (folder / FILE).exists():
+            raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
 
 
 def _open(
@@ -135,24 +152,23 @@ def _respond(
     watcher: Watcher,
 ) -> Mapping[str, Any]:
     """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
-    path = folder / MADE
     wanted: dict[str, Any] = {
         "temperature": answering.temperature,
         "seed": settings.seed,
         "max_new_tokens": answering.max_new_tokens,
     }
-    asked = {"data": str(data), "count": answering.count, **wanted}
-    if me.is_main:
-        earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        if earlier is None or earlier.get("asked") != asked:
-            prompts = read_prompts(data, tokenizer, limit=answering.count)
-            found = generate_responses(
+
+    def stored() -> dict[str, Any]:
+        check_data(data, folder)
+        prompts = read_prompts(data, tokenizer, limit=answering.count)
+        digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+        asked = {"model": model_hash(model), "prompts": f"sha256:{digest}", "count": answering.count, **wanted}
+        return stored_responses(
+            folder,
+            asked,
+            lambda: generate_responses(
                 model, tokenizer, prompts, len(prompts), batch_size=settings.batch_size, watcher=watcher, **wanted
-            )
-            folder.mkdir(parents=True, exist_ok=True)
-            found.save(folder / RESPONSES)
-            with atomic(path) as part:
-                part.write_text(json.dumps({"asked": asked, "made": found.settings}, indent=2), encoding="utf-8")
-    me.gather(None)
-    made: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["made"]
-    return made
+            ),
+        )
+
+    return me.on_main(stored)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.recipes import Settings
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-TIME = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
+Layer = Annotated[int, Field(ge=1, le=10_000)]
+Batch = Annotated[int, Field(ge=1, le=1_000_000)]
+Length = Annotated[int, Field(ge=1, le=10_000_000)]
+Rows = Annotated[int, Field(ge=1, le=10**12)]
+Epochs = Annotated[int, Field(ge=1, le=100_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Rate = Annotated[float, Field(gt=0, le=1e3)]
+Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
+TIME = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])")
 
 
 class SearchSettings(Settings):
     """Everything that decides which plan a search gives."""
 
-    blocks: PositiveInt | None = None
+    blocks: Layer | None = None
     """k, how many blocks to remove; None = as many as are given."""
     criterion: Criterion = "loss"
     """What candidates are ranked by on held-out data: `loss` untrained, `scaled` after one epoch of training the
@@ -31,32 +40,32 @@ class SearchSettings(Settings):
     others rank once."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, MLP or a whole layer."""
-    given: list[PositiveInt] | None = None
+    given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
     """The layers to remove, for `search: given`."""
-    batch_size: PositiveInt = 8
+    batch_size: Batch = 8
     """Sequences run at once while searching."""
-    chunks: PositiveInt = 32
+    chunks: Batch = 32
     """Parts of the held-out data after each of which candidates may leave; fewer where there are fewer batches."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Of the bounds by which candidates leave, for each round."""
-    budget: PositiveFloat | str | None = None
+    budget: Budget | str | None = None
     """FLOPs, or a time such as `90s`, `10m`, `2h`, for the search without the fits. None: greedy keeps to a quarter of
     the plain loop's FLOPs if there are at least 8 chunks."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Length | None = None
     """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
-    limit: PositiveInt | None = None
+    limit: Rows | None = None
     """Rows (or windows of text) to read; None = all."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Of the held-out fifth, the chunks, the order of training and `search: random`."""
     fit: bool = True
     """Train the scalars afterwards, with the control "scalars only"."""
-    learning_rate: PositiveFloat = 3e-3
+    learning_rate: Rate = 3e-3
     """Of that training."""
-    epochs: PositiveInt = 10
+    epochs: Epochs = 10
     """Passes over the training examples at most."""
-    fit_batch_size: PositiveInt = 32
+    fit_batch_size: Batch = 32
     """Examples in an optimiser step."""
-    patience: PositiveInt = 2
+    patience: Epochs = 2
     """Epochs without a better held-out loss before the training ends."""
     per_channel: bool = False
     """A factor for each channel, rather than one a layer."""
@@ -90,8 +99,10 @@ def parse_budget(budget: float | str | None) -> tuple[float | None, float | None
         return None, float(match[1]) * UNITS[match[2]]
     try:
         flops = float(budget)
-    except ValueError:
+    except (ValueError, OverflowError):
         flops = math.nan
     if not (flops > 0 and math.isfinite(flops)):
-        raise FulldepthError(f"The budget is {budget!r}; expected FLOPs (2e15) or a time (90s, 10m, 2h).")
+        raise FulldepthError(
+            f"The budget is {one_line(repr(budget), 60)}; expected FLOPs (2e15) or a time (90s, 10m, 2h)."
+        )
     return flops, None

@@ -57,7 +57,6 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         data_seed=settings.seed,
         use_cpu=on_cpu,
         save_strategy="no",
-        save_total_limit=settings.keep_checkpoints,
         logging_strategy="steps" if settings.report_to else "no",
         logging_steps=settings.log_every,
         logging_nan_inf_filter=False,

@@ -15,11 +15,12 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fulldepth.hf import seal
+from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
 from fulldepth.train.evaluation import Evaluation, Evaluator
 from fulldepth.train.record import Record, Stopwatch
+from fulldepth.train.resume import RunNotes
 from fulldepth.train.settings import TrainSettings
 
 
@@ -31,7 +32,7 @@ class Conductor(TrainerCallback):
         record: where the rows go.
         evaluator: on the held-out windows.
         watcher: told what happens.
-        notes: of the checkpoint that the run goes on from (`elapsed`, `tally`); empty at the start.
+        notes: of the checkpoint that the run goes on from; plain ones at the start.
         after_evaluation: called with the run folder when its results have changed, on the first process.
     """
 
@@ -41,17 +42,17 @@ class Conductor(TrainerCallback):
         record: Record,
         evaluator: Evaluator,
         watcher: Watcher,
-        notes: dict[str, Any],
+        notes: RunNotes,
         after_evaluation: Callable[[Path], object] | None = None,
     ) -> None:
         self.settings, self.record, self.evaluator, self.watcher = settings, record, evaluator, watcher
         self.after_evaluation = after_evaluation
         self.tally = Tally()
-        self.carried: dict[str, list[float]] = notes.get("tally", {}) if rank() == 0 else {}
-        self.clock = Stopwatch(float(notes.get("elapsed", 0.0)))
+        self.carried: dict[str, list[float]] = dict(notes.tally) if rank() == 0 else {}
+        self.clock = Stopwatch(notes.elapsed)
         self.trainer: Any = None
         self.stop_asked = False
-        self._evaluated = int(notes.get("evaluated", 0))
+        self._evaluated = notes.evaluated
         self._rate = 0.0
 
     def join(self, trainer: Any) -> None:
@@ -93,6 +94,8 @@ class Conductor(TrainerCallback):
         control.should_save = step % self.settings.save_every == 0 or last or stop
         if not control.should_save:
             self.clock.start()
+        elif args.should_save:
+            begin_checkpoint(self._checkpoint(step))
         return control
 
     def on_save(
@@ -103,10 +106,17 @@ class Conductor(TrainerCallback):
         if together():
             distributed.barrier()  # every process has written its part
         if args.should_save:
-            notes = {"elapsed": self.clock.elapsed, "tally": mine, "evaluated": self._evaluated}
-            seal(self.record.folder / f"checkpoint-{state.global_step}", notes)
+            checkpoint = self._checkpoint(state.global_step)
+            self.record.keep_in(checkpoint)
+            notes = RunNotes(elapsed=self.clock.elapsed, tally=mine, evaluated=self._evaluated)
+            seal(checkpoint, notes.model_dump())
+            if self.settings.keep_checkpoints is not None:
+                drop_checkpoints(self.record.folder, self.settings.keep_checkpoints)
         self.clock.start()
         return control
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.record.folder / f"checkpoint-{step}"
 
     def _agreed(self) -> bool:
         """Whether any process was asked to stop; all hear of it after the same step."""

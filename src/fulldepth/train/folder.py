@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import distributed
 
-from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic
-from fulldepth.hf import half_written, sealed_checkpoints
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import atomic, locked, read_json, reading
+from fulldepth.hf import drop_checkpoints, sealed_checkpoints, settle_checkpoints
 from fulldepth.recipes import layer, read
+from fulldepth.results import DOCUMENT, PAGE, TABLE
 from fulldepth.train.settings import TrainSettings
 
 SETTINGS, TOKENIZER, TOKENS = "settings.yaml", "tokenizer", "tokens"
+KIND = "training"
+"""Of a run's results."""
+NOT_OURS = (
+    *(DOCUMENT, TABLE, PAGE, "plan.json", "progress.json", "responses.json*", "config.json", "*.safetensors"),
+    *("checkpoint-*", TOKENIZER, "steps", "fulldepth_skip.json"),
+)
+"""Patterns of what other commands, and runs whose settings are gone, leave in a folder."""
 MAY_DIFFER = {
     *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
     *("eval_every", "save_every", "micro_batch_size"),
@@ -23,37 +33,83 @@ MAY_DIFFER = {
 
 
 def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None:
-    """Claim a run folder; the checkpoint to go on from, or None to start at the beginning.
+    """The checkpoint to go on from, or None to start at the beginning; nothing is written.
 
     Raises:
-        FulldepthError: if the folder holds a run and `resume` is not set, holds a run of other settings, or cannot be
-            written.
+        FulldepthError: if the folder holds a run and `resume` is not set, holds a run of other settings, or anything
+            else that a run would write over.
     """
     if (folder / SETTINGS).exists():
         if not resume:
             raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
         _compare(folder, settings)
+        _check_results(folder)
         found = sealed_checkpoints(folder)
         return found[-1][1] if found else None
-    if folder.is_dir() and any(folder.glob("checkpoint-*")):
-        raise FulldepthError(f"{folder} holds checkpoints of something else; choose another --output.")
+    if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
+        raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
     return None
 
 
-def claim(folder: Path, settings: TrainSettings) -> None:
-    """Write the resolved settings into the folder, and clear away checkpoints that were interrupted (one process).
+@contextmanager
+def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: bool) -> Iterator[list[Path]]:
+    """Hold a run folder: settings written, half-written checkpoints cleared away, nobody else writing into it.
+
+    Args:
+        folder: the run folder.
+        settings: written into it.
+        resume: whether the run may be there already.
+        is_main: whether this process writes; the others only hear how that went.
+
+    Yields:
+        What was in the way and is now under another name.
 
     Raises:
-        FulldepthError: if the folder cannot be written.
+        FulldepthError: in every process, if the folder is in use, holds something else, or cannot be written.
     """
+    with ExitStack() as stack:
+        said, renamed = None, []
+        if is_main:
+            try:
+                stack.enter_context(locked(folder))
+                open_run(folder, settings, resume)  # another process may have been here since the first look
+                renamed = _claim(folder, settings)
+            except FulldepthError as error:
+                said = str(error)
+        if distributed.is_available() and distributed.is_initialized():
+            everyone: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(everyone, said)
+            said = next((words for words in everyone if words is not None), None)
+        if said is not None:
+            raise FulldepthError(said)
+        yield renamed
+
+
+def _claim(folder: Path, settings: TrainSettings) -> list[Path]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with atomic(folder / SETTINGS) as part:
             part.write_text(dump(settings), encoding="utf-8")
-        for path in half_written(folder):
-            shutil.rmtree(path)
+        renamed = settle_checkpoints(folder)
+        if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
+            drop_checkpoints(folder, settings.keep_checkpoints)
+        return renamed
     except OSError as error:
         raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+
+
+def _check_results(folder: Path) -> None:
+    """Refuse to go on where another command has put its results; broken ones are written anew."""
+    if not (folder / DOCUMENT).exists():
+        return
+    try:
+        document = read_json(folder / DOCUMENT)
+    except FulldepthError:
+        return
+    kind = document.get("kind") if isinstance(document, dict) else None
+    if kind != KIND:
+        raise FulldepthError(
+            f"{folder / DOCUMENT} is not of a training run, but of {one_line(repr(kind), 60)}. Move it elsewhere."
+        )
 
 
 def dump(settings: TrainSettings) -> str:
@@ -62,14 +118,24 @@ def dump(settings: TrainSettings) -> str:
 
 
 def saved_settings(folder: Path) -> TrainSettings:
-    """The settings of the run in a folder."""
-    return layer(TrainSettings, read(folder / SETTINGS, "train"))
+    """The settings of the run in a folder.
+
+    Raises:
+        FulldepthError: if the file cannot be read, or does not hold such settings; names the file.
+    """
+    path = folder / SETTINGS
+    try:
+        with reading(path):
+            return layer(TrainSettings, read(path, "train"))
+    except FulldepthError as error:
+        words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
+        raise FulldepthError(words if str(path) in words else f"{path} holds no settings of a run. {words}") from error
 
 
 def _compare(folder: Path, settings: TrainSettings) -> None:
     before, now = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
     different = [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+        f"{one_line(key, 60)} was {one_line(repr(before.get(key)), 60)}, is {one_line(repr(now.get(key)), 60)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and key not in MAY_DIFFER and key != "data.cache"
     ]

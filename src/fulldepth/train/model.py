@@ -183,7 +183,8 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
     """A checkpoint's configuration with some values replaced."""
     if isinstance(base, kind):
         changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
-        changed: PreTrainedConfig = kind.from_dict(base.to_dict() | changes)
+        values = {name: value for name, value in base.to_dict().items() if name != "auto_map"}  # the checkpoint's code
+        changed: PreTrainedConfig = kind.from_dict(values | changes)
         return changed
     return DepthLlamaConfig.from_llama(base, **changes)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.errors import FulldepthError
-from fulldepth.results import Results, finite, tabulate
+from fulldepth.results import DOCUMENT, Results, finite, tabulate
 from fulldepth.train.evaluation import Evaluation
 from fulldepth.train.headline import headline
+from fulldepth.train.resume import RECORD, read_rows, step_of
 
 UNITS = {"aligned": "nats"}
 """Units of the penalties that have one."""
@@ -29,13 +29,20 @@ class Record:
     """Whether the run has come to its end."""
 
     @classmethod
-    def reopen(cls, folder: Path, meta: dict[str, Any], step: int) -> Record:
-        """The record of an interrupted run, without what came after `step`."""
-        try:
-            table = Results.load(folder).table
-        except FulldepthError:  # interrupted before its first evaluation
-            return cls(folder, meta)
-        return cls(folder, meta, table[table.step <= step].reset_index(drop=True))
+    def reopen(cls, folder: Path, meta: dict[str, Any], checkpoint: Path) -> Record:
+        """The record of an interrupted run as of a checkpoint.
+
+        Raises:
+            FulldepthError: if its rows cannot be read.
+        """
+        rows = read_rows(checkpoint)
+        if rows is None and (folder / DOCUMENT).exists():  # of a version that kept none in its checkpoints
+            rows = Results.load(folder).table
+        return cls(folder, meta) if rows is None else cls(folder, meta, _until(rows, step_of(checkpoint)))
+
+    def keep_in(self, checkpoint: Path) -> None:
+        """Write the rows into a checkpoint that is being saved."""
+        self.table.to_parquet(checkpoint / RECORD, index=False)
 
     def add(
         self, step: int, evaluation: Evaluation, means: dict[str, tuple[float, int]], facts: dict[str, Any]
@@ -80,6 +87,11 @@ class Record:
     def save(self) -> None:
         """Write the result folder."""
         self.results().save(self.folder)
+
+
+def _until(table: pd.DataFrame, step: int) -> pd.DataFrame:
+    """The rows up to a step."""
+    return table[table.step <= step].reset_index(drop=True)
 
 
 class Stopwatch:

@@ -19,27 +19,31 @@ from transformers import logging as transformers_logging
 from fulldepth import __version__
 from fulldepth.data import builtin_texts, open_documents, pack, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import load_tokenizer, notes_of, sealed_checkpoints
+from fulldepth.files import atomic_folder
+from fulldepth.hf import load_tokenizer, sealed_checkpoints
 from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.train.arguments import training_arguments
 from fulldepth.train.callback import Conductor, stopping
 from fulldepth.train.evaluation import Evaluator
-from fulldepth.train.folder import TOKENIZER, TOKENS, claim, open_run
+from fulldepth.train.folder import KIND, TOKENIZER, TOKENS, holding, open_run
 from fulldepth.train.methods import make_objective, resolved
 from fulldepth.train.model import build_config, build_model, special_tokens
 from fulldepth.train.optimiser import GroupsMixin
 from fulldepth.train.record import Record
+from fulldepth.train.resume import ResumeMixin, RunNotes, resume_notes, step_of
 from fulldepth.train.settings import TrainSettings
 from fulldepth.train.sft import sft_arguments, sft_data, sft_trainer
 
 EVALUATION_BATCH = 8
+MOST_TOKENS = 1 << 20
+"""Of a tokenizer that is trained here."""
 SMALL_CORPUS = 1 << 25
 """Tokens of a corpus that is always read as a whole."""
 
 
-class PackedTrainer(GroupsMixin, DepthTrainer):
+class PackedTrainer(ResumeMixin, GroupsMixin, DepthTrainer):
     """The Trainer of packed text."""
 
 
@@ -70,22 +74,26 @@ def train(
         FulldepthError: if the folder holds another run, the settings do not fit each other, or the loss is not finite.
     """
     settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
-    checkpoint = open_run(folder, settings, resume)
+    open_run(folder, settings, resume)
     with _quiet_library(), _readable_ending(folder):
-        return _train(settings, folder, checkpoint, recipe, watcher, after_evaluation)
+        arguments = training_arguments(settings, folder)  # joins the other processes
+        with holding(folder, settings, resume, is_main=arguments.should_save) as renamed:
+            for path in renamed:
+                watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
+            checkpoint = open_run(folder, settings, True)
+            return _train(settings, arguments, folder, checkpoint, recipe, watcher, after_evaluation)
 
 
 def _train(
     settings: TrainSettings,
+    arguments: TrainingArguments,
     folder: Path,
     checkpoint: Path | None,
     recipe: str,
     watcher: Watcher,
     after_evaluation: Callable[[Path], object] | None,
 ) -> Results:
-    arguments = training_arguments(settings, folder)  # joins the other processes
-    if arguments.should_save:
-        claim(folder, settings)
+    notes = resume_notes(checkpoint) if checkpoint else RunNotes()
     tokenizer = _tokenizer(settings, folder, arguments, watcher)
     config = build_config(
         settings.model,
@@ -97,13 +105,12 @@ def _train(
     trainer, facts = prepare(settings, folder, tokenizer, config, arguments, watcher)
     held_out = trainer.eval_dataset
     meta = _meta(settings, recipe, trainer.model, {**facts, "validation_sequences": len(held_out)})
-    step = int(checkpoint.name.partition("-")[2]) if checkpoint else 0
     conductor = Conductor(
         settings,
-        Record.reopen(folder, meta, step) if checkpoint else Record(folder, meta),
+        Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta),
         Evaluator(held_out, trainer.data_collator, EVALUATION_BATCH),
         watcher,
-        notes_of(checkpoint) if checkpoint else {},
+        notes,
         after_evaluation,
     )
     return conduct(trainer, conductor, checkpoint)
@@ -126,7 +133,7 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
         f"{settings.steps * settings.global_batch_size * settings.sequence_length / 1e6:.2f} M tokens in "
         f"{settings.steps} steps" + (f"; going on after {checkpoint.name}." if checkpoint else ".")
     )
-    if checkpoint is None or int(checkpoint.name.partition("-")[2]) < settings.steps:
+    if checkpoint is None or step_of(checkpoint) < settings.steps:
         with stopping(conductor):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if conductor.stop_asked and trainer.state.global_step < settings.steps:
@@ -143,15 +150,18 @@ def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArgumen
     if name is None:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
     if not name.startswith("builtin:"):
-        return load_tokenizer(name)
+        tokenizer = load_tokenizer(name)
+        tokenizer.init_kwargs.pop("auto_map", None)  # code of the tokenizer's origin, which no checkpoint is to name
+        return tokenizer
     size = name.partition(":")[2]
-    if not size.isdigit() or int(size) < 300:
-        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, at least 300.")
+    if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
+        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, 300 to {MOST_TOKENS:,}.")
     home = folder / TOKENIZER
     with arguments.main_process_first(desc="tokenizer"):
-        if not (home / "tokenizer_config.json").is_file():
+        if not home.is_dir():
             watcher.say(f"Training a tokenizer of {size} tokens")
-            train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(home)
+            with atomic_folder(home) as part:
+                train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(part)
     return load_tokenizer(home)
 
 
@@ -217,7 +227,7 @@ def _conversations(
 def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: dict[str, Any]) -> dict[str, Any]:
     config = model.config
     return {
-        "kind": "training",
+        "kind": KIND,
         "recipe": recipe,
         "settings": settings.model_dump(mode="json"),
         "model": {

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from fulldepth.recipes import Settings
 
+Steps = Annotated[int, Field(ge=1, le=10**9)]
+NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
+Batch = Annotated[int, Field(ge=1, le=10_000_000)]
+Length = Annotated[int, Field(ge=1, le=10_000_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Rate = Annotated[float, Field(gt=0, le=1e3)]
+NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
+Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
 Term = float | dict[str, Any] | None
 """A penalty: its weight, or a mapping of options with `weight` among them; None = off."""
 
@@ -41,7 +51,7 @@ class DataSettings(Settings):
     """Text for validation; None = a share of the documents is held out."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents that is held out."""
-    validation_sequences: PositiveInt = 32
+    validation_sequences: Batch = 32
     """Sequences in each validation."""
     across_documents: bool = True
     """Whether attention may cross from one document of a window into the next."""
@@ -62,7 +72,7 @@ class ObjectiveSettings(Settings):
     """Cross-entropy of every layer in place of the last one's (options: weights, schedule)."""
     similarity: Term = None
     """Cosine to the last layer (options: weights)."""
-    energy_warmup: NonNegativeInt = 800
+    energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
 
 
@@ -83,33 +93,33 @@ class TrainSettings(Settings):
     tokenizer: str | None = None
     """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus; None = the checkpoint's."""
 
-    steps: PositiveInt = 200
+    steps: Steps = 200
     """Optimiser steps."""
-    global_batch_size: PositiveInt = 16
+    global_batch_size: Batch = 16
     """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: Batch | None = None
     """Sequences in one forward pass of one process; None = the process's whole share."""
-    sequence_length: PositiveInt = 128
+    sequence_length: Length = 128
     """Tokens in a sequence."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of weights, data order and dropout."""
 
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: Rate = 1e-3
     """Peak learning rate of AdamW."""
-    router_learning_rate: PositiveFloat | None = None
+    router_learning_rate: Rate | None = None
     """Peak learning rate of memory routers; None = `learning_rate`."""
-    min_learning_rate: NonNegativeFloat = 0.0
+    min_learning_rate: NonNegativeRate = 0.0
     """Learning rate at the end of the cosine."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegativeSteps = 0
     """Steps of linear warm-up."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: NonNegativeRate = 0.1
     """Of matrices; norms, biases, embeddings and static routers have none."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    adam_epsilon: PositiveFloat = 1e-8
-    clip: NonNegativeFloat = 1.0
+    adam_epsilon: Rate = 1e-8
+    clip: Clip = 1.0
     """Largest gradient norm; 0 = no clipping."""
 
     precision: Literal["float32", "autocast", "bfloat16"] = "float32"
@@ -123,16 +133,16 @@ class TrainSettings(Settings):
     """Shard weights, gradients and optimiser over the processes (FSDP2) instead of copying them (DDP)."""
     device: str | None = None
     """cpu or cuda; None = the accelerator if there is one."""
-    workers: NonNegativeInt = 0
+    workers: Workers = 0
     """Processes that load data, for each training process."""
 
-    eval_every: PositiveInt = 50
+    eval_every: Steps = 50
     """Steps between validations (loss, displacement, jump rate)."""
-    save_every: PositiveInt = 100
+    save_every: Steps = 100
     """Steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: PositiveInt | None = None
+    keep_checkpoints: Steps | None = None
     """Keep only this many; None = all, so that the run can be measured as a series."""
-    log_every: PositiveInt = 10
+    log_every: Steps = 10
     """Steps between lines of `report_to`."""
     report_to: list[str] = Field(default_factory=list)
     """tensorboard, wandb or others that the Trainer knows."""

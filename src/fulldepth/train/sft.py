@@ -12,6 +12,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, ObjectiveMixin
 from fulldepth.train.arguments import training_arguments
 from fulldepth.train.optimiser import GroupsMixin
+from fulldepth.train.resume import ResumeMixin
 from fulldepth.train.settings import TrainSettings
 
 TEMPLATE = (
@@ -70,7 +71,7 @@ def sft_trainer(
 ) -> Any:
     """TRL's trainer with the objective and the optimiser of the settings."""
 
-    class ConversationTrainer(GroupsMixin, ObjectiveMixin, _trl().SFTTrainer):  # type: ignore[misc]
+    class ConversationTrainer(ResumeMixin, GroupsMixin, ObjectiveMixin, _trl().SFTTrainer):  # type: ignore[misc]
         """TRL's SFTTrainer with an objective."""
 
     return ConversationTrainer(

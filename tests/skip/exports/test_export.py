@@ -6,7 +6,11 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_models
+from fulldepth import files
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.exports import readers
 from fulldepth.skip.exports.export import NOTES, export, load
@@ -403,6 +408,46 @@ def test_an_output_that_cannot_be_written(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypatch):
+    """The command line raises SystemExit on SIGTERM; the fresh process that reads the export ends, too."""
+    model, number = tiny_models.build("llama"), tmp_path / "number"
+    reader = tmp_path / "reader"
+    reader.write_text(f"#!/bin/sh\necho $$ > {number}.part; mv {number}.part {number}; exec sleep 100")
+    reader.chmod(0o755)
+    monkeypatch.setattr(readers, "sys", SimpleNamespace(executable=str(reader)))
+
+    def terminate():
+        while not number.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def leave(*_):
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        threading.Thread(target=terminate).start()
+        with pytest.raises(SystemExit):
+            export(planned.plan(model, [2]), model, "folded", tmp_path / "new" / "out")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"reader", "number"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one_into_that_folder(tmp_path, unproven):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = files.temporary_name(tmp_path / "earlier")
+    left = left.with_name(left.name.replace(str(os.getpid()), str(ended.pid)))
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+    model = tiny_models.build("llama")
+    export(planned.plan(model, [2]), model, "folded", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_load_wants_an_export(tmp_path):
     with pytest.raises(FulldepthError, match="is no export of a skip plan"):
         load(tmp_path)
@@ -410,9 +455,20 @@ def test_load_wants_an_export(tmp_path):
     with pytest.raises(FulldepthError, match="schema version 9"):
         load(tmp_path)
     (tmp_path / NOTES).write_text("{")
-    with pytest.raises(FulldepthError, match="cannot be read"):
+    with pytest.raises(FulldepthError, match=r"Cannot read .*fulldepth_skip\.json"):
         load(tmp_path)
-    (tmp_path / NOTES).write_text('{"schema_version": 1, "format": "decilm"}')
+    notes = {"schema_version": 1, "format": "decilm", "logit_error": 0.0, "parameters": 1, "verified": True}
+    (tmp_path / NOTES).write_text(json.dumps(notes))
+    with pytest.raises(FulldepthError, match="notes: Field required"):
+        load(tmp_path)
+    notes |= {"notes": [], "versions": {}, "plan": planned.plan(tiny_models.build("llama"), [2]).document()}
+    (tmp_path / NOTES).write_text(json.dumps(notes | {"format": "decilmm"}))
+    with pytest.raises(FulldepthError, match="Did you mean 'decilm'"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text(json.dumps(notes | {"plan": notes["plan"] | {"blocks": []}}))
+    with pytest.raises(FulldepthError, match=r"fulldepth_skip\.json is no valid plan. blocks is empty"):
+        load(tmp_path)
+    (tmp_path / NOTES).write_text(json.dumps(notes))
     with pytest.raises(FulldepthError, match="Cannot load a model"):
         load(tmp_path)
 

@@ -225,7 +225,7 @@ def test_settings_are_recorded(tmp_path):
     ("options", "message"),
     [
         ({"n": 9}, "9 responses were asked for, but there are 7 prompts"),
-        ({"n": 0}, "responses must be at least 1, got 0"),
+        ({"n": 0}, "responses must be 1 to 10,000,000, got 0"),
         ({"prompts": []}, "There are no prompts"),
         ({"prompts": ["w1", " "]}, "Prompt 2 is empty"),
         (
@@ -235,9 +235,9 @@ def test_settings_are_recorded(tmp_path):
         ({"temperature": -1}, "The temperature must be a number from 0 (greedy), got -1"),
         ({"temperature": float("nan")}, "The temperature must be a number from 0"),
         ({"temperature": float("inf")}, "The temperature must be a number from 0"),
-        ({"seed": -1}, "The seed must be at least 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"seed": -1}, "The seed must be a whole number from 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 to 10,000,000, got 0"),
+        ({"batch_size": 0}, "batch_size must be 1 to 10,000,000, got 0"),
         (
             {"max_new_tokens": 44},
             "Prompt 6 with 44 new tokens would be longer than the model's 64 positions; the longest prompt has "

@@ -144,7 +144,10 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
         other.model.norm.weight[0] += 1
     with pytest.raises(FulldepthError, match="another search: model was"):
         search(other, examples, output=folder, resume=True, **OPTIONS)
-    for text, words in (("{", "cannot be read"), ('{"schema_version": 9, "of": {}}', "schema version 9")):
+    for text, words in (
+        ("{", "is damaged: Expecting .* Remove the file"),
+        ('{"schema_version": 9, "of": {}}', "schema version 9"),
+    ):
         (folder / PROGRESS).write_text(text)
         with pytest.raises(FulldepthError, match=words):
             search(model, examples, output=folder, resume=True, **OPTIONS)
@@ -166,7 +169,7 @@ def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples
 def test_a_disk_that_is_full_is_said_in_one_line(model, examples, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(FulldepthError, match="Cannot write the progress") as error:
+    with pytest.raises(FulldepthError, match=r"Cannot write into .*file/out: Not a directory") as error:
         search(model, examples, output=blocked / "out", fit=False, **OPTIONS)
     assert "\n" not in str(error.value)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -22,12 +21,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from fulldepth.architectures import DeciLMForCausalLM
 from fulldepth.capture import find_anatomy
 from fulldepth.capture.stream import TOLERANCE
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import atomic_folder, read_document, read_json, remove_leftovers
 from fulldepth.hf import Anatomy, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.exports.fold import Folding, folded, probes, scaled_logits
 from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, as_stock, without_bars
 from fulldepth.skip.exports.readers import NotLoadedError, prove
-from fulldepth.skip.plan import Plan
+from fulldepth.skip.plan import MOST_BYTES, Plan
 
 NOTES = "fulldepth_skip.json"
 """What an export says of itself: format, error, notes, and the whole plan."""
@@ -98,6 +98,7 @@ def export(
         with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
             notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
         notes += _save_tokenizer(tokenizer, source, folder)
+        strip_foreign_code(folder, carries_code=format in CARRY_CODE)
         # The fast class follows the stream's scale in its eps, so nothing but rounding is left.
         allowed = TOLERANCE[expected.dtype] + (0.0 if format == "fast" else folding.logit_error)
         error = prove(folder, ids, expected, allowed, "carried" if format in CARRY_CODE else "stock")
@@ -131,25 +132,43 @@ def load(directory: str | Path, *, device: str | torch.device | None = None) -> 
     return model.to(pick_device(device)).eval()
 
 
+class Notes(pydantic.BaseModel):
+    """The entries of `fulldepth_skip.json`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    schema_version: int
+    format: str
+    logit_error: float
+    parameters: int
+    verified: bool
+    notes: list[str]
+    versions: dict[str, str]
+    plan: dict[str, pydantic.JsonValue]
+
+
 def read_notes(folder: Path) -> dict[str, Any]:
-    """What an export says of itself.
+    """What an export says of itself; its plan is a valid `Plan`.
 
     Raises:
-        FulldepthError: if there is nothing, or it was written by a newer version.
+        FulldepthError: if there is nothing, it does not fit the schema, or it was written by a newer version.
     """
     path = folder / NOTES
-    try:
-        notes = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.exists():
         raise FulldepthError(
             f"{folder} is no export of a skip plan: it has no {NOTES}. `fulldepth skip apply` makes one."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise FulldepthError(f"{path} cannot be read: {error}") from error
-    version = notes.get("schema_version") if isinstance(notes, dict) else None
-    if version != SCHEMA_VERSION or notes.get("format") not in FORMATS:
-        raise FulldepthError(f"{path} has schema version {version!r}, this fulldepth reads {SCHEMA_VERSION}.")
-    return notes
+        )
+    document = read_json(path, most=MOST_BYTES)
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise FulldepthError(
+            f"{path} has schema version {one_line(repr(version), 60)}, this fulldepth reads {SCHEMA_VERSION}."
+        )
+    notes = read_document(path, Notes, most=MOST_BYTES)
+    if notes.format not in FORMATS:
+        raise FulldepthError(f"Cannot read {path}: {unknown('format', one_line(notes.format, 60), FORMATS)}")
+    Plan.of(notes.plan, f"The plan in {path}")
+    return notes.model_dump()
 
 
 def _read_elsewhere(folder: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[bool, list[str]]:
@@ -221,26 +240,18 @@ def _folder_to_be(target: Path) -> Iterator[Path]:
         FulldepthError: if it cannot be written (disk full, no permission).
     """
     new = [parent for parent in target.absolute().parents if not parent.exists()]
-    part: Path | None = None
-    named = False
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-        part.chmod(0o755)  # mkdtemp's is for its owner alone
-        yield part
-        check_target(target)
-        part.rename(target)
-        named = True
+        remove_leftovers(target.absolute().parent)
+        with atomic_folder(target) as part:
+            yield part
+            check_target(target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error
     finally:
-        if not named:
-            if part is not None:
-                shutil.rmtree(part, ignore_errors=True)
+        with suppress(OSError):  # up to the first that is not empty
             for parent in new:
-                with suppress(OSError):
-                    parent.rmdir()
+                parent.rmdir()
 
 
 def _save_tokenizer(tokenizer: Any, source: str, folder: Path) -> list[str]:
@@ -255,6 +266,29 @@ def _save_tokenizer(tokenizer: Any, source: str, folder: Path) -> list[str]:
         return ["No tokenizer was given, and none was found with the checkpoint."]
     tokenizer.save_pretrained(folder)
     return []
+
+
+def strip_foreign_code(folder: Path, *, carries_code: bool) -> None:
+    """Remove `auto_map` from every configuration: it names code of the model's origin, which is not in the export.
+
+    Args:
+        folder: the export.
+        carries_code: whether `config.json` names this package's own code, which stays.
+    """
+    for path in folder.glob("*.json"):
+        if path.name == "config.json" and carries_code:
+            continue
+        text = path.read_text(encoding="utf-8")
+        if "auto_map" not in text or path.name == "tokenizer.json":
+            continue
+        path.write_text(json.dumps(_without_code(json.loads(text)), indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _without_code(value: Any) -> Any:
+    """Plain values without any key `auto_map`."""
+    if isinstance(value, dict):
+        return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parameters(folder: Path) -> int:

@@ -16,12 +16,14 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, open_rows, read_conversations
 from fulldepth.data.records import PROMPT_COLUMNS
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic
 from fulldepth.progress import Watcher
 from fulldepth.skip.inputs.rendering import Prompt, as_prompt, encode_prompt
 
 FILE = "responses.jsonl"
+MOST = 10_000_000
+"""Prompts, tokens of a response and sequences of a batch."""
 STAND_IN = "."
 """A response in the place of one that is not there or not wanted."""
 
@@ -34,6 +36,10 @@ class Responses(NamedTuple):
     settings: dict[str, Any]
     """What they depend on, and what became of them; plain values for a plan's `data`."""
 
+    def text(self) -> str:
+        """The pairs as the text of a `.jsonl` file."""
+        return "".join(json.dumps(pair) + "\n" for pair in self.pairs)
+
     def save(self, path: str | Path) -> Path:
         """Write the pairs as a `.jsonl` file, whole or not at all.
 
@@ -43,7 +49,7 @@ class Responses(NamedTuple):
         target = Path(path)
         try:
             with atomic(target) as part:
-                part.write_text("".join(json.dumps(pair) + "\n" for pair in self.pairs), encoding="utf-8")
+                part.write_text(self.text(), encoding="utf-8")
         except OSError as error:
             raise FulldepthError(f"Cannot write responses to {target}: {error.strerror or error}.") from error
         return target
@@ -207,14 +213,14 @@ def _check_settings(
     if not available:
         raise FulldepthError("There are no prompts to respond to.")
     if n > available:
-        raise FulldepthError(f"{n} responses were asked for, but there are {available} prompts.")
+        raise FulldepthError(f"{one_line(n, 30)} responses were asked for, but there are {available} prompts.")
     for what, number in (("responses", n), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if number < 1:
-            raise FulldepthError(f"{what} must be at least 1, got {number}.")
+        if not 1 <= number <= MOST:
+            raise FulldepthError(f"{what} must be 1 to {MOST:,}, got {one_line(number, 30)}.")
     if not 0 <= temperature < math.inf:
         raise FulldepthError(f"The temperature must be a number from 0 (greedy), got {temperature}.")
-    if seed < 0:
-        raise FulldepthError(f"The seed must be at least 0, got {seed}.")
+    if not 0 <= seed < 2**32:
+        raise FulldepthError(f"The seed must be a whole number from 0, below 2**32, got {one_line(seed, 30)}.")
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise FulldepthError(f"{type(model).__name__} cannot respond to prompts; give a causal language model.")
 

@@ -89,7 +89,9 @@ def _run(method: str, given: dict[str, Any]) -> None:
     """Quantise in a process of its own."""
     environment = {"GPTQMODEL_CPU_WORKERS": "2", **os.environ}  # it refuses to start with fewer
     program = [sys.executable, "-m", "fulldepth.skip.proof.calibration", json.dumps(given)]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=environment, check=False, stdin=subprocess.DEVNULL
+    )
     if done.returncode or not Path(given["target"], "config.json").is_file():
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise FulldepthError(_failed(method, "quantise", lines[-1] if lines else f"exit code {done.returncode}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ from transformers import PreTrainedModel
 
 from fulldepth import __version__
 from fulldepth.capture import find_anatomy
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
-from fulldepth.results import COLUMNS, Results, finite, tabulate
+from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.proof.bend import Bend, find_bend
@@ -36,6 +37,8 @@ from fulldepth.skip.subject import check_task, open_model
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 """What is read at every number of removed blocks, with its unit."""
 RESAMPLES = 1000
+KIND = "curve"
+MOST_BLOCKS = 10_000
 
 
 class Curve(NamedTuple):
@@ -99,13 +102,13 @@ def curve(
     Raises:
         FulldepthError: as `search`.
     """
-    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
-        raise FulldepthError(f"max_blocks is {max_blocks!r}; expected a whole number from 1.")
+    _check_number(max_blocks)
     watcher = watcher or Watcher()
     settings = layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
-    with processes() as me:
+    with processes() as me, me.holding(output):
+        me.on_main(partial(_check_folder, output, resume))
         owner = open_model(
             model,
             dtype=settings.dtype,
@@ -124,6 +127,31 @@ def curve(
             results.save(output)
         me.gather(None)
     return Curve(plan, results)
+
+
+def _check_number(max_blocks: Any) -> None:
+    """Refuse what is no number of blocks.
+
+    Raises:
+        FulldepthError: if it is none.
+    """
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
+        raise FulldepthError(
+            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
+        )
+
+
+def _check_folder(output: str | Path | None, resume: bool) -> None:
+    """Refuse a folder with results, unless they are of a curve that is to go on.
+
+    Raises:
+        FulldepthError: if it holds other results.
+    """
+    if output is None:
+        return
+    folder = Path(output)
+    if (folder / DOCUMENT).exists() and not (resume and Results.load(folder).meta.get("kind") == KIND):
+        raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 
 
 def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
@@ -199,7 +227,7 @@ def _results(plan: Plan, read: _Read, settings: SearchSettings, max_blocks: int,
     bend = find_bend(read.sums["loss"] / read.tokens[:, None], read.tokens, resamples=RESAMPLES, seed=settings.seed)
     table = _table(plan, read, bend, settings.seed)
     document = {
-        "kind": "curve",
+        "kind": KIND,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "complete": True,
         "settings": {**settings.model_dump(), "max_blocks": max_blocks},

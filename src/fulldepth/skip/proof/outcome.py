@@ -32,7 +32,7 @@ from fulldepth.skip.proof.outcome_headline import headline
 from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.score import make_batches
-from fulldepth.skip.settings import SearchSettings
+from fulldepth.skip.settings import PLACES, SearchSettings
 from fulldepth.skip.subject import open_model
 
 KIND = "skip"
@@ -85,9 +85,14 @@ def analyse(
 
 
 def settings_of(plan: Plan, options: Mapping[str, Any]) -> SearchSettings:
-    """The settings that a plan was searched with, as far as it says, and what is given beside them."""
+    """The settings that a plan was searched with, as far as it says, and what is given beside them.
+
+    A plan grants nothing: what a search takes from where it runs (`PLACES`: `trust_remote_code`, the tokenizer, ...) is
+    never taken from the plan.
+    """
     noted = plan.cost.get("settings")
-    known = {name: value for name, value in noted.items() if value is not None} if isinstance(noted, dict) else {}
+    stored = noted if isinstance(noted, dict) else {}
+    known = {name: value for name, value in stored.items() if value is not None and name not in PLACES}
     if known.get("given") is None:
         known["blocks"] = len(plan.blocks)
     return layered(SearchSettings, {"granularity": plan.granularity, **known}, dict(options))

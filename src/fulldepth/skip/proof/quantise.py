@@ -107,22 +107,25 @@ def quantise(
             model here, or a context with its new tokens exceeds the model's positions.
     """
     check_method(method)
-    _check_place(output, resume)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     settings = settings_of(plan, options)
     asked = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
     timing = layered(BenchSettings, {**asked, "seed": settings.seed})
     work = _Work(method, settings, None if output is None else Path(output), resume, watcher or Watcher(), Processes())
     places = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
-    plan.check_model(owner)
-    with evaluating(owner):
-        _check_context(find_anatomy(owner), timing)
-        corners, examples = _corners(owner, plan, data, work, tokenizer=tokenizer, heldout=heldout)
-        _time(corners, timing, work.watcher)
-    results = Results(table_of(corners), _document(corners, plan, examples, work, timing))
-    if work.folder is not None:
-        results.save(work.folder)
+    with work.me.holding(work.folder):
+        _check_place(work.folder, resume)
+        owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
+        plan.check_model(owner)
+        with evaluating(owner):
+            _check_context(find_anatomy(owner), timing)
+            corners, examples = _corners(owner, plan, data, work, tokenizer=tokenizer, heldout=heldout)
+            _time(corners, timing, work.watcher)
+        results = Results(table_of(corners), _document(corners, plan, examples, work, timing))
+        if work.folder is not None:
+            results.save(work.folder)
     return results
 
 
@@ -145,12 +148,12 @@ class _Work:
         return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed)
 
 
-def _check_place(output: str | Path | None, resume: bool) -> None:
-    """Refuse to overwrite, and to take times while other processes work."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
-    for name in () if output is None else (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
-        if (Path(output or "") / name).exists():
+def _check_place(output: Path | None, resume: bool) -> None:
+    """Refuse to overwrite."""
+    if output is None:
+        return
+    for name in (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
+        if (output / name).exists():
             raise FulldepthError(f"{output} already holds {name}. Choose another output folder.")
 
 

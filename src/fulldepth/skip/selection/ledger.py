@@ -20,12 +20,13 @@ import numpy as np
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic
 from fulldepth.progress import Watcher
+from fulldepth.recipes import Settings
+from fulldepth.skip.plan import Factors
 from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.flops import Costs, Variant, candidates
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
+from fulldepth.skip.selection.stored import SCHEMA_VERSION, StoredProgress, check_task, damaged, read_progress
 
-PROGRESS = "progress.json"
-SCHEMA_VERSION = 1
 SPENT = ("forwards", "flops", "seconds")
 Chunk = Sequence[Batch]
 
@@ -35,9 +36,15 @@ class Refit:
     """How the scalars of a candidate are fitted (criterion `scaled`), and what a fit costs."""
 
     fit: Callable[[Variant], dict[str, Any]]
-    """Gives `scalars`, plain values."""
+    """Gives a `RefitResult`."""
     forwards: int
     flops: float
+
+
+class RefitResult(Settings):
+    """What a fit of a candidate gives, as plain values."""
+
+    scalars: Factors
 
 
 class Ledger:
@@ -78,6 +85,7 @@ class Ledger:
         self._stored: dict[str, dict[Variant, dict[int, list[float]]]] = {}
         """What the progress file holds; a step that was made before takes from it what it gave, and no more."""
         self._tasks: dict[str, Any] = {}
+        self._stored_tasks: dict[str, Any] = {}
         self._fitted: set[str] = set()
         self._log: list[list[float]] = []
         """Spent by the end of each step."""
@@ -156,20 +164,30 @@ class Ledger:
         if not self._step(lambda: self._evaluate(kind, todo, chunk), lambda: (forwards, flops)):
             for name in (LOSS, DIVERGENCE) if kind == DIVERGENCE else (kind,):
                 for variant in todo:
-                    self._sums.setdefault(name, {}).setdefault(variant, {})[chunk] = self._stored[name][variant][chunk]
+                    known = self._stored.get(name, {}).get(variant, {}).get(chunk)
+                    if known is None:
+                        raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is not there")
+                    self._sums.setdefault(name, {}).setdefault(variant, {})[chunk] = known
 
-    def task(self, work: Mapping[str, Callable[[], Any]], cost: Callable[[Any], tuple[float, float]]) -> list[Any]:
+    def task(
+        self, work: Mapping[str, Callable[[], Any]], cost: Callable[[Any], tuple[float, float]], kind: Any
+    ) -> list[Any]:
         """What pieces of other work give, each done once by one process.
 
         Args:
             work: name -> what gives its result, in plain values.
             cost: forwards and FLOPs of a piece, out of its result.
+            kind: type of a result, as pydantic understands it; what the progress file holds must be of it.
         """
         names = list(work)
         for start in range(0, len(names), self.me.world):
             group = names[start : start + self.me.world]
             costs = partial(self._cost_of, group, cost)
-            self._step(partial(self._do, group, work), costs)
+            if not self._step(partial(self._do, group, work), costs):
+                for name in group:
+                    if name not in self._stored_tasks:
+                        raise damaged(self.path, f"tasks: {name} is not there")
+                    self._tasks[name] = check_task(self.path, name, self._stored_tasks[name], kind)
         return [self._tasks[name] for name in names]
 
     def begin(self, title: str, total: int) -> None:
@@ -212,7 +230,8 @@ class Ledger:
             raise FulldepthError("There are no examples to fit scalars on.")
         refit = self.refit
         if todo and refit is not None:
-            self.task({_name(v): partial(refit.fit, v) for v in todo}, lambda _: (refit.forwards, refit.flops))
+            work = {_name(v): partial(refit.fit, v) for v in todo}
+            self.task(work, lambda _: (refit.forwards, refit.flops), RefitResult)
 
     def _evaluate(self, kind: str, todo: Sequence[Variant], chunk: int) -> None:
         """Share the work, and put together what all found: slices of (batch, variant), so that prefixes stay shared."""
@@ -260,8 +279,7 @@ class Ledger:
             "log": self._log,
             "tasks": self._tasks,
             "sums": {
-                kind: {",".join(map(str, sorted(variant))): known for variant, known in of.items()}
-                for kind, of in self._sums.items()
+                kind: {_layers(variant): known for variant, known in of.items()} for kind, of in self._sums.items()
             },
         }
         try:
@@ -271,40 +289,41 @@ class Ledger:
         except OSError as error:
             raise FulldepthError(f"Cannot write the progress to {self.path}: {error.strerror or error}.") from error
 
-    def _read(self, resume: bool) -> dict[str, Any] | str | None:
+    def _read(self, resume: bool) -> StoredProgress | str | None:
         """The progress file, or words for what is wrong with it."""
         if self.path is None or not self.path.exists():
             return None
         if not resume:
             return f"{self.path} holds an unfinished search. Go on with it (resume), or choose another output folder."
         try:
-            document = json.loads(self.path.read_text(encoding="utf-8"))
-            version = document["schema_version"]
-            before = document["of"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"The progress in {self.path} cannot be read: {error}. Remove it to start again."
-        if version != SCHEMA_VERSION:
-            return f"{self.path} has schema version {version!r}, this fulldepth reads {SCHEMA_VERSION}."
-        now = json.loads(json.dumps(self.fingerprint))
-        different = [
-            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-            for name in sorted({*before, *now})
-            if before.get(name) != now.get(name)
-        ]
-        if different:
-            return f"{self.path} holds another search: {'; '.join(different[:4])}. Choose another output folder."
-        return dict(document)
+            return read_progress(self.path, self.fingerprint)
+        except FulldepthError as error:
+            return str(error)
 
-    def _load(self, document: Mapping[str, Any]) -> None:
-        self._log, self._tasks = document["log"], document["tasks"]
-        for kind, of in document["sums"].items():
-            self._stored[kind] = {
-                Variant(int(layer) for layer in key.split(",") if layer): {
-                    int(chunk): values for chunk, values in known.items()
-                }
-                for key, known in of.items()
-            }
+    def _load(self, stored: StoredProgress) -> None:
+        """Take over what is stored, if it is about these chunks and layers.
+
+        Raises:
+            FulldepthError: if it is not.
+        """
+        self._log, self._stored_tasks = [list(spent) for spent in stored.log], dict(stored.tasks)
+        depth = self.costs.num_layers
+        for kind, of in stored.sums.items():
+            for key, known in of.items():
+                variant = Variant(int(layer) for layer in key.split(",") if layer)
+                if max(variant, default=0) > depth:
+                    raise damaged(self.path, f"sums.{kind} names layer {max(variant)}, the model has {depth}")
+                sums = {int(chunk): values for chunk, values in known.items()}
+                for chunk, values in sums.items():
+                    if chunk >= len(self.tokens) or len(values) != len(self.tokens[chunk]):
+                        raise damaged(self.path, f"sums.{kind} of {key or 'the model'}: chunk {chunk} does not fit")
+                self._stored.setdefault(kind, {})[variant] = sums
+
+
+def _layers(variant: Variant) -> str:
+    """The key of a variant in the file: `3,7`."""
+    return ",".join(map(str, sorted(variant)))
 
 
 def _name(variant: Variant) -> str:
-    return "scaled " + ",".join(map(str, sorted(variant)))
+    return f"scaled {_layers(variant)}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import Field, FiniteFloat
 from torch.nn import functional
 
 from fulldepth.capture import body_inputs, capture
@@ -88,7 +90,8 @@ def _scores(ledger: Ledger, search: str, measure: Callable[[Scorer, Chunk], list
     passes = costs.training if search == "taylor" else costs.whole
     each = sum(passes(BASE, shape) for shape in shapes) / len(ledger.chunks)
     ledger.begin(search.capitalize(), len(ledger.chunks))
-    found = ledger.task(work, lambda _: (len(shapes) / len(ledger.chunks), each))
+    kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
+    found = ledger.task(work, lambda _: (len(shapes) / len(ledger.chunks), each), kind)
     ledger.finish()
     return {layer: abs(sum(sums[layer - 1] for sums in found)) for layer in range(1, costs.num_layers + 1)}
 

@@ -16,26 +16,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from fulldepth.recipes import Settings
 from fulldepth.recipes import layer as layered
-from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.plan import FILE, Factors, Loss, Plan
 from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
 from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
 from fulldepth.skip.selection.exact import exact
 from fulldepth.skip.selection.fit import FitResult, fit
 from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.ledger import PROGRESS, Ledger
+from fulldepth.skip.selection.ledger import Ledger
 from fulldepth.skip.selection.rankings import rank
 from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.record import cost_of, document_of
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
+from fulldepth.skip.selection.stored import PROGRESS
 from fulldepth.skip.settings import PLACES, SearchSettings
+
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+"""FLOPs that a search may spend."""
+
+
+class StoredFit(Settings):
+    """A `FitResult` as plain values."""
+
+    scalars: Factors
+    heldout_loss: Loss
+    losses: list[FiniteFloat]
+    epoch: NonNegativeInt
+    train_losses: list[FiniteFloat]
+    divergences: list[FiniteFloat]
+    forwards: NonNegativeInt
+    flops: Loss
 
 
 def search(
@@ -114,7 +133,7 @@ def search_with(
 ) -> Plan:
     """`search` with its settings resolved and its process group joined."""
     folder = None if output is None else Path(output)
-    with prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
+    with me.holding(folder), prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
         of = {"model": ready.hash, "data": ready.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
         done = _finished(folder, of, resume, me)
         if done is not None:
@@ -139,11 +158,10 @@ def search_with(
         healed, control = _fits(ledger, ready, picks, watcher) if settings.fit else (None, None)
         cost = cost_of(ledger, ready, picks, rounds, searched, healed, control)
         plan = Plan.of(document_of(ready, of, picks, losses, healed, control, cost, responses))
-    if folder is not None and me.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        plan.save(folder)
-        _clear(folder)
-    me.gather(None)
+        if folder is not None and me.is_main:
+            plan.save(folder)
+            (folder / PROGRESS).unlink(missing_ok=True)
+        me.gather(None)
     return plan
 
 
@@ -166,7 +184,7 @@ def _agreed_budget(ledger: Ledger, ready: Ready, found: Estimate, me: Processes)
     """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
     costs, chunks = ledger.costs, ledger.chunks
     limit, asked = budget_of(ready.settings, costs, chunks, ready.blocks, found.pace * me.world)
-    (limit,) = ledger.task({"budget": lambda: limit}, lambda _: (0, 0.0))
+    (limit,) = ledger.task({"budget": lambda: limit}, lambda _: (0, 0.0), Limit)
     if asked:
         least = least_flops(costs, chunks, ready.settings.criterion, ready.blocks, ready.refit)
         check_budget(ready.settings, found, least, limit)
@@ -205,12 +223,12 @@ def _fits(
         return _plain(fit(ready.scorer, variant, ready.examples.train, every, options, watcher))
 
     work = {"fit healed": lambda: one(Variant(picks)), "fit control": lambda: one(BASE)}
-    healed, control = ledger.task(work, lambda found: (found["forwards"], found["flops"]))
+    healed, control = ledger.task(work, lambda found: (found["forwards"], found["flops"]), StoredFit)
     return healed, control
 
 
 def _plain(found: FitResult) -> dict[str, Any]:
-    names = ("heldout_loss", "losses", "epoch", "train_losses", "divergences", "forwards", "flops")
+    names = [name for name in StoredFit.model_fields if name != "scalars"]
     return {"scalars": found.scalars.as_dict(), **{name: getattr(found, name) for name in names}}
 
 
@@ -229,11 +247,5 @@ def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Proc
     if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != (of["model"], of["data"], settings):
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
     if me.is_main:
-        _clear(folder)
+        (folder / PROGRESS).unlink(missing_ok=True)
     return plan
-
-
-def _clear(folder: Path) -> None:
-    """Remove the progress, and what a process that was killed while writing it has left."""
-    for path in (folder / PROGRESS, *folder.glob(f".{PROGRESS}.*.part")):
-        path.unlink(missing_ok=True)

@@ -5,18 +5,20 @@ The programs beside this file run by themselves: nothing of this package is ther
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
 from fulldepth.capture.stream import TOLERANCE, relative_error
 from fulldepth.errors import FulldepthError
+from fulldepth.files import reading
 
 READERS = {
     "stock": ("with_transformers.py", "stock"),
@@ -25,6 +27,14 @@ READERS = {
 }
 """Name -> program and its last arguments. `stock`: transformers alone; `carried`: transformers with the folder's code,
 which must be refused without; `mlx`: mlx-lm."""
+
+
+class Said(pydantic.BaseModel):
+    """The last line that a reader prints."""
+
+    class_name: str = pydantic.Field(alias="class")
+    cache_error: float
+    """Largest difference of logits with and without a cache, relative."""
 
 
 class NotLoadedError(FulldepthError):
@@ -55,21 +65,23 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(place) / "modules")}
         path = Path(__file__).with_name(program)
         command = [sys.executable, "-W", "ignore", "-P", str(path), str(folder.absolute()), *files, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=place)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, env=environment, check=False, cwd=place, **streams)
         if done.returncode:
-            said = " ".join(done.stderr.strip().splitlines()[-1:])[:400]
-            raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {said}")
-        found = torch.load(files[1], weights_only=True)
-    said = json.loads(done.stdout.splitlines()[-1])
+            why = " ".join(done.stderr.strip().splitlines()[-1:])[:400]
+            raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {why}")
+        with reading(f"what a fresh process computed from {folder}"):
+            found = torch.load(files[1], weights_only=True)
+            said = Said.model_validate_json(done.stdout.splitlines()[-1], strict=True)
     error = relative_error(found, expected)
     if not error <= allowed:
         raise FulldepthError(
-            f"The export is dropped: loaded again as {said['class']}, its logits miss the plan's by {error:.1e} of the "
-            f"largest; {allowed:.1e} is allowed."
+            f"The export is dropped: loaded again as {said.class_name}, its logits miss the plan's by {error:.1e} of "
+            f"the largest; {allowed:.1e} is allowed."
         )
-    if not said["cache_error"] <= TOLERANCE[expected.dtype]:
+    if not said.cache_error <= TOLERANCE[expected.dtype]:
         raise FulldepthError(
-            f"The export is dropped: loaded again as {said['class']}, it gives other logits with a cache than without "
-            f"({said['cache_error']:.1e} of the largest)."
+            f"The export is dropped: loaded again as {said.class_name}, it gives other logits with a cache than "
+            f"without ({said.cache_error:.1e} of the largest)."
         )
     return error

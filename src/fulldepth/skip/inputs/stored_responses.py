@@ -1,0 +1,105 @@
+"""Generated responses in a search's folder: written once, found again after a restart, never over something else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import atomic, read_document
+from fulldepth.recipes import Settings
+from fulldepth.skip.inputs.responses import FILE, Responses
+
+NOTES = "responses.json"
+"""How the responses beside it were generated."""
+
+
+class StoredNotes(Settings):
+    """The entries of `responses.json`, which is written before the responses."""
+
+    asked: dict[str, JsonValue]
+    """Model, prompts and settings that decide the responses."""
+    made: dict[str, JsonValue]
+    """`Responses.settings`."""
+    sha256: str
+    """Of the bytes of `responses.jsonl`."""
+
+
+def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[[], Responses]) -> dict[str, Any]:
+    """Have the responses in `folder`; an earlier start's are taken if they were asked for in the same way.
+
+    Args:
+        folder: where `responses.jsonl` and `responses.json` are written.
+        asked: what decides the responses, in plain values.
+        generate: makes them.
+
+    Returns:
+        `Responses.settings`, as the file holds them.
+
+    Raises:
+        FulldepthError: if the folder holds other responses, or files of these names that are not whole.
+    """
+    found = _read(folder, asked)
+    if found is None:
+        responses = generate()
+        digest = hashlib.sha256(responses.text().encode()).hexdigest()
+        notes = {"asked": dict(asked), "made": responses.settings, "sha256": digest}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic(folder / NOTES) as part:
+                part.write_text(json.dumps(notes, indent=2), encoding="utf-8")
+        except OSError as error:
+            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+        responses.save(folder / FILE)
+        found = read_document(folder / NOTES, StoredNotes)
+    return dict(found.made)
+
+
+def check_data(data: Any, folder: Path) -> None:
+    """Refuse to write the responses over the file that the prompts are read from.
+
+    Raises:
+        FulldepthError: if `data` is that file.
+    """
+    target = folder / FILE
+    if isinstance(data, str | Path) and target.exists() and Path(data).exists() and target.samefile(data):
+        raise FulldepthError(
+            f"The prompts are to be read from {data}, which the generated responses would replace. Choose another "
+            "output folder."
+        )
+
+
+def _read(folder: Path, asked: Mapping[str, Any]) -> StoredNotes | None:
+    """What an earlier start left; None if the responses are still to be generated."""
+    notes, responses = folder / NOTES, folder / FILE
+    if not notes.exists():
+        if responses.exists():
+            raise FulldepthError(
+                f"{responses} exists, and it is not known how it was made: there is no {NOTES} beside it. It is never "
+                "written over; choose another output folder."
+            )
+        return None
+    again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."
+    try:
+        found = read_document(notes, StoredNotes)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} {again}") from error
+    now = json.loads(json.dumps(dict(asked)))
+    different = [
+        f"{name} was {one_line(repr(found.asked.get(name)), 80)}, is {one_line(repr(now.get(name)), 80)}"
+        for name in now
+        if found.asked.get(name) != now[name]
+    ]
+    if different:
+        raise FulldepthError(f"{folder} holds other responses: {'; '.join(different[:4])}. {again}")
+    if not responses.exists():  # killed between the two files
+        return None
+    with responses.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != found.sha256:
+            raise FulldepthError(f"{responses} has changed since it was generated. {again}")
+    return found

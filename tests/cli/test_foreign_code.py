@@ -1,0 +1,110 @@
+"""Code that a checkpoint carries runs with --trust-remote-code and in no other way, whatever a file or a pipe says."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tiny_models
+from fulldepth.skip.exports.export import export
+from fulldepth.skip.proof import quantise as quantising
+from skip import planned, wordy
+
+EVIL = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
+"""
+AUTO = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoModel": "evil.Model"}
+
+
+def change(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a known and one of an unknown type, both with code; data, recipes and a plan that trusts."""
+    home = tmp_path_factory.mktemp("house")
+    model = tiny_models.build("llama")
+    rows = [{"prompt": wordy.words(n, n + 1), "response": wordy.words(*range(n, n + 6))} for n in range(12)]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (home / "text.jsonl").write_text("".join(json.dumps({"text": row["response"]}) + "\n" for row in rows * 2))
+    data = {"name": str(home / "text.jsonl"), "validation_share": 0.3}
+    for name in ("known", "unknown"):
+        folder = home / name
+        model.save_pretrained(folder)
+        wordy.tokenizer().save_pretrained(folder)
+        change(folder / "config.json", auto_map=AUTO)
+        change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+        (folder / "evil.py").write_text(EVIL.format(marker=str(home / "ran")))
+        recipe = {"model": {"checkpoint": str(folder)}, "data": data, "steps": 1, "global_batch_size": 1}
+        (home / f"{name}.yaml").write_text(yaml.safe_dump(recipe | {"sequence_length": 8, "tokenizer": str(folder)}))
+    change(home / "unknown" / "config.json", model_type="evil", architectures=["Model"])
+    change(home / "unknown" / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
+    plan = planned.plan(model, [2])
+    settings = {"trust_remote_code": True, "tokenizer": str(home / "unknown"), "batch_size": 4}
+    plan.changed(cost={**plan.cost, "settings": settings}).save(home / "plan.json")
+    return home
+
+
+@pytest.fixture
+def house(built: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, and somebody who says yes to every question."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    return built
+
+
+COMMANDS = {
+    "measure": ["measure", "{model}", "--data", "{home}/text.jsonl"],
+    "search": ["skip", "search", "{model}", "--data", "{home}/pairs.jsonl", "--blocks", "1", "--no-fit"],
+    "curve": ["skip", "curve", "{model}", "--data", "{home}/pairs.jsonl", "--max-blocks", "1"],
+    "apply": ["skip", "apply", "{home}/plan.json", "{model}"],
+    "bench": ["skip", "bench", "{model}", "{model}", "--batches", "1", "--contexts", "4", "--repeats", "1"],
+    "quantise": ["skip", "quantise", "{model}", "{home}/plan.json", "--data", "{home}/pairs.jsonl"],
+    "train": ["train", "{model}.yaml"],
+}
+
+
+@pytest.mark.parametrize("kind", ["known", "unknown"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_runs_code_of_a_checkpoint(
+    main: Any, house: Path, tmp_path: Path, monkeypatch: Any, name: str, kind: str
+) -> None:
+    class ArrivedError(Exception):
+        """The model is loaded; quantising itself needs a package that may be absent."""
+
+    def arrived(*_: object) -> None:
+        raise ArrivedError
+
+    monkeypatch.setattr(quantising, "check_method", lambda _: None)
+    monkeypatch.setattr(quantising, "_check_context", arrived)
+    model = str(house / kind)
+    command = [word.format(model=model, home=house) for word in COMMANDS[name]]
+    try:
+        code, _, err = main(*command, "--output", tmp_path / "out")
+    except ArrivedError:
+        code, err = 0, ""
+    assert not (house / "ran").exists()
+    assert code == (0 if kind == "known" else 2), err
+    if kind == "unknown":
+        assert "its own code" in err
+    written = [path for path in tmp_path.rglob("*config.json") if "evil" in path.read_text()]
+    assert not written, "a run's checkpoint names the code"
+
+
+def test_a_fast_export_names_its_own_code_and_no_other(house: Path, tmp_path: Path) -> None:
+    export(house / "plan.json", house / "known", "fast", tmp_path / "out")
+    assert not (house / "ran").exists()
+    named = {path.name for path in (tmp_path / "out").glob("*.json") if "auto_map" in path.read_text()}
+    assert named == {"config.json"}
+    code = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    assert all((tmp_path / "out" / f"{place.partition('.')[0]}.py").is_file() for place in code.values())
+    assert "evil" not in str(code)
+    assert not (tmp_path / "out" / "evil.py").exists()

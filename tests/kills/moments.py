@@ -1,0 +1,167 @@
+"""What a kill leaves on the disk at every moment of a run, and what a resumed run makes of it.
+
+A run happens once, in a forked process. Before each of its file operations inside a folder (open for writing, rename,
+remove, make or remove a folder) the folder is copied as it is: unflushed buffers are not in the copy, as they are not
+on the disk after a kill. Every second copy has the file that was opened last cut to half, as if the kill had come while
+it was written. Then each copy is put back in its place, and the run is resumed in another forked process.
+
+Forks start with everything imported, so that a resumption costs what it computes. The parent must not have run
+anything in parallel before (one thread, no pyarrow).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+TIMED_KEYS = {"created", "seconds", "elapsed", "timings", "throughput", "peak_memory", "machine", "memory"}
+TIMED_ROWS = {"throughput", "elapsed", "peak_memory"}
+Content = dict[str, Any]
+
+
+def in_fork(work: Callable[[], Any], report: Path) -> Any:
+    """What a piece of work gives in a forked process that ends without cleaning up.
+
+    Raises:
+        AssertionError: with its traceback, if it raises.
+    """
+    process = os.fork()
+    if process == 0:
+        try:
+            outcome = (True, work())
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        report.write_bytes(pickle.dumps(outcome))
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(process, 0)
+    succeeded, value = pickle.loads(report.read_bytes())  # of our own process
+    report.unlink()
+    assert succeeded, value
+    return value
+
+
+class Camera:
+    """Copies a folder before every file operation in it.
+
+    Args:
+        folder: what is copied.
+        copies: where to; `0001`, `0002`, ...
+    """
+
+    def __init__(self, folder: Path, copies: Path) -> None:
+        self.folder, self.copies = folder, copies
+        self.number = 0
+        self.written: Path | None = None
+        self.busy = False
+
+    def start(self) -> None:
+        """Watch this process until it ends."""
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.busy or not arguments or not isinstance(arguments[0], str | os.PathLike):
+            return
+        opened = event == "open" and len(arguments) == 3 and bool((arguments[2] or 0) & WRITING)
+        if not opened and event not in EVENTS:
+            return
+        path = Path(arguments[0])
+        relative = not path.is_absolute() and isinstance(arguments[-1], int) and arguments[-1] >= 0  # beside a handle
+        if not relative and not path.is_relative_to(self.folder):
+            return
+        self.busy = True
+        try:
+            self._copy()
+            self.written = path if opened else self.written
+        finally:
+            self.busy = False
+
+    def _copy(self) -> None:
+        self.number += 1
+        copy = self.copies / f"{self.number:04}"
+        if not self.folder.exists():
+            return
+        shutil.copytree(self.folder, copy, symlinks=True)
+        if self.number % 2 and self.written is not None:
+            torn = copy / self.written.relative_to(self.folder)
+            if torn.is_file():
+                os.truncate(torn, torn.stat().st_size // 2)
+
+
+def moments(folder: Path, copies: Path, work: Callable[[], Any]) -> tuple[Content, list[Path]]:
+    """Run `work` once: what it leaves in `folder`, and a copy of the folder for every state that a kill can leave."""
+    copies.mkdir()
+
+    def filmed() -> Content:
+        Camera(folder, copies).start()
+        work()
+        return content(folder)
+
+    whole = in_fork(filmed, copies.with_name("report"))
+    seen, different = set(), []
+    for copy in sorted(copies.iterdir()):
+        state = tuple(sorted((str(path.relative_to(copy)), _bytes(path)) for path in copy.rglob("*")))
+        if state not in seen:
+            seen.add(state)
+            different.append(copy)
+    return whole, different
+
+
+def resumed(folder: Path, copy: Path, work: Callable[[], Any]) -> Content:
+    """What `work` leaves in `folder` if it starts from a copy."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(copy, folder, symlinks=True)
+
+    def run() -> Content:
+        work()
+        return content(folder)
+
+    return in_fork(run, copy.parent.with_name("report"))
+
+
+def content(folder: Path) -> Content:
+    """Path -> what is in the file, without times."""
+    return {str(path.relative_to(folder)): _plain(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b"folder"
+
+
+def _plain(path: Path) -> Any:
+    if path.suffix == ".json":
+        return _timeless(json.loads(path.read_text(encoding="utf-8")), path.name)
+    if path.suffix == ".parquet":
+        table = pd.read_parquet(path)
+        return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
+    return path.read_bytes()
+
+
+def _timeless(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        drop = TIMED_KEYS | ({"record.parquet"} if name == "complete.json" else set())  # whose size varies with times
+        drop |= {"table_sha256", "sha256"} if name == "results.json" else set()
+        return {key: _timeless(inner, name) for key, inner in value.items() if key not in drop}
+    return [_timeless(inner, name) for inner in value] if isinstance(value, list) else value
+
+
+def differences(whole: Content, again: Content) -> Iterator[str]:
+    """Names of the files that are not the same."""
+    for name in sorted(whole.keys() | again.keys()):
+        if name not in again:
+            yield f"{name} is missing"
+        elif name not in whole:
+            yield f"{name} is left over"
+        elif whole[name] != again[name]:
+            yield f"{name} differs"

@@ -1,0 +1,102 @@
+"""Killed before any of its file operations and started again, a command leaves what it leaves when nothing happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tiny_models
+from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.measure.folder import measure_into
+from fulldepth.measure.settings import MeasureSettings
+from fulldepth.recipes import layer, read
+from fulldepth.skip.exports import export as exporting
+from fulldepth.skip.plan import Plan
+from fulldepth.skip.run import search_into
+from fulldepth.skip.settings import SearchSettings
+from fulldepth.train import TrainSettings, train
+from kills.moments import differences, moments, resumed
+from skip import planned, wordy
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
+SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer, pairs, a plan, a run of two checkpoints, text."""
+    home = tmp_path_factory.mktemp("sources")
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    model = tiny_models.build("llama")
+    for folder in (home / "model", home / "run" / "checkpoint-1", home / "run" / "checkpoint-2"):
+        model.save_pretrained(folder)
+        wordy.tokenizer().save_pretrained(folder)
+    rows = [{"prompt": wordy.words(n, n + 1), "response": wordy.words(*range(n, n + 5))} for n in range(16)]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    planned.plan(model, [2]).save(home / "plan.json")
+    text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
+    text = [part for part in text if len(part.split()) > 20]
+    (home / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text))
+    train_tokenizer(text, vocab_size=300).save_pretrained(home / "tokenizer")
+    config = {"type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    recipe = {
+        "model": {**config, "num_attention_heads": 2, "num_key_value_heads": 1},
+        "data": {"name": str(home / "text.jsonl"), "validation_share": 0.3, "validation_sequences": 2},
+        "tokenizer": str(home / "tokenizer"),
+        **{"steps": 2, "eval_every": 2, "save_every": 1, "keep_checkpoints": 1, "warmup_steps": 1},
+        **{"global_batch_size": 2, "sequence_length": 16},
+    }
+    (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return home
+
+
+def training(home: Path, output: Path) -> None:
+    train(layer(TrainSettings, read(home / "recipe.yaml", "train")), output, resume=True)
+
+
+def series(home: Path, output: Path) -> None:
+    settings = MeasureSettings(measures=["displacement"], max_sequences=4, sequence_length=16)
+    measure_into(home / "run", home / "text.jsonl", output, settings)
+
+
+def searching(home: Path, output: Path) -> None:
+    search_into(home / "model", str(home / "pairs.jsonl"), output, SEARCH, resume=True)
+
+
+def responding(home: Path, output: Path) -> None:
+    search_into(home / "model", str(home / "pairs.jsonl"), output, SEARCH, responses=10, max_new_tokens=3, resume=True)
+
+
+def applying(home: Path, output: Path) -> None:
+    """The export, without the fresh process that reads it: it writes nothing."""
+    exporting.prove = lambda *_: 0.0  # type: ignore[assignment]
+    if not (output / "out").exists():
+        exporting.export(Plan.load(home), home / "model", "folded", output / "out")
+
+
+@pytest.mark.parametrize("command", [training, series, searching, responding, applying])
+def test_a_run_killed_at_any_moment_comes_to_the_same_end(
+    sources: Path, tmp_path: Path, command: Callable[[Path, Path], Any]
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+
+    def work() -> None:
+        command(sources, output)
+
+    whole, copies = moments(output, tmp_path / "copies", work)
+    assert len(copies) > 5
+    wrong = {}
+    for copy in copies:
+        found = list(differences(whole, resumed(output, copy, work)))
+        if found:
+            wrong[copy.name] = found
+    assert not wrong
