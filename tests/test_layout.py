@@ -217,3 +217,17 @@ def test_every_file_has_a_subject() -> None:
     vague = {"utils", "util", "helpers", "common", "misc"}
     found = [str(p.relative_to(ROOT)) for p in [*SOURCE.rglob("*"), *(ROOT / "tests").rglob("*")] if p.stem in vague]
     assert not found
+
+
+def test_no_code_of_a_checkpoint_runs_unasked() -> None:
+    """transformers asks on the terminal where `trust_remote_code` is left out, and `y` on standard input runs code."""
+    loaders = {"from_pretrained", "from_config"}
+    silent = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files("src")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", None) in loaders
+        and "trust_remote_code" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not silent, f"these calls do not pass trust_remote_code: {', '.join(silent)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -182,6 +184,104 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes, me
     with pytest.raises(FulldepthError, match=message) as caught:
         read(path, "measure")
     assert "\n" not in str(caught.value)
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in itertools.pairwise("abcdefghijk")
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BOMB, "alias"),
+        ("a: &x 1\nb: *x\n", "'x'; write the value again"),
+        ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
+        ("a: " + "{a: " * 300 + "1" + "}" * 300, "nested deeper than 32 levels"),
+        ("- " * 5000, "nested deeper than 32 levels"),
+        ("a: " + "9" * 100_000, "a number of 100,000 digits"),
+        ("# " + "x" * (1 << 20), "larger than 1 MiB"),
+        ('"' + "x" * 900 + '": 1\n"' + "x" * 900 + '": 2\n', "appears twice"),
+        ("x" * 500_000, "must hold"),
+        ("? [1]\n: 2\n", "a key must be plain text"),
+    ],
+    ids=[
+        "bomb",
+        "alias",
+        "deep",
+        "deep mappings",
+        "deep block",
+        "digits",
+        "large",
+        "long key",
+        "long text",
+        "list key",
+    ],
+)
+def test_a_hostile_file_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "hostile.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(FulldepthError, match=message) as caught:
+        read(path, "measure")
+    assert len(str(caught.value)) < 1000
+    assert str(path) in str(caught.value)
+
+
+def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for name in (tmp_path / "pipe.yaml", tmp_path, Path("/dev/zero"), "a\0b", "x" * 100_000):
+        with pytest.raises(FulldepthError) as caught:
+            read(name, "measure")
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        ".".join("a" * 10_000) + "=1",
+        "a=" + "[" * 10_000,
+        "a=&x [*x]",
+        "a=" + "9" * 10_000,
+        "x" * 100_000,
+        "a" * 100_000 + "=[",
+        "seed=" + "[1," * 40 + "]" * 40,
+    ],
+    ids=["keys", "nested", "alias", "digits", "no value", "long key", "nested and broken"],
+)
+def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
+    with pytest.raises(FulldepthError) as caught:
+        assignments([argument])
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"x" * 100_000: 1},
+        {f"unknown_{i}": i for i in range(1000)},
+        {"words": "y" * 100_000},
+        {"words": list(range(10_000))},
+        {"seed": [[[[1]]]] * 1000},
+    ],
+    ids=["long", "many", "long text", "long list", "nested"],
+)
+def test_what_is_wrong_with_settings_is_said_in_few_characters(settings: dict[str, object]) -> None:
+    from fulldepth.measure import MeasureSettings
+
+    with pytest.raises(FulldepthError) as caught:
+        layer(MeasureSettings, settings)
+    assert len(str(caught.value)) < 1000
+
+
+def test_settings_that_contain_themselves_are_refused() -> None:
+    endless: dict[str, object] = {}
+    endless["seed"] = endless
+    deep: object = 1
+    for _ in range(100_000):
+        deep = {"seed": deep}
+    for settings in (endless, deep):
+        with pytest.raises(FulldepthError, match="plain values"):
+            layer(Sample, settings, settings)  # type: ignore[arg-type]
 
 
 def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path: Path) -> None:

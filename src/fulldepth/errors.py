@@ -7,6 +7,8 @@ from difflib import get_close_matches
 
 MOST_NAMES = 100
 """So many names an error lists; more would hide what it says."""
+MOST_CHARACTERS = 600
+"""Longest list of names in an error."""
 
 
 class FulldepthError(ValueError):
@@ -22,9 +24,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
         known: every name that exists.
     """
     choices = sorted(known)
+    name = one_line(name, 100)
     near = get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     listed = f"Available: {', '.join(choices)}." if len(choices) <= MOST_NAMES else f"There are {len(choices):,}."
+    listed = one_line(listed, MOST_CHARACTERS)
     return FulldepthError(f"Unknown {kind} {name!r}.{hint} {listed}")
 
 

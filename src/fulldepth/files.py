@@ -9,7 +9,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +49,18 @@ def reading(path: str | Path) -> Iterator[None]:
         raise FulldepthError(f"Cannot read {path}: {_reason(error)}.") from error
 
 
+def reading_each(path: str | Path, items: Iterable[T]) -> Iterator[T]:
+    """The items that a library reads from a named file one by one; its exceptions become those of `reading`."""
+    iterator = iter(items)
+    while True:
+        with reading(path):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
+
+
 def _reason(error: BaseException) -> str:
     """What went wrong, in one line without a full stop."""
     if isinstance(error, RecursionError):
@@ -74,16 +87,28 @@ def read_bytes(path: str | Path, *, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_json(path: str | Path, *, most: int = MOST_BYTES, depth: int = MOST_DEPTH) -> Any:
+def read_json(
+    path: str | Path, *, most: int = MOST_BYTES, depth: int = MOST_DEPTH, allow_constants: bool = False
+) -> Any:
     """The value in a JSON file.
 
+    Args:
+        path: the file.
+        most: largest size in bytes.
+        depth: deepest nesting of lists and mappings.
+        allow_constants: accept NaN and infinities, which are not JSON but which Python writes.
+
     Raises:
-        FulldepthError: if it is not valid JSON (NaN and infinities are not), a key appears twice, or it is larger than
-            `most` bytes or nested deeper than `depth`.
+        FulldepthError: if it is not valid JSON, a key appears twice, or it is larger than `most` bytes or nested
+            deeper than `depth`.
     """
     content = read_bytes(path, most=most)
+    constant = None if allow_constants else _refuse_constant
     with reading(path):
-        value = json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        try:
+            value = json.loads(content, object_pairs_hook=_unique, parse_constant=constant)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise FulldepthError(f"Cannot read {path}: it is not valid JSON: {_reason(error)}.") from error
     if not _is_shallow(value, depth):
         raise FulldepthError(f"Cannot read {path}: it is nested deeper than {depth} levels.")
     return value
@@ -113,8 +138,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys appear once (`json` would keep the last one silently)."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {one_line(key, 100)!r} appears twice")
     return result
 
 

@@ -12,12 +12,24 @@ from typing import Any, TypeVar, get_args
 import pydantic
 import yaml
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import read_bytes, reading
 
 _INSTALLED = Path(__file__).parent / "recipes_data"
 _CHECKOUT = Path(__file__).parents[2] / "recipes"
 RECIPES = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """One folder of YAML files for each verb. A wheel carries a copy; a checkout (editable install) reads its own."""
+
+MOST_BYTES = 1 << 20
+"""Largest recipe file."""
+MOST_DEPTH = 32
+"""Deepest nesting of settings."""
+MOST_DIGITS = 40
+"""Longest whole number."""
+MOST_CHARACTERS = 950
+"""Longest message about what is wrong with settings."""
+MOST_PROBLEMS = 100
+"""Settings that are wrong, of which a message tells."""
 
 KINDS = {"str": "text", "int": "integer", "float": "number", "list": "list", "dict": "mapping", "bool": "true/false"}
 EXPECTATIONS = {
@@ -53,16 +65,17 @@ def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
         FulldepthError: one line for each unknown key, missing value and wrong type.
     """
     merged: dict[str, Any] = {}
-    for source in sources:
-        merged = _merge(merged, source)
     try:
+        for source in sources:
+            merged = _merge(merged, source)
         document = json.dumps(merged, default=os.fspath)
-    except TypeError as error:
-        raise FulldepthError(f"Settings hold plain values (text, numbers, lists, mappings): {error}.") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = one_line(error)
+        raise FulldepthError(f"Settings hold plain values (text, numbers, lists, mappings): {reason}.") from error
     try:
         return model.model_validate_json(document, strict=True)
     except pydantic.ValidationError as error:
-        raise FulldepthError("\n".join(_complaints(model, merged, error))) from error
+        raise FulldepthError(_few_lines(_complaints(model, merged, error))) from error
 
 
 def read(recipe: str | Path, verb: str) -> dict[str, Any]:
@@ -73,19 +86,24 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
         verb: the command that it is for; its recipes are looked up by name.
 
     Raises:
-        FulldepthError: if there is no such file or name, or the file is not a YAML mapping.
+        FulldepthError: if there is no such file or name, or the file is not a small YAML mapping without aliases.
     """
     path = Path(recipe)
-    if not path.is_file():
+    with reading(one_line(path)):  # the name itself may be none
+        is_file = path.is_file()
+    if not is_file:
         if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
-            raise FulldepthError(f"There is no recipe file {path}. Recipes by name: {', '.join(names(verb))}.")
+            raise FulldepthError(
+                f"There is no recipe file {one_line(path)}. Recipes by name: {', '.join(names(verb))}."
+            )
         if path.name not in names(verb):
             raise unknown(f"{verb} recipe", path.name, names(verb))
         path = RECIPES / verb / f"{path.name}.yaml"
+    content = read_bytes(path, most=MOST_BYTES)
     try:
-        settings = _parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise FulldepthError(f"The recipe {path} cannot be read: {_one_line(error)}") from error
+        settings = _parse(content.decode("utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise FulldepthError(f"The recipe {path} cannot be read: {one_line(error)}") from error
     if settings is None:
         return {}
     if not isinstance(settings, dict):
@@ -111,11 +129,17 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
         key, equals, text = argument.partition("=")
         path = key.strip().split(".")
         if not equals or not all(path):
-            raise FulldepthError(f"Expected key=value (or key.inner=value), got {argument!r}.")
+            raise FulldepthError(f"Expected key=value (or key.inner=value), got {one_line(argument, 200)!r}.")
+        if len(path) > MOST_DEPTH or len(text) > MOST_BYTES:
+            raise FulldepthError(
+                f"The setting {one_line(argument, 200)!r} has {len(path):,} keys and {len(text):,} characters. "
+                f"Expected at most {MOST_DEPTH} and {MOST_BYTES:,}."
+            )
         try:
             value = _parse(text)
-        except yaml.YAMLError as error:
-            raise FulldepthError(f"The value in {argument!r} is not valid YAML: {_one_line(error)}") from error
+        except (ValueError, yaml.YAMLError) as error:
+            shown = one_line(argument, 200)
+            raise FulldepthError(f"The value in {shown!r} is not valid YAML: {one_line(error)}") from error
         for part in reversed(path):
             value = {part: value}
         settings = _merge(settings, value)
@@ -131,7 +155,33 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core rules: only true/false are booleans (`no` is a word), 1e-3 is a number, dates are text."""
+    """YAML 1.2's core rules: only true/false are booleans (`no` is a word), 1e-3 is a number, dates are text.
+
+    Aliases are refused (nine short lines of them are a billion values), and so are deep nesting and endless numbers.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node; anchors, aliases and nodes below `MOST_DEPTH` are errors."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            found = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
+            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+        if self.depth > MOST_DEPTH:
+            deep = f"it is nested deeper than {MOST_DEPTH} levels"
+            raise yaml.composer.ComposerError(None, None, deep, event.start_mark)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """A whole number of at most `MOST_DIGITS` digits."""
+        if len(node.value) > MOST_DIGITS:
+            found = f"a number of {len(node.value):,} digits"
+            raise yaml.constructor.ConstructorError(None, None, found, node.start_mark)
+        return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping whose keys are text and appear once (PyYAML would keep the last one silently)."""
@@ -140,7 +190,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} appears twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{one_line(key.value, 100)!r} appears twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -155,6 +207,7 @@ _PLAIN = {  # type -> what its scalars look like, and the characters that one ca
         [*"-+.0123456789"],
     ),
 }
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.yaml_implicit_resolvers = {}
 for _name, (_pattern, _first) in _PLAIN.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
@@ -169,7 +222,7 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
     expected: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     lines = []
-    for problem in error.errors(include_url=False):
+    for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
         keys, value = _locate(given, problem["loc"])
         if problem["type"] == "extra_forbidden":
             fields = _fields(model, keys[:-1])
@@ -181,7 +234,9 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
             expected.setdefault(".".join(keys), []).append(_expectation(problem["msg"]))
     for name, wanted in expected.items():
         hint = " Put it in quotes." if "text" in wanted and isinstance(got[name], bool | int | float) else ""
-        lines.append(f"{name}: got {_show(got[name])}, expected {' or '.join(dict.fromkeys(wanted))}.{hint}")
+        lines.append(
+            f"{one_line(name, 200)}: got {_show(got[name])}, expected {' or '.join(dict.fromkeys(wanted))}.{hint}"
+        )
     return lines
 
 
@@ -220,10 +275,16 @@ def _expectation(message: str) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value, default=os.fspath, ensure_ascii=False)
+    text = one_line(json.dumps(value, default=os.fspath, ensure_ascii=False), 1000)
     kind = "nothing" if value is None else KINDS.get(type(value).__name__, type(value).__name__)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _few_lines(lines: list[str]) -> str:
+    """As many lines as a message holds."""
+    message = one_line(lines[0], MOST_CHARACTERS)
+    for line in lines[1:]:
+        if len(message) + len(line) + 1 > MOST_CHARACTERS:
+            return f"{message}\n... and more."
+        message += f"\n{line}"
+    return message

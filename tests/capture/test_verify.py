@@ -50,8 +50,8 @@ def test_a_right_description_stands(llama):
         ({"attention_branch": "self_attn.q_proj"}, r"in layer 1, x \+ attention misses"),
         ({"branch_scale": "rms_norm_eps"}, r"in layer 1, x \+ attention misses"),
         ({"design": "post"}, r"in layer 1, norm\(x \+ attention\) misses"),
-        ({"final_norm": None}, "the head applied to h_L misses the model's own logits"),
-        ({"final_norm": "layers.0.input_layernorm"}, "the head applied to h_L misses the model's own logits"),
+        ({"final_norm": "layers.0.input_layernorm"}, "is not the model's last hidden state"),
+        ({"head": "lm_head", "normed": False}, "the head applied to h_L misses the model's own logits"),
         ({"attention": "self_atn"}, r"Layer 1 .* has no known attention.*anatomy\.attention"),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_wrong_description_is_refused_with_the_reason(llama, override, reason)
     with pytest.raises(FulldepthError, match=reason) as error:
         check(llama, **override)
     assert REFUSED in str(error.value)
-    assert "attention=null and mlp=null measure the residual stream alone" in " ".join(str(error.value).split())
+    assert "without these the residual stream alone is measured" in str(error.value)
 
 
 def test_a_parallel_model_called_serial_is_refused():
@@ -86,7 +86,7 @@ def test_without_branches_the_residual_stream_alone_is_proven(llama, nulls):
 
 def test_without_branches_the_head_is_still_checked(llama):
     with pytest.raises(FulldepthError, match="misses the model's own logits"):
-        check(llama, attention=None, mlp=None, final_norm=None)
+        check(llama, attention=None, mlp=None, head="lm_head", normed=False)
 
 
 def tamper(module, change):
@@ -114,12 +114,11 @@ def test_a_block_that_scales_attention_before_it_adds_it_is_refused(llama):
         check(llama)
 
 
-def test_blocks_that_do_not_read_what_the_one_before_gave_are_said_to():
+def test_blocks_that_do_not_read_what_the_one_before_gave_are_refused():
     model = tiny_models.build("llama")
     model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.01, *args[1:]))
-    found = check(model)
-    assert found.branches
-    assert not found.chained
+    with pytest.raises(FulldepthError, match="layer 2 of layers does not read what layer 1 gives"):
+        check(model)
 
 
 @pytest.mark.parametrize(

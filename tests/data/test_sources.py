@@ -149,9 +149,9 @@ BAD_FILES = [
     ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: text, label"),
     ("b.tsv", b"a\tb\n1\t2\n", "The header of b.tsv has none of the columns.*Got: 'a', 'b'"),
     ("c.tsv", b"text\tlabel\n", "c.tsv is empty"),
-    ("a.parquet", b"PAR1 not really", "a.parquet cannot be read as a parquet file"),
+    ("a.parquet", b"PAR1 not really", "Cannot read .*a.parquet"),
     ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl', which fulldepth does not read.*jsonl"),
-    ("a.zip", b"PK not really", "a.zip cannot be read as a zip file"),
+    ("a.zip", b"PK not really", "Cannot read .*a.zip"),
 ]
 
 

@@ -5,12 +5,26 @@ import torch
 import torch.nn.functional as F
 
 import tiny_models
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier, anatomy_candidates
 
 TOKEN_HEADS = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"),
-    *("bert", "bert-pretraining", "roberta", "detr", "detr-auxiliary", "olmo2", "opt", "phi3", "granite", "cohere"),
+    *(
+        "bert",
+        "bert-pretraining",
+        "roberta",
+        "detr",
+        "detr-auxiliary",
+        "olmo2",
+        "opt",
+        "phi3",
+        "granite",
+        "cohere",
+        "electra",
+        "distilbert",
+    ),
 ]
 SEQUENCE_HEADS = [
     *("llama-classifier", "gpt2-classifier", "bert-classifier", "roberta-classifier", "vit", "deit", "clip-classifier"),
@@ -30,7 +44,7 @@ def stock(model, batch):
 
 
 def classifier_of(model):
-    return Classifier(anatomy_candidates(model)[0])
+    return Classifier(find_anatomy(model))
 
 
 @pytest.mark.parametrize("name", TOKEN_HEADS)

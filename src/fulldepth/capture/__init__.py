@@ -2,7 +2,8 @@
 
 from fulldepth.capture.hooks import COEFFICIENTS, SITES, Tape, capture
 from fulldepth.capture.lens import TopTokens, read_layers, top_tokens
-from fulldepth.capture.verify import Verified, body_inputs, verify
+from fulldepth.capture.trace import body_inputs
+from fulldepth.capture.verify import Verified, find_anatomy, verify
 from fulldepth.capture.weights import feed_projections, plain_weight
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "body_inputs",
     "capture",
     "feed_projections",
+    "find_anatomy",
     "plain_weight",
     "read_layers",
     "top_tokens",

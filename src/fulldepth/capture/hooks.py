@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +50,26 @@ class Tape:
         self.anatomy = anatomy
         self.sites = tuple(sites)
         self._seen: dict[tuple[str, int], Tensor] = {}
+        self._turns: Counter[tuple[str, int]] = Counter()
         self._versions: dict[tuple[str, int], int] = {}
 
     def clear(self) -> None:
         """Forget everything, before the next forward pass."""
         self._seen.clear()
+
+    def begin(self) -> None:
+        """A forward pass of the body begins: shared blocks stand for their first layers again."""
+        self._turns.clear()
+
+    def turn(self, place: Place, layers: list[int]) -> int:
+        """The 1-based layer that this call of a module is."""
+        if len(layers) == 1:
+            return layers[0]
+        turn = self._turns[place.name, layers[0]]
+        self._turns[place.name, layers[0]] += 1
+        if turn >= len(layers):
+            raise FulldepthError(f"A module of shared layers ran more than {len(layers)} times in one pass.")
+        return layers[turn]
 
     @property
     def holds_the_stream(self) -> bool:
@@ -165,13 +181,16 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
     handles: list[RemovableHandle] = []
     blocks = set(anatomy.blocks)
     try:
-        for module, before, name, layer, change in _places(anatomy, set(wanted)):
-            if grad and module not in blocks and _reentrant(anatomy.blocks[layer - 1]):
+        grouped = list(_grouped(_places(anatomy, set(wanted))))
+        for place, layers in grouped:
+            if grad and place.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
                 raise FulldepthError(
-                    f"{name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; enable "
-                    "checkpointing with use_reentrant=False."
+                    f"{place.name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; "
+                    "enable checkpointing with use_reentrant=False."
                 )
-            handles.append(_hook(tape, module, before, name, layer, change, grad))
+            handles.append(_hook(tape, place, layers, grad))
+        if any(len(layers) > 1 for _, layers in grouped):
+            handles.append(anatomy.body.register_forward_pre_hook(lambda *_: tape.begin()))
         yield tape
     finally:
         for handle in handles:
@@ -188,8 +207,27 @@ def _reentrant(block: nn.Module) -> bool:
 CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
 """Branch -> the site of what it is added to."""
 Change = Callable[[Any], Tensor]
-Place = tuple[nn.Module, bool, str, int, Change]
-"""Module, whether its input is read (else its output), name on the tape, 1-based layer, the state in what it holds."""
+
+
+class Place(NamedTuple):
+    """Where a state is read."""
+
+    module: nn.Module
+    before: bool
+    """Whether the module's input is read, else its output."""
+    name: str
+    """On the tape."""
+    layer: int
+    change: Change
+    """The state in what the module is given or gives."""
+
+
+def _grouped(places: Iterable[Place]) -> Iterator[tuple[Place, list[int]]]:
+    """Each place once, with its layers in the order of their calls: shared blocks stand for several layers."""
+    groups: dict[tuple[int, bool, str], tuple[Place, list[int]]] = {}
+    for place in places:
+        groups.setdefault((id(place.module), place.before, place.name), (place, []))[1].append(place.layer)
+    yield from groups.values()
 
 
 def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
@@ -199,7 +237,7 @@ def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
         yield from _branch_places(anatomy, wanted, layer)
         if "value" in wanted:
             value = _required(anatomy, layer, "value")
-            yield value, False, "value", layer, lambda given: anatomy.value_states(_tensor(given))
+            yield Place(value, False, "value", layer, lambda given: anatomy.value_states(_tensor(given)))
         yield from _coefficient_places(anatomy, wanted, layer)
 
 
@@ -211,16 +249,16 @@ def _stream_places(anatomy: Anatomy, wanted: set[str], layer: int, block: nn.Mod
 
     reader = anatomy.reader(layer)
     if layer == 1 and reader is not block:
-        yield block, True, "h0", layer, stream
+        yield Place(block, True, "h0", layer, stream)
     x_wanted = "attention_input" in wanted or ("attention_carried" in wanted and not anatomy.has_streams)
     if x_wanted or (layer == 1 and reader is block) or _needs_sum(anatomy, wanted):
-        yield reader, True, "x", layer, stream
+        yield Place(reader, True, "x", layer, stream)
     if wanted & {"residual", "final_normed"}:
-        yield block, False, "y", layer, stream
+        yield Place(block, False, "y", layer, stream)
     if "attention_output" in wanted and not _needs_sum(anatomy, wanted):
-        yield (*_attention_output(anatomy, layer), "attention_output", layer, stream)
+        yield Place(*_attention_output(anatomy, layer), "attention_output", layer, stream)
     if "mlp_input" in wanted and not anatomy.has_streams:
-        yield _mlp_input(anatomy, layer, block), True, "mlp_input", layer, stream
+        yield Place(_mlp_input(anatomy, layer, block), True, "mlp_input", layer, stream)
 
 
 def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
@@ -235,16 +273,16 @@ def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[P
         if site in wanted or (kind == "attention" and _needs_sum(anatomy, wanted)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
             if module is not None:
-                yield module, False, site, layer, scaled
+                yield Place(module, False, site, layer, scaled)
         if not anatomy.has_streams:
             continue
         # a connection gives: the branch's input, the streams without the branch, the branch's weight in each
         connection = _required(anatomy, layer, f"{kind}_connection")
         if site in wanted:
-            yield connection, False, f"{site}_weight", layer, lambda given: given[2].sum(-1, keepdim=True)
+            yield Place(connection, False, f"{site}_weight", layer, lambda given: given[2].sum(-1, keepdim=True))
         carried = CARRIED[kind]
         if carried in wanted:
-            yield connection, False, carried, layer, lambda given: anatomy.stream(given[1])
+            yield Place(connection, False, carried, layer, lambda given: anatomy.stream(given[1]))
 
 
 def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
@@ -256,9 +294,9 @@ def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Itera
         if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
             _required(anatomy, layer, role)
         if module is not None and site == "routing":
-            yield module, False, site, layer, _tensor
+            yield Place(module, False, site, layer, _tensor)
         elif module is not None:
-            yield module, True, site, layer, partial(_mixing, module)
+            yield Place(module, True, site, layer, partial(_mixing, module))
 
 
 def _mixing(connection: Any, given: Any) -> Tensor:
@@ -301,32 +339,24 @@ def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
     return module
 
 
-def _hook(
-    tape: Tape,
-    module: nn.Module,
-    before: bool,
-    name: str,
-    layer: int,
-    change: Change,
-    grad: bool,
-) -> RemovableHandle:
-    """Register one hook that records a tensor and changes nothing."""
+def _hook(tape: Tape, place: Place, layers: list[int], grad: bool) -> RemovableHandle:
+    """Register one hook that records a tensor and changes nothing; call number i of a pass is that of `layers[i]`."""
 
     def record(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation inside backward
             return
         if grad and not torch.is_grad_enabled():  # an evaluation in between: nothing to learn from
             return
-        state = change(value)
-        tape.record(name, layer, state if grad else state.detach())
+        state = place.change(value)
+        tape.record(place.name, tape.turn(place, layers), state if grad else state.detach())
 
     if grad:  # a compiled model is compiled around the hook, not through it
         record = torch.compiler.disable(record)
-    if before:
-        return module.register_forward_pre_hook(
+    if place.before:
+        return place.module.register_forward_pre_hook(
             lambda _, args, kwargs: record(args[0] if args else _hidden(kwargs)), with_kwargs=True
         )
-    return module.register_forward_hook(lambda _, args, output: record(output))
+    return place.module.register_forward_hook(lambda _, args, output: record(output))
 
 
 def _hidden(kwargs: dict[str, Any]) -> Any:

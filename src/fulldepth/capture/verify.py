@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fulldepth.capture.hooks import ROLES, capture
-from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, Classifier
+from fulldepth.capture.stream import TOLERANCE, find_head, is_close, predict, prove_end, prove_stream, relative_error
+from fulldepth.capture.trace import Trace, body_inputs, follow
+from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
+from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Largest error accepted, relative to the largest entry: rounding in each precision, and no more."""
+MOST_REASONS = 3
+"""Reasons that a refusal lists."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,14 @@ class Verified:
     """An anatomy that stood the tests, and what they found."""
 
     anatomy: Anatomy
+    width: int
+    """D, channels of the residual stream."""
     chained: bool
-    """Each block reads exactly what the block before gave."""
+    """Each block reads exactly what the block before gave; else only trees and DETR's norms stand between them."""
     branches: bool
     """Attention and MLP branches are known and add up to the block's output."""
     classifier: Classifier | None
-    """The head, proven to give the model's own logits at the last layer; None without a head."""
+    """The head, proven to give the model's own logits at the last layer; None without a proven head."""
     positions: int
     """Positions of the residual stream in the batch that was tried (for pictures: in every batch)."""
     value_width: int
@@ -36,38 +41,152 @@ class Verified:
     """Heads of the memory routers (key/value heads); 0 without a memory."""
     num_streams: int = 1
     """Residual streams between blocks."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """`branches`, `head`, `value` -> why this part of the model is not known and left out."""
 
 
 @torch.no_grad()
-def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any]) -> Verified:
+def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional: Collection[str] = ()) -> Verified:
     """The first candidate whose pieces give the model back, on a small real batch.
 
-    Two things are checked. The captured branches, put together as the family's design says, equal every block's
-    output. The classifier applied to `h_L` equals the model's own logits (soft-cap, scale and bias included).
+    Three things are checked. The blocks are the residual stream: each runs, reads what the one before gave, and the
+    last one (through the final norm) gives the body's last hidden state. The captured branches, put together as the
+    family's design says, equal every block's output. The classifier applied to `h_L` equals the model's own logits
+    (soft-cap, scale and bias included). The head of a family that was found by structure is found here, by following
+    the tensors from `h_L` to the logits.
 
     Args:
         candidates: anatomies to try, best guess first.
         inputs: a small batch for the whole model, as keyword arguments.
+        optional: parts that need no proof, out of `branches` and `head`: a proven stream without them is accepted where
+            no candidate has them, and `unproven` says why. Parts of the table and of settings count as known.
 
     Raises:
-        FulldepthError: if the model gives NaN, or no candidate stands the tests; says which failed and by how much.
+        FulldepthError: if the model fails or gives NaN, or no candidate stands the tests; says which failed and why.
     """
-    failures = []
+    trace = follow(candidates[0], inputs)
+    failures: dict[str, str] = {}
+    best: Verified | None = None
     for anatomy in candidates:
         try:
-            return _verify(anatomy, inputs)
-        except FulldepthError as error:
-            failures.append(f"{anatomy.family.name}, {anatomy.family.design} design: {error}")
+            found = _verify(anatomy, trace, inputs, optional)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
+            failures.setdefault(reason, f"{anatomy.family.name}, {anatomy.family.design} design: {reason}")
+            continue
+        if not found.unproven:
+            return found
+        if best is None or _known(found) > _known(best):
+            best = found
+    if best is not None:
+        return best
+    reasons = list(failures.values())
+    more = f" | and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""
     raise FulldepthError(
         f"{type(candidates[0].model).__name__} is refused, because its anatomy could not be proven. "
-        + " | ".join(dict.fromkeys(failures))
-        + ". Describe it in the settings (anatomy.blocks=..., anatomy.attention=..., anatomy.mlp=...); attention=null "
-        "and mlp=null measure the residual stream alone."
+        + " | ".join(one_line(reason, 220) for reason in reasons[:MOST_REASONS])
+        + more
+        + ". Describe it in the settings (--set anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
+        "where they are known); without these the residual stream alone is measured."
     )
 
 
-def _verify(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Verified:
-    family = anatomy.family
+@torch.no_grad()
+def find_anatomy(model: PreTrainedModel) -> Anatomy:
+    """Where the parts of a model are: the row of the table, or for other families what a few random inputs prove.
+
+    Raises:
+        FulldepthError: if a family that is not in the table cannot be proven.
+    """
+    candidates = anatomy_candidates(model)
+    guess = candidates[0]
+    if model.config.model_type in FAMILIES:
+        return guess
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return verify(candidates, _sample(guess), optional=("head", "branches")).anatomy
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _sample(anatomy: Anatomy) -> dict[str, Tensor]:
+    """Two short sequences of tokens, or two images of noise, where the model's first weights are."""
+    placed = (weight.device for weight in anatomy.model.parameters() if weight.device.type != "meta")
+    device = next(placed, torch.device("cpu"))
+    if anatomy.family.modality == "text":
+        tokens = torch.arange(16, device=device).view(2, 8) % (anatomy.vocab_size or 2)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    size = getattr(anatomy.config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(anatomy.config, "num_channels", 3)
+    noise = torch.linspace(-1, 1, 2 * channels * height * width, device=device, dtype=anatomy.model.dtype)
+    return {"pixel_values": noise.sin().view(2, channels, height, width)}
+
+
+def _known(found: Verified) -> tuple[bool, bool, bool]:
+    """What is known of a candidate, most important first."""
+    return found.branches, "head" not in found.unproven, "value" not in found.unproven
+
+
+def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional: Collection[str]) -> Verified:
+    """One candidate.
+
+    Raises:
+        FulldepthError: if a part of it that has to be proven is not.
+    """
+    anatomy, last = prove_stream(anatomy, trace)
+    last = anatomy.stream(last)
+    if not bool(torch.isfinite(last).all()):
+        raise FulldepthError("the model gives NaN or infinite activations")
+    anatomy = prove_end(anatomy, trace, last)
+    unproven: dict[str, str] = {}
+    try:
+        anatomy, classifier = _prove_head(anatomy, trace, inputs, last)
+    except FulldepthError as error:
+        if "head" not in optional:
+            raise
+        unproven["head"], classifier = str(error), None
+    try:
+        found = _prove_parts(anatomy, inputs, last)
+    except FulldepthError as error:
+        if "branches" not in optional:
+            raise
+        unproven["branches"] = str(error)
+        anatomy = replace(anatomy, family=replace(anatomy.family, attention=None, mlp=None))
+        found = _prove_parts(anatomy, inputs, last)
+    unproven |= found.unproven
+    return replace(found, classifier=classifier, unproven=unproven)
+
+
+def _prove_head(
+    anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], last: Tensor
+) -> tuple[Anatomy, Classifier | None]:
+    """The head of the family, or the one found by following the tensors, proven against the model's logits."""
+    mask = inputs.get("attention_mask")
+    if anatomy.head is None and anatomy.searches_head and trace.logits is not None:
+        head = find_head(anatomy, trace, last, mask)
+        if head is None:
+            raise FulldepthError(
+                "no chain of modules leads from the last block to the model's logits (a part of the head is no module)"
+            )
+        anatomy = replace(anatomy, family=replace(anatomy.family, heads={type(anatomy.model).__name__: head}))
+    if anatomy.head is None:
+        return anatomy, None
+    if trace.logits is None:
+        raise FulldepthError("the model gives no logits")
+    return anatomy, _check_classifier(Classifier(anatomy), trace.logits, last, mask)
+
+
+def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) -> Verified:
+    """Branches, values and routers of every layer, captured as they will be in every measurement.
+
+    Measurements run the body alone, which must give the h_L that it gives within the model.
+    """
+    family, unproven = anatomy.family, {}
     known = family.attention is not None and family.mlp is not None
     sites = ["residual", "attention_input"] + (["value"] if anatomy.has("value") else [])
     sites += ["attention_output", "attention_branch", "attention_carried", "mlp_branch", "mlp_input"] if known else []
@@ -77,24 +196,29 @@ def _verify(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Verified:
         states = {site: tape[site] for site in sites}
         coefficients = {site: tape.coefficients(site) for site in weights}
     last = states["residual"][-1]
-    if last.ndim != 3:
-        raise FulldepthError(f"blocks give states of shape {tuple(last.shape)}, expected [B, T, D]")
-    if not bool(torch.isfinite(last).all()):
-        raise FulldepthError("the model gives NaN or infinite activations")
+    if not is_close(last, expected):
+        raise FulldepthError("the body alone gives other states than within the model, which passes it more inputs")
     if known:
         _check_branches(anatomy, states)
+    values = states.get("value", [])
+    if any(value.shape[:-1] != last.shape[:-1] or value.shape != values[0].shape for value in values):
+        shape = next(tuple(value.shape) for value in values)
+        unproven["value"] = f"value states have shape {shape}, the stream {tuple(last.shape)}"
+        anatomy, values = replace(anatomy, family=replace(family, value=None)), []
     chained = all(
         torch.equal(x.to(h.device), h) for x, h in zip(states["attention_input"], states["residual"][:-1], strict=True)
     )
     return Verified(
         anatomy,
+        last.shape[-1],
         chained,
         known,
-        _check_classifier(anatomy, inputs, last),
+        None,
         last.shape[1],
-        value_width=states["value"][0].shape[-1] if "value" in states else 0,
+        value_width=values[0].shape[-1] if values else 0,
         routed_heads=check_routing(coefficients.get("routing", {})),
         num_streams=next((weights.shape[-2] for weights in coefficients.get("mlp_mixing", {}).values()), 1),
+        unproven=unproven,
     )
 
 
@@ -142,35 +266,12 @@ def check_routing(routing: Mapping[int, Tensor]) -> int:
     return max(heads, default=0)
 
 
-def _check_classifier(anatomy: Anatomy, inputs: Mapping[str, Any], last: Tensor) -> Classifier | None:
+def _check_classifier(classifier: Classifier, expected: Tensor, last: Tensor, mask: Tensor | None) -> Classifier:
     """The lens of the last layer against the model's logits."""
-    if anatomy.head is None:
-        return None
-    classifier = Classifier(anatomy)
-    expected = anatomy.model(**inputs)
-    expected = expected.prediction_logits if "prediction_logits" in expected else expected.logits
-    if classifier.per_token:
-        got = classifier.tokens(last.flatten(0, 1)).view(*last.shape[:2], -1)
-    else:
-        mask = inputs.get("attention_mask")
-        got = classifier.sequences(last, torch.ones(last.shape[:2], device=last.device) if mask is None else mask)
+    got = predict(classifier, last, mask)
     if got.shape != expected.shape:
         raise FulldepthError(f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(expected.shape)}")
     error = relative_error(got, expected)
     if not error <= TOLERANCE[last.dtype]:  # NaN is no agreement
         raise FulldepthError(f"the head applied to h_L misses the model's own logits by {error:.1e} (relative)")
     return classifier
-
-
-def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the body: a decoder's cache would only cost memory here."""
-    if anatomy.family.tower == "vision" and "pixel_values" in inputs:
-        inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP takes text beside it
-    decodes = anatomy.task == "causal-lm" or getattr(anatomy.config, "use_cache", None) is True
-    return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference, relative to the largest expected entry."""
-    got, expected = got.double(), expected.to(got.device).double()
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

@@ -8,6 +8,7 @@ from fulldepth.data.preparation import prepare
 from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import open_source
+from fulldepth.data.tokens import decode_ids
 
 __all__ = [
     "Batch",
@@ -19,6 +20,7 @@ __all__ = [
     "Windows",
     "builtin_texts",
     "conversations",
+    "decode_ids",
     "open_documents",
     "open_source",
     "pack",

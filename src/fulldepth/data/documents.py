@@ -19,7 +19,8 @@ from fulldepth.data.corpus import END_OF_TEXT, PARTS, builtin_texts
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, text_lines
 from fulldepth.data.records import TEXT_COLUMNS, clean_text, require_columns, text_value
 from fulldepth.data.sources import CORPUS, HUB_NAME, load_hub
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import reading
 
 PIECE = 8192
 """Characters after which a long plain text is cut at the next empty line."""
@@ -79,8 +80,10 @@ def open_documents(
     name = str(data)
     if name.startswith(CORPUS):
         return _builtin(name, split)
-    path = Path(name).expanduser()
-    if path.exists():
+    with reading(one_line(name)):  # the name may be none at all
+        path = Path(name).expanduser()
+        exists = path.exists()
+    if exists:
         if split is not None or config is not None:
             raise FulldepthError(f"{path} is a file or folder and has no split {split!r} or configuration {config!r}.")
         return _from_files(path, column)
@@ -128,7 +131,7 @@ def list_files(path: Path, suffixes: Iterable[str]) -> list[Path]:
     inside = [f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts)]
     files = sorted(f for f in inside if f.suffix.lower() in known and f.is_file())
     if not files:
-        have = ", ".join(sorted({f.suffix or "(no suffix)" for f in inside if f.is_file()})) or "nothing"
+        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in inside if f.is_file()})) or "nothing")
         raise FulldepthError(f"The folder {path} holds no {', '.join(known)} files. Found: {have}.")
     return files
 
@@ -215,7 +218,8 @@ def _read_file(path: Path, column: str | None) -> Iterator[str]:
 
 def _from_hub(name: str, column: str | None, config: str | None, split: str | None, streaming: bool) -> Documents:
     full, data = load_split(name, config, split, streaming)
-    names = data.column_names or list(next(iter(data), {}))
+    with reading(full):
+        names = data.column_names or list(next(iter(data), {}))
     chosen = text_column(names, column, full)
     data = data.select_columns([chosen])
     length = len(data) if isinstance(data, datasets.Dataset) else None
@@ -236,9 +240,11 @@ def _read_rows(data: Any, column: str, name: str, skip: int) -> Iterator[str]:
         for row in rows:
             number += 1
             yield _text(row, column, f"{name} row {number}")
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except FulldepthError:
+        raise
+    except Exception as error:  # whatever the network and the readers of the repository's files raise
         raise FulldepthError(
-            f"Reading {name} stopped after {number} documents: {str(error).rstrip('.')}. "
+            f"Reading {name} stopped after {number} documents: {one_line(error).rstrip('.')}. "
             "Start again to go on from there."
         ) from error
 
@@ -268,7 +274,7 @@ def text_column(names: Iterable[str], column: str | None, where: str) -> str:
     for name in TEXT_COLUMNS:
         if name in have:
             return name
-    found = ", ".join(map(repr, have)) or "none"
+    found = one_line(", ".join(map(repr, have)) or "none")
     raise FulldepthError(f"{where} has no column {' or '.join(TEXT_COLUMNS)}. Got: {found}. Say which holds the text.")
 
 

@@ -11,7 +11,7 @@ from fulldepth.data.masking import IGNORE, mask_tokens
 from fulldepth.data.packing import pack
 from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Example
-from fulldepth.data.tokens import Frame, leading_ids, plain_ids
+from fulldepth.data.tokens import Frame, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 
 
@@ -123,10 +123,10 @@ def _one_by_one(
 
 def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Example, bool]:
     """Two texts as the tokenizer joins them, the longer one cut where they do not fit; and whether it was."""
-    joined = tokenizer(first, second, verbose=False)
+    joined = encode_texts(tokenizer, first, second)
     is_cut = len(joined["input_ids"]) > longest
     if is_cut:
-        joined = tokenizer(first, second, truncation="longest_first", max_length=longest, verbose=False)
+        joined = encode_texts(tokenizer, first, second, truncation="longest_first", max_length=longest)
     return _example(joined["input_ids"], joined.get("token_type_ids")), is_cut
 
 
@@ -176,7 +176,7 @@ def _mask(examples: Sequence[Example], tokenizer: Any, seed: int) -> None:
 
 
 def _has_types(tokenizer: Any, text: str) -> bool:
-    return "token_type_ids" in tokenizer(text[:8], verbose=False)
+    return "token_type_ids" in encode_texts(tokenizer, text[:8])
 
 
 def _example(ids: Sequence[int], types: Sequence[int] | None = None, label: int = IGNORE) -> Example:

@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 
 from fulldepth.data.records import Record, Source, choose_columns, from_rows
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading, reading_each
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
+
+LONGEST_LINE = 64 << 20
+"""Bytes of a line of text, or of a row of a table."""
+SPARE_BYTES, EXPANSION = 1 << 30, 200
+"""A compressed file may hold `SPARE_BYTES`, and `EXPANSION` times its own size."""
+BATCH_ROWS, NESTED_BATCH_ROWS = 1024, 16
+"""Rows of a parquet file that are decoded at a time; fewer where columns hold lists or mappings."""
 
 
 def read_text(path: Path) -> str:
@@ -32,18 +41,25 @@ def text_lines(path: Path) -> Iterator[str]:
     Raises:
         FulldepthError: as `read_text`, when the reading gets there.
     """
+    if path.exists() and not path.is_file():
+        raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     position, blank = 0, True
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                text = _decode(line, path, position)
-                position += len(line)
-                blank = blank and not text.strip()
-                yield text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text
-    except OSError as error:
-        raise FulldepthError(f"Cannot read {path}: {error.strerror or error}.") from error
+    for line in reading_each(path, _byte_lines(path)):
+        text = _decode(line, path, position)
+        position += len(line)
+        blank = blank and not text.strip()
+        yield text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text
     if blank:
         raise FulldepthError(f"{path} is empty: it has {position} bytes and no text.")
+
+
+def _byte_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, none longer than `LONGEST_LINE`."""
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise FulldepthError(f"Cannot read {path}: it has a line of more than {LONGEST_LINE >> 20} MiB.")
+            yield line
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:
@@ -93,7 +109,7 @@ def jsonl_rows(path: Path) -> Rows:
         except json.JSONDecodeError as error:
             raise FulldepthError(f"{where} is not valid JSON: {error.msg} at column {error.colno}.") from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-            raise FulldepthError(f"{where} cannot be read as JSON: {error}.") from error
+            raise FulldepthError(f"{where} cannot be read as JSON: {one_line(error)}.") from error
         if not isinstance(row, dict):
             raise FulldepthError(
                 f"{where} holds a JSON {type(row).__name__}, expected an object such as {{'text': ...}}."
@@ -121,7 +137,8 @@ def tsv_rows(path: Path) -> Rows:
             names = cells
         elif line.strip():
             if len(cells) != len(names):
-                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {', '.join(names)}.")
+                header = one_line(", ".join(names))
+                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {header}.")
             yield where, dict(zip(names, cells, strict=True))
 
 
@@ -138,32 +155,67 @@ def parquet_shape(path: Path) -> tuple[list[str], int]:
     Raises:
         FulldepthError: if it is none.
     """
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            return list(file.schema_arrow.names), file.metadata.num_rows
-    except (OSError, pyarrow.ArrowException) as error:
-        raise FulldepthError(f"{path} cannot be read as a parquet file: {error}") from error
+    with reading(path), _open_parquet(path) as file:
+        return list(file.schema_arrow.names), file.metadata.num_rows
 
 
 def parquet_rows(path: Path, names: list[str] | None = None) -> Rows:
     """The rows of a `.parquet` file one by one, each with where it stands.
+
+    A file of a few kilobytes can stand for terabytes: a value is stored once, however many rows have it. So repeated
+    values stay shared until their row is read, and what all rows hold is bounded.
 
     Args:
         path: the file.
         names: columns to read; None = all.
 
     Raises:
-        FulldepthError: if the file is damaged, when the reading gets there.
+        FulldepthError: if the file is damaged, or holds more than `SPARE_BYTES` and `EXPANSION` times its size, when
+            the reading gets there.
     """
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=names):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path.name} row {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
-        raise FulldepthError(f"{path} cannot be read as a parquet file: {error}") from error
+    number, left = 0, 0
+    for batch in reading_each(path, _parquet_batches(path, names)):
+        left = left or SPARE_BYTES + EXPANSION * path.stat().st_size
+        with reading(path):
+            left -= sum(map(_decoded_bytes, batch.columns))
+        if left <= 0:
+            raise FulldepthError(
+                f"Cannot read {path}: its rows hold more than {SPARE_BYTES >> 30} GiB and {EXPANSION} times its size."
+            )
+        for index in range(batch.num_rows):
+            number += 1
+            with reading(path):
+                row = {
+                    name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)
+                }
+            yield f"{path.name} row {number}", row
+
+
+def _open_parquet(path: Path, **options: Any) -> pyarrow.parquet.ParquetFile:
+    if not path.is_file():
+        raise FulldepthError(f"Cannot read {path}: it is {'not a regular file' if path.exists() else 'missing'}.")
+    return pyarrow.parquet.ParquetFile(path, **options)
+
+
+def _parquet_batches(path: Path, names: list[str] | None) -> Iterator[pyarrow.RecordBatch]:
+    with _open_parquet(path) as file:
+        if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
+            raise FulldepthError(f"Cannot read {path}: two columns have the same name.")
+        fields = [field for field in file.schema_arrow if names is None or field.name in names]
+    texts = [
+        field.name for field in fields if pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type)
+    ]
+    rows = NESTED_BATCH_ROWS if any(pyarrow.types.is_nested(field.type) for field in fields) else BATCH_ROWS
+    with _open_parquet(path, read_dictionary=texts) as file:
+        yield from file.iter_batches(batch_size=rows, columns=names)
+
+
+def _decoded_bytes(column: pyarrow.Array) -> int:
+    """Bytes that a column takes when values that rows share are written out."""
+    if not pyarrow.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    lengths = pyarrow.compute.binary_length(column.dictionary).cast("int64").take(column.indices)
+    return int(pyarrow.compute.sum(lengths).as_py() or 0)
 
 
 READERS = {".txt": text_source, ".jsonl": jsonl_source, ".tsv": tsv_source, ".parquet": parquet_source}

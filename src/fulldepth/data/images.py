@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
+from fulldepth.data.archives import open_archive, read_member
 from fulldepth.data.records import Record, Source, decode_image, read_image
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
@@ -34,21 +34,13 @@ def zip_images(path: Path, split: str | None = None, limit: int | None = None) -
     Raises:
         FulldepthError: if the archive cannot be read, there are none, or no such split.
     """
-    try:
-        archive = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise FulldepthError(f"{path} cannot be read as a zip file: {error}") from error
+    archive = open_archive(path)
     files = [PurePosixPath(info.filename) for info in archive.infolist() if not info.is_dir()]
     return _source(path.name, files, lambda file: partial(_read_member, archive, str(file)), split, limit)
 
 
 def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
-    where = f"{archive.filename}/{member}"
-    try:
-        data = archive.read(member)
-    except (OSError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise FulldepthError(f"Cannot read the image {where}: {error}") from error
-    return decode_image(data, where)
+    return decode_image(read_member(archive, member), f"{archive.filename}/{member}")
 
 
 def _source(
@@ -79,7 +71,7 @@ def arrange(
         f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
     )
     if not images:
-        have = ", ".join(sorted({f.suffix or "(no suffix)" for f in files})) or "nothing"
+        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in files})) or "nothing", 200)
         raise FulldepthError(f"No images in {name}. Found: {have}. Expected {', '.join(sorted(SUFFIXES))}.")
     depth = 0
     if (

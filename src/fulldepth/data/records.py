@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import read_bytes
 
 IMAGE_COLUMNS = ("image", "img")
 TEXT_COLUMNS = ("text", "sentence")
@@ -34,6 +36,13 @@ LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")
 EXPECTED = "text (or sentence, or sentence1 + sentence2) or image, with or without label; or prompt + response"
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
 """Formats whose decoders only decode; Pillow would run other programs for some of the rest."""
+
+MOST_IMAGE_BYTES = 256 << 20
+"""Largest image file."""
+MOST_PIXELS = 64 * 10**6
+MOST_RATIO = 200
+"""Long edge over short edge."""
+MOST_CLASSES = 10**6
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -143,7 +152,8 @@ def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where
     """
     for column in columns:
         if column is not None and column not in row:
-            raise FulldepthError(f"{where} has no {column!r}. It has: {', '.join(map(repr, row)) or 'nothing'}.")
+            have = one_line(", ".join(map(repr, row)) or "nothing")
+            raise FulldepthError(f"{where} has no {column!r}. It has: {have}.")
 
 
 def class_indices(
@@ -170,11 +180,16 @@ def _is_digits(label: str) -> bool:
 
 
 def _whole(where: str, label: Any) -> int:
-    if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
-        return int(label)
-    if isinstance(label, str) and _is_digits(label):
-        return int(label)
-    raise FulldepthError(f"{where}: the label {label!r} is not a class. Expected a whole number or, throughout, names.")
+    digits = isinstance(label, str) and _is_digits(label) and len(label) < 20
+    if digits or isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        index = int(label)
+        if index < MOST_CLASSES:
+            return index
+    shown = one_line(repr(label), 100)
+    raise FulldepthError(
+        f"{where}: the label {shown} is not a class. Expected a whole number below {MOST_CLASSES:,} or, throughout, "
+        "names."
+    )
 
 
 def text_value(value: Any, where: str) -> str:
@@ -215,10 +230,23 @@ def image_value(value: Any, where: str) -> ImageLoader:
 
 
 def _rgb(image: Image.Image, where: str) -> Image.Image:
+    """The image in RGB; one that would take too much memory is refused before it is decoded.
+
+    A thin strip is too: a processor that scales its short edge up would make its long edge endless.
+    """
+    width, height = image.size
+    if width * height > MOST_PIXELS or not 1 <= max(width, height) <= MOST_RATIO * min(width, height):
+        raise FulldepthError(
+            f"Cannot read the image {where}: it has {width:,} x {height:,} pixels. Expected at most {MOST_PIXELS:,}, "
+            f"and no edge more than {MOST_RATIO} times as long as the other."
+        )
     try:
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise FulldepthError(f"Cannot read the image {where}: {error}.") from error
+    except Exception as error:  # as in `decode_image`
+        reason = one_line(error) or type(error).__name__
+        raise FulldepthError(
+            f"Cannot read the image {where}: {reason}. Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
+        ) from error
 
 
 def read_image(path: Path) -> Image.Image:
@@ -227,10 +255,7 @@ def read_image(path: Path) -> Image.Image:
     Raises:
         FulldepthError: if it cannot be read.
     """
-    try:
-        return decode_image(path.read_bytes(), str(path))
-    except OSError as error:
-        raise FulldepthError(f"Cannot read the image {path}: {error.strerror or error}.") from error
+    return decode_image(read_bytes(path, most=MOST_IMAGE_BYTES), str(path))
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
@@ -240,10 +265,14 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         FulldepthError: if it is corrupt, cut short, too large or of a format that is not read.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        reason = str(error).split("<_io")[0].strip() or type(error).__name__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                return _rgb(image, where)
+    except FulldepthError:
+        raise
+    except Exception as error:  # a decoder of a damaged file raises whatever its parser meets
+        reason = one_line(str(error).split("<_io")[0]) or type(error).__name__
         raise FulldepthError(
             f"Cannot read the image {where}: {reason}. Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fulldepth.data.masking import IGNORE
 from fulldepth.errors import FulldepthError
+from fulldepth.files import reading
+
+Batching = Literal["padded", "equal", "single"]
 
 
 @dataclass
@@ -78,6 +81,9 @@ class Sequences:
     num_classes: int | None = None
     """Class indices are 0..num_classes-1; None where the data have no labels."""
     class_names: tuple[str, ...] = ()
+    batching: Batching = "padded"
+    """What a batch may hold without changing the model's numbers: sequences of any length, padded; of `equal` length;
+    or a `single` one."""
     warnings: list[str] = field(default_factory=list)
     """What was cut, dropped or not found, one plain sentence each."""
 
@@ -105,8 +111,23 @@ class Sequences:
             raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
-        starts = range(0, len(self), batch_size)[rank::world]
-        return (self.collate(range(start, min(start + batch_size, len(self)))) for start in starts)
+        return (self.collate(group) for group in self.groups(batch_size)[rank::world])
+
+    def groups(self, batch_size: int) -> list[list[int]]:
+        """Indices of the sequences of each batch, as `batching` allows."""
+        if self.batching == "single":
+            return [[index] for index in range(len(self))]
+        order = range(len(self))
+        if self.batching == "padded":
+            return [list(order[start : start + batch_size]) for start in order[::batch_size]]
+        by_length: dict[int, list[int]] = {}
+        for index in order:
+            by_length.setdefault(self.lengths[index], []).append(index)
+        return [
+            indices[start : start + batch_size]
+            for indices in by_length.values()
+            for start in range(0, len(indices), batch_size)
+        ]
 
 
 def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: int) -> Batch:
@@ -131,11 +152,20 @@ def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: i
 
 
 def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
-    """Decode the chosen images and run the processor on them."""
+    """Decode the chosen images and run the processor on them.
+
+    Raises:
+        FulldepthError: if an image cannot be decoded, or the processor (anyone's) fails or gives no numbers.
+    """
     chosen = [examples[i] for i in indices]
-    processed = processor(images=[e.load() for e in chosen], return_tensors="pt")
+    images = [example.load() for example in chosen]
+    with reading(f"images with a {type(processor).__name__}"):
+        processed = processor(images=images, return_tensors="pt")
+        inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
+    if not all(value.isfinite().all() for value in inputs.values()):
+        raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
     return Batch(
-        inputs={name: value for name, value in processed.items() if isinstance(value, Tensor)},
+        inputs=inputs,
         attention_mask=None,
         sequence=torch.tensor(list(indices), dtype=torch.int64),
         labels=_labels(examples, chosen),

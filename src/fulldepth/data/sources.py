@@ -14,8 +14,18 @@ from PIL import Image
 from fulldepth.data.corpus import PARTS, novels
 from fulldepth.data.files import READERS, folder_source
 from fulldepth.data.images import SPLITS, SUFFIXES, folder_images, zip_images
-from fulldepth.data.records import Columns, Record, Source, choose_columns, class_indices, clean_text, from_rows
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.data.records import (
+    Columns,
+    Record,
+    Source,
+    choose_columns,
+    class_indices,
+    clean_text,
+    from_rows,
+    image_value,
+)
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import reading, reading_each
 
 CORPUS = "corpus:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
@@ -61,8 +71,10 @@ def open_source(data: Any, *, split: str | None = None, limit: int | None = None
 def _from_name(name: str, split: str | None, limit: int | None) -> Source:
     if name.startswith(CORPUS):
         return _builtin(name, split, limit)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    with reading(one_line(name)):  # the name may be none at all
+        path = Path(name).expanduser()
+        is_folder = path.is_dir()
+    if is_folder:
         return _from_folder(path, split, limit)
     suffix = path.suffix.lower()
     if path.is_file() and suffix == ".zip":
@@ -74,7 +86,7 @@ def _from_name(name: str, split: str | None, limit: int | None) -> Source:
     if path.exists():
         raise FulldepthError(f"{path} has the suffix {path.suffix!r}, which fulldepth does not read. Expected {KNOWN}.")
     if suffix in (*READERS, ".zip") or not HUB_NAME.fullmatch(name):
-        raise FulldepthError(f"There is no file or folder {name}. Expected {KNOWN}.")
+        raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {KNOWN}.")
     return _from_hub(name, split, limit)
 
 
@@ -90,15 +102,16 @@ def _builtin(name: str, split: str | None, limit: int | None) -> Source:
 
 
 def _from_folder(path: Path, split: str | None, limit: int | None) -> Source:
-    texts = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt" and file.is_file())
-    has_images = any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
+    with reading(path):
+        texts = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt" and file.is_file())
+        has_images = any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
     if texts and not has_images:
         if split is not None:
             raise FulldepthError(f"The split {split!r} was asked for, but {path} holds text files and has no splits.")
         return folder_source(path, texts, limit)
     if has_images:
         return folder_images(path, split, limit)
-    have = ", ".join(sorted({f.suffix or "(no suffix)" for f in path.rglob("*") if f.is_file()})) or "nothing"
+    have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in path.rglob("*") if f.is_file()})) or "nothing")
     raise FulldepthError(f"The folder {path} holds no images and no .txt files. Found: {have}. Expected {KNOWN}.")
 
 
@@ -117,11 +130,11 @@ def load_hub(repository: str, configuration: str | None, *, split: str | None, s
     """
     try:
         return datasets.load_dataset(repository, configuration, split=split, streaming=streaming)
-    except (OSError, ValueError, RuntimeError, ImportError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # whatever the network, the repository's files and their readers raise
         offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
         name = f"{repository}:{configuration}" if configuration else repository
         raise FulldepthError(
-            f"{name} is no file or folder here, and loading it as a Hub data set failed: {str(error).rstrip('.')}."
+            f"{name} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
             f"{offline} Expected {KNOWN}."
         ) from error
 
@@ -132,10 +145,12 @@ def _from_dataset(name: str, data: Any, split: str | None, limit: int | None) ->
         if chosen not in data:
             raise FulldepthError(f"{name} has no split {chosen!r}. It has: {', '.join(data)}.")
         name, data = f"{name}/{chosen}", data[chosen]
+    data = _undecoded(data)
     if isinstance(data, datasets.IterableDataset):
         if limit is None:
             raise FulldepthError(f"{name} is streamed and may have no end: give a limit.")
-        rows = list(data.take(limit))
+        with reading(name):
+            rows = list(data.take(limit))
         return _from_table(name, data.features or {}, rows, choose_columns(rows[0] if rows else (), name))
     if limit is not None:
         data = data.select(range(min(limit, len(data))))
@@ -150,8 +165,17 @@ def _from_dataset(name: str, data: Any, split: str | None, limit: int | None) ->
     return _from_table(name, data.features, rows, columns)
 
 
+def _undecoded(data: Any) -> Any:
+    """The data set with images as they are stored: `datasets` would hand them to any decoder that Pillow has."""
+    is_plain = isinstance(data, datasets.IterableDataset) or data.format["type"] is None
+    for column, feature in (data.features or {}).items():
+        if isinstance(feature, datasets.Image) and is_plain:
+            data = data.cast_column(column, datasets.Image(decode=False))
+    return data
+
+
 def _from_table(name: str, features: Mapping[str, Any], rows: Iterable[Any], columns: Columns) -> Source:
-    numbered = ((f"{name} row {i}", row) for i, row in enumerate(rows))
+    numbered = ((f"{name} row {i}", row) for i, row in enumerate(reading_each(name, rows)))
     return from_rows(name, numbered, _class_names(features, columns.label))
 
 
@@ -161,10 +185,10 @@ def _class_names(features: Mapping[str, Any], label: str | None) -> tuple[str, .
 
 
 def _dataset_image(data: datasets.Dataset, index: int, column: str) -> Image.Image:
-    try:
-        return data[index][column].convert("RGB")
-    except (OSError, ValueError, SyntaxError, AttributeError) as error:
-        raise FulldepthError(f"Cannot read the image in row {index} of the data set: {error}") from error
+    where = f"in row {index} of the data set"
+    with reading(f"the image {where}"):
+        value = data[index][column]
+    return image_value(value, where)()
 
 
 def _from_objects(data: Sequence[Any]) -> Source:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from fulldepth.data.documents import Documents
 from fulldepth.data.shards import SHARD_TOKENS, Layout, ShardWriter, TokenShards
-from fulldepth.data.tokens import Frame, check_vocabulary
+from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 
@@ -64,7 +64,7 @@ class Encoder:
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """[n] ids of each text; none for a text without tokens."""
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = encode_texts(self.tokenizer, texts, add_special_tokens=False, return_attention_mask=False)
         return [self._document(ids) for ids in encoded["input_ids"]]
 
     def _document(self, ids: list[int]) -> np.ndarray:

@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fulldepth.errors import FulldepthError
+import numpy as np
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading
 
 MARGIN = 16
 """Tokens next to a cut through a text may differ from those of the whole text; this many are thrown away."""
 
 
+def encode_texts(tokenizer: Any, *texts: str | list[str], **options: Any) -> Mapping[str, Any]:
+    """What the tokenizer gives for one text, a pair of texts, or a list of texts.
+
+    Args:
+        tokenizer: of transformers. Its files may come from anyone: one that loads can still fail when it is used.
+        *texts: as the tokenizer takes them.
+        **options: of the tokenizer.
+
+    Raises:
+        FulldepthError: if the tokenizer fails, or gives anything but token ids; names the tokenizer.
+    """
+    with reading(f"text with {_name(tokenizer)}"):
+        encoded: Mapping[str, Any] = tokenizer(*texts, verbose=False, **options)
+        rows = encoded["input_ids"] if isinstance(texts[0], list) else [encoded["input_ids"]]
+        for ids in rows:
+            numbers = np.asarray(ids)
+            if numbers.ndim != 1 or (numbers.size and (numbers.dtype.kind not in "iu" or numbers.min() < 0)):
+                raise FulldepthError(f"{_name(tokenizer)} gives {one_line(ids, 100)} for a text. Expected token ids.")
+    return encoded
+
+
+def decode_ids(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
+    """The text of token ids; `options` are the tokenizer's.
+
+    Raises:
+        FulldepthError: if the tokenizer fails, or gives anything but text; names the tokenizer.
+    """
+    with reading(f"token ids with {_name(tokenizer)}"):
+        text = tokenizer.decode(list(ids), **options)
+    if not isinstance(text, str):
+        raise FulldepthError(f"{_name(tokenizer)} gives a {type(text).__name__} for token ids. Expected text.")
+    return text
+
+
+def _name(tokenizer: Any) -> str:
+    """The tokenizer, for a message."""
+    return f"the tokenizer {one_line(getattr(tokenizer, 'name_or_path', None) or type(tokenizer).__name__, 200)}"
+
+
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of `text` without special tokens around it."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(encode_texts(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 def leading_ids(tokenizer: Any, text: str, needed: int) -> list[int]:
@@ -72,7 +114,7 @@ class Frame:
         """The frame, read off the first of `texts` that has tokens, with and without special tokens."""
         for text in texts:
             sample = text[:200]
-            plain, full = plain_ids(tokenizer, sample), list(tokenizer(sample, verbose=False)["input_ids"])
+            plain, full = plain_ids(tokenizer, sample), list(encode_texts(tokenizer, sample)["input_ids"])
             for start in range(len(full) - len(plain) + 1):
                 if plain and full[start : start + len(plain)] == plain:
                     return cls(tuple(full[:start]), tuple(full[start + len(plain) :]))
@@ -118,4 +160,4 @@ class WordFinder:
         return not any(c.isalnum() or c == "_" for c in left + right)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return decode_ids(self.tokenizer, ids, clean_up_tokenization_spaces=False)

@@ -12,7 +12,15 @@ from fulldepth.hf.checkpoints import (
 )
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.heads import Classifier
-from fulldepth.hf.load import Checkpoint, load_checkpoint, load_processor, load_tokenizer, pick_device, pick_dtype
+from fulldepth.hf.load import (
+    Checkpoint,
+    load_checkpoint,
+    load_config,
+    load_processor,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
 
@@ -33,6 +41,7 @@ __all__ = [
     "half_written",
     "is_sealed",
     "load_checkpoint",
+    "load_config",
     "load_processor",
     "load_tokenizer",
     "notes_of",

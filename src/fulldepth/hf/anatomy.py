@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.families import FAMILIES, Family, Head
-from fulldepth.hf.finder import find_families
+from fulldepth.hf.finder import body_of, find_families
 
 TASKS = {
     "ForCausalLM": "causal-lm",
@@ -31,6 +31,9 @@ class Anatomy:
 
     model: PreTrainedModel
     family: Family
+    order: tuple[int, ...] = ()
+    """For shared blocks: the Python index, in the list of blocks, of the block that each layer runs. Empty if every
+    block runs once, in order."""
 
     @property
     def task(self) -> str:
@@ -46,8 +49,7 @@ class Anatomy:
         """The model without its head: what a pass over the data runs."""
         if self.family.body and hasattr(self.model, self.family.body.partition(".")[0]):
             return self.model.get_submodule(self.family.body)
-        prefix = getattr(self.model, "base_model_prefix", "")
-        return getattr(self.model, prefix, self.model) if prefix else self.model
+        return body_of(self.model)
 
     @property
     def config(self) -> Any:
@@ -56,9 +58,17 @@ class Anatomy:
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The blocks, Python indices 0..L-1."""
+    def block_list(self) -> nn.ModuleList:
+        """The model's own list of blocks."""
         return self.body.get_submodule(self.family.blocks)  # type: ignore[return-value]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The block of each layer, Python indices 0..L-1; the same block may stand for several layers."""
+        blocks = self.block_list
+        calls = getattr(self.config, self.family.calls) if self.family.calls else len(blocks)
+        order = self.order or tuple(call * len(blocks) // calls for call in range(calls))
+        return blocks if order == tuple(range(len(blocks))) else [blocks[index] for index in order]  # type: ignore[return-value]
 
     @property
     def num_layers(self) -> int:
@@ -68,7 +78,7 @@ class Anatomy:
     @property
     def width(self) -> int:
         """D, channels of the residual stream."""
-        for name in ("hidden_size", "d_model", "n_embd"):
+        for name in ("hidden_size", "d_model", "n_embd", "dim"):
             if isinstance(getattr(self.config, name, None), int):
                 return int(getattr(self.config, name))
         raise FulldepthError(f"The configuration of {self._class} does not say the width of its residual stream.")
@@ -115,7 +125,17 @@ class Anatomy:
 
     def stream(self, states: Tensor) -> Tensor:
         """[B, T, D] the residual stream out of what a block is given or gives: the sum where there are several."""
+        states = states.transpose(0, 1) if self.family.sequence_first else states
         return states.sum(-2) if self.has_streams else states
+
+    def handed_on(self, states: Tensor) -> Tensor:
+        """What the next block reads of what a block gives: the same states, but for DETR with auxiliary losses."""
+        return self.normalise_once(states) if self._norm_between else states
+
+    @property
+    def _norm_between(self) -> bool:
+        """Whether the final norm also stands between blocks."""
+        return self.family.name == "detr" and bool(getattr(self.config, "auxiliary_loss", False))
 
     @property
     def final_norm(self) -> nn.Module | None:
@@ -125,13 +145,13 @@ class Anatomy:
 
     def normalise(self, states: Tensor) -> Tensor:
         """The final norm applied to residual states `[..., D]` (identity where the model has none)."""
+        states = self.normalise_once(states)
+        return self.normalise_once(states) if self._norm_between else states
+
+    def normalise_once(self, states: Tensor) -> Tensor:
+        """One application of the final norm."""
         norm = self.final_norm
-        if norm is None:
-            return states
-        states = norm(states)
-        # DETR with auxiliary losses normalises inside its loop and once more after it.
-        twice = self.family.name == "detr" and getattr(self.config, "auxiliary_loss", False)
-        return norm(states) if twice else states
+        return states if norm is None else norm(states)
 
     @property
     def branch_scale(self) -> float:
@@ -142,17 +162,26 @@ class Anatomy:
     @property
     def head(self) -> Head | None:
         """How the model reads `h_L`; None for models without a prediction head."""
-        for suffix, head in self.family.heads.items():
+        for suffix, head in (self.family.heads or {}).items():
             if self._class.endswith(suffix):
                 return head
         return None
 
     @property
+    def searches_head(self) -> bool:
+        """Whether the head is to be found by following the tensors of a pass."""
+        return self.family.heads is None and self.task != "representation"
+
+    @property
     def max_positions(self) -> int | None:
         """The longest sequence that the model has positions for; None where nothing limits it."""
         limit = getattr(self.config, "max_position_embeddings", None)
-        if limit is not None and self.config.model_type in ("roberta", "xlm-roberta", "camembert"):
-            limit -= (self.config.pad_token_id or 0) + 1  # positions start after the padding index
+        if not isinstance(limit, int) or limit <= 0:  # XLNet says -1
+            return None
+        for name, module in self.body.named_modules():
+            # In RoBERTa and its kin positions start after the padding index.
+            if name.endswith("position_embeddings") and type(module) is nn.Embedding and module.padding_idx is not None:
+                return limit - module.padding_idx - 1
         return limit
 
     @property

@@ -8,13 +8,15 @@ or described by the user with the same fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from fulldepth.errors import FulldepthError, unknown
 
 Design = Literal["pre", "parallel", "post"]
 ValuePart = Literal["whole", "last-third", "last-third-of-each-head"]
+Modality = Literal["text", "images"]
+Pool = Literal["token", "first", "last", "mean-patches", "mean", "inside"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,11 @@ class Head:
 
     modules: tuple[str, ...]
     """Modules applied in order, from the model; the first that reads `[B, T, D]` itself goes with `pool="inside"`."""
-    pool: Literal["token", "first", "last", "mean-patches", "inside"] = "token"
+    pool: Pool = "token"
     """`token`: one prediction a position. Otherwise one a sequence, from the first token, the last that is no padding,
-    the mean of all but the first, or by the head itself."""
+    the mean of all but the first (`mean-patches`), the mean of all that is no padding, or by the head itself."""
     normed: bool = True
-    """Whether the final norm comes before the head."""
+    """Whether the final norm comes before the head and its pooling."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Family:
 
     name: str
     blocks: str
-    """`ModuleList` of the L blocks, from the body."""
+    """`ModuleList` of the blocks, from the body."""
     attention: str | None
     """Attention module, from the block."""
     mlp: str | None
@@ -72,15 +74,20 @@ class Family:
     hold several streams, `[B, T, n, D]`; wherever the stream is read their sum is meant, which the final norm reads."""
     mlp_connection: str | None = None
     """The same before the MLP."""
+    calls: str | None = None
+    """For blocks that are shared between layers: attribute of the configuration with the number of layers L; call i of
+    L (from 0) runs block `i * blocks // L`."""
+    sequence_first: bool = False
+    """Whether blocks work on `[T, B, D]`."""
     sparse: bool = False
     """Whether layers may lack a branch, which adds nothing there."""
     body: str | None = None
     """Path from the model to the body; the model's own base model unless named."""
     tower: Literal["text", "vision"] | None = None
     """For models of two towers: which one this row describes."""
-    modality: Literal["text", "images"] = "text"
-    heads: Mapping[str, Head] = field(default_factory=dict)
-    """Ending of the model's class name -> its head."""
+    modality: Modality = "text"
+    heads: Mapping[str, Head] | None = None
+    """Ending of the model's class name -> its head; None = found by following the tensors to the logits."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Family:
@@ -89,20 +96,46 @@ class Family:
         Raises:
             FulldepthError: for an unknown field, or when `blocks` is missing.
         """
-        known = [f.name for f in fields(cls) if f.name != "heads"]
+        known = [*(f.name for f in fields(cls) if f.name != "heads"), *HEAD_FIELDS]
         for name in values:
             if name not in known:
                 raise unknown("anatomy field", name, known)
-        for name, choices in {"design": get_args(Design), "value_part": get_args(ValuePart)}.items():
-            if name in values and values[name] not in choices:
-                raise unknown(f"value of anatomy.{name}:", str(values[name]), choices)
+        choices = {"design": Design, "value_part": ValuePart, "pool": Pool, "modality": Modality}
+        for name, literal in choices.items():
+            if name in values and values[name] not in get_args(literal):
+                raise unknown(f"value of anatomy.{name}:", str(values[name]), get_args(literal))
         for name, value in values.items():
-            if not (isinstance(value, str) or (value is None and name != "blocks")):
-                raise FulldepthError(f"anatomy.{name} is {value!r}; expected a path or name as text.")
+            flag = name in ("sparse", "sequence_first", "normed")
+            if not (
+                isinstance(value, bool) if flag else isinstance(value, str) or (value is None and name != "blocks")
+            ):
+                expected = "true or false" if flag else "a path or name as text"
+                raise FulldepthError(f"anatomy.{name} is {value!r}; expected {expected}.")
         if "blocks" not in values:
             raise FulldepthError("An anatomy needs at least `blocks`, the path of the ModuleList of blocks.")
-        defaults = {"name": "from settings", "attention": None, "mlp": None, "heads": LANGUAGE_HEADS}
-        return cls(**{**defaults, **values})
+        fields_of_family = {name: value for name, value in values.items() if name not in HEAD_FIELDS}
+        defaults = {"name": "from settings", "attention": None, "mlp": None, "heads": _head_from(values)}
+        return cls(**{**defaults, **fields_of_family})
+
+
+HEAD_FIELDS = ("head", "pool", "normed")
+"""Fields of settings that describe the head: `head` is its modules from the model, joined by `+`, or null for none."""
+
+
+def _head_from(values: Mapping[str, Any]) -> dict[str, Head] | None:
+    """The head that settings describe, for any class of model; None where it has to be found.
+
+    Raises:
+        FulldepthError: if `pool` or `normed` stand without `head`.
+    """
+    if "head" not in values:
+        if {"pool", "normed"} & values.keys():
+            raise FulldepthError("anatomy.pool and anatomy.normed describe a head; name its modules with anatomy.head.")
+        return None
+    if values["head"] is None:
+        return {}
+    modules = tuple(part.strip() for part in values["head"].split("+"))
+    return {"": Head(modules, pool=values.get("pool", "token"), normed=values.get("normed", True))}
 
 
 LANGUAGE_HEADS = {
@@ -201,6 +234,37 @@ ROBERTA = replace(
     },
 )
 
+ALBERT = Family(
+    "albert",
+    blocks="encoder.albert_layer_groups",
+    calls="num_hidden_layers",
+    design="post",
+    attention="albert_layers.0.attention",
+    attention_branch="albert_layers.0.attention.dense",
+    attention_norm="albert_layers.0.attention.LayerNorm",
+    mlp="albert_layers.0.ffn",
+    mlp_branch="albert_layers.0.ffn_output",
+    mlp_norm="albert_layers.0.full_layer_layer_norm",
+    value="albert_layers.0.attention.value",
+    heads={
+        "ForMaskedLM": Head(("predictions",), normed=False),
+        "ForPreTraining": Head(("predictions",), normed=False),
+        "ForSequenceClassification": Head(
+            ("albert.pooler", "albert.pooler_activation", "classifier"), pool="first", normed=False
+        ),
+    },
+)
+"""ALBERT: layers share groups of weights. Groups of more than one inner layer are one layer here, without branches."""
+
+XLNET = Family(
+    "xlnet",
+    blocks="layer",
+    attention=None,
+    mlp=None,
+    sequence_first=True,
+)
+"""XLNet: its attention adds and normalises inside itself, so its branches are not modules."""
+
 VIT = Family(
     "vit",
     blocks="layers",
@@ -225,6 +289,7 @@ CLIP_TEXT = Family(
     final_norm="final_layer_norm",
     body="text_model",
     tower="text",
+    heads={},
 )
 
 CLIP_VISION = replace(
@@ -263,6 +328,8 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "gpt_neox": (GPT_NEOX,),
     "bert": (BERT,),
     "roberta": (ROBERTA,),
+    "albert": (ALBERT,),
+    "xlnet": (XLNET,),
     "vit": (VIT,),
     "deit": (replace(VIT, name="deit"),),
     "clip": (CLIP_TEXT, CLIP_VISION),

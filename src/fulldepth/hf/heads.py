@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.families import Pool
 
 
 class Classifier:
@@ -54,8 +55,12 @@ class Classifier:
 
     def prepare(self, states: Tensor) -> Tensor:
         """[..., D'] what the last matrix of the head reads: final norm, and the modules before that matrix."""
-        if self.head.normed:
-            states = self.anatomy.normalise(states)
+        return self._before_last(self._normed(states))
+
+    def _normed(self, states: Tensor) -> Tensor:
+        return self.anatomy.normalise(states) if self.head.normed else states
+
+    def _before_last(self, states: Tensor) -> Tensor:
         for module in self.modules[:-1]:
             states = module(states)
         return states
@@ -83,14 +88,34 @@ class Classifier:
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, C] logits of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
-        return self.tokens(self.pool(states, attention_mask))
+        return self.pooled(self.pool(states, attention_mask))
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, D] what a sequence head reads of `states: [B, T, D]`."""
-        if self.head.pool == "first":
-            return states[:, 0]
-        if self.head.pool == "last":
-            position = torch.arange(attention_mask.shape[1], device=states.device)
-            last = (position * attention_mask.to(states.device)).argmax(-1)
-            return states[torch.arange(len(states), device=states.device), last]
-        return states[:, 1:].mean(1) if self.head.pool == "mean-patches" else states
+        """[B, D] what a sequence head reads of `states: [B, T, D]`: normed, then picked or averaged."""
+        return pool(self._normed(states), attention_mask, self.head.pool)
+
+    def pooled(self, states: Tensor) -> Tensor:
+        """[B, C] logits of what `pool` gives."""
+        return self.logits(self._before_last(states))
+
+
+def pool(states: Tensor, attention_mask: Tensor | None, way: Pool) -> Tensor:
+    """What a sequence head reads of `states: [B, T, D]`: `[B, D]`, or the states themselves if it pools inside.
+
+    Args:
+        states: after the final norm where the head has it.
+        attention_mask: `[B, T]`, 0 = padding; None if no position is.
+        way: as in `Head.pool`.
+    """
+    if way == "first":
+        return states[:, 0]
+    if way == "mean-patches":
+        return states[:, 1:].mean(1)
+    if way not in ("last", "mean"):
+        return states
+    mask = states.new_ones(states.shape[:2]) if attention_mask is None else attention_mask.to(states.device)
+    if way == "mean":
+        weights = mask[..., None].to(states.dtype)
+        return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+    last = (torch.arange(mask.shape[1], device=states.device) * mask).argmax(-1)
+    return states[torch.arange(len(states), device=states.device), last]

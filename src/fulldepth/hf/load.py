@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -25,7 +23,17 @@ from transformers import (
 )
 from transformers import logging as transformers_logging
 
-from fulldepth.errors import FulldepthError, is_out_of_memory, unknown
+from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
+from fulldepth.hf.checkpoint_files import (
+    MOST_EDGE,
+    PROCESSOR_FILES,
+    bounded_construction,
+    check_config,
+    check_model_files,
+    check_processor_files,
+    check_stored_types,
+    check_tokenizer_files,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -106,71 +114,102 @@ def load_checkpoint(
     where = str(name)
     _check_folder(where)
     target = pick_device(device) if device_map is None else None
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
+    weights = check_model_files(where, revision)
     with _plain_errors(where):
-        config = AutoConfig.from_pretrained(where, **source)
-        loader = _model_class(config, trust_remote_code)
+        loader = _model_class(where, config, trust_remote_code)
         placed = {"device_map": device_map} if device_map is not None else {}
-        with _quiet():
+        with _quiet(), bounded_construction(where, weights):
             model, info = loader.from_pretrained(
                 where,
                 dtype=pick_dtype(dtype),
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                revision=revision,
+                trust_remote_code=trust_remote_code,
                 **placed,
-                **source,
             )
+    _check_fit(where, type(model).__name__, info)
+    if getattr(config, "quantization_config", None) is None:
+        check_stored_types(where, weights, model, info["unexpected_keys"])
+    warnings = []
+    if info["unexpected_keys"]:
+        extra = sorted(info["unexpected_keys"])
+        first = one_line(extra[0], 200)
+        warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {first}).")
+    if target is not None and not getattr(model, "is_quantized", False):
+        model.to(target)
+    return Checkpoint(model.eval(), where, revision, tuple(warnings))
+
+
+def _check_fit(where: str, model: str, info: dict[str, Any]) -> None:
+    """Refuse weights of another shape and weights that are missing, from transformers' report on loading."""
     if info["mismatched_keys"]:
         key, stored, needed = min(info["mismatched_keys"])
         raise FulldepthError(
             f"{where} does not fit its config.json: {len(info['mismatched_keys'])} weights have another shape (first: "
-            f"{key} is {list(stored)} in the file, {list(needed)} in {type(model).__name__})."
+            f"{key} is {list(stored)} in the file, {list(needed)} in {model})."
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
+    if missing := sorted(info["missing_keys"]):
         raise FulldepthError(
-            f"{where} lacks {len(missing)} weights that {type(model).__name__} needs (first: {missing[0]}); they would "
-            "be random. The checkpoint is incomplete, or its config.json names another class."
+            f"{where} lacks {len(missing)} weights that {model} needs (first: {missing[0]}); they would be random. "
+            "The checkpoint is incomplete, or its config.json names another class."
         )
-    warnings = []
-    if info["unexpected_keys"]:
-        extra = sorted(info["unexpected_keys"])
-        warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {extra[0]}).")
-    if target is not None and not getattr(model, "is_quantized", False):
-        model.to(target)
-    return Checkpoint(model.eval(), where, revision, tuple(warnings))
+
+
+def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The configuration of a checkpoint.
+
+    Raises:
+        FulldepthError: if there is none, it is damaged, or it holds numbers that no model has.
+    """
+    where = str(name)
+    check_config(where, revision)
+    with _plain_errors(where):
+        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer saved with a checkpoint.
 
     Raises:
-        FulldepthError: if there is none.
+        FulldepthError: if there is none, or its files are damaged.
     """
-    with _plain_errors(str(name), what="tokenizer"), _quiet():
-        return AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+    where = str(name)
+    check_tokenizer_files(where, revision)
+    with _plain_errors(where, what="tokenizer"), _quiet():
+        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def load_processor(name: str | Path, config: Any) -> Any:
-    """The image processor saved with a checkpoint; where there is none, a plain one of the configuration's size."""
+def load_processor(
+    name: str | Path, config: Any, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The image processor saved with a checkpoint; where there is none, a plain one of the configuration's size.
+
+    Raises:
+        FulldepthError: if its files are damaged.
+    """
+    where = str(name)
     folder = Path(name)
-    if not folder.is_dir() or any(
-        (folder / f).is_file() for f in ("preprocessor_config.json", "processor_config.json")
-    ):
-        with _plain_errors(str(name), what="image processor"), _quiet():
-            return AutoImageProcessor.from_pretrained(str(name))
+    if not folder.is_dir() or any((folder / file).exists() for file in PROCESSOR_FILES):
+        check_processor_files(where, revision)
+        with _plain_errors(where, what="image processor"), _quiet():
+            return AutoImageProcessor.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     size = getattr(config, "image_size", 224)
-    size = size if isinstance(size, int) else size[0]
+    size = size[0] if isinstance(size, list | tuple) and size else size
+    if not isinstance(size, int) or not 1 <= size <= MOST_EDGE:
+        raise FulldepthError(f"image_size of {where} is {one_line(size, 40)}. Expected 1 to {MOST_EDGE} pixels.")
     edges = {"height": size, "width": size}
     return transformers.ViTImageProcessorPil(size=edges, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
-def _model_class(config: Any, trust_remote_code: bool) -> Any:
+def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
     """The class that the checkpoint was saved from."""
     names = getattr(config, "architectures", None) or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise FulldepthError(f"`architectures` in config.json is {names!r}; expected a list of class names.")
+        given = one_line(repr(names), 100)
+        raise FulldepthError(f"`architectures` in {where}/config.json is {given}; expected a list of class names.")
     found = getattr(transformers, names[0], None) if names else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None:
         return found
@@ -181,11 +220,14 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     if trust_remote_code and getattr(config, "auto_map", None):
         name = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
         return getattr(transformers, name, AutoModelForCausalLM)
-    if names and getattr(config, "auto_map", None):
-        raise FulldepthError(f"{names[0]} is code that the checkpoint carries; it runs only with --trust-remote-code.")
-    if names:
-        raise FulldepthError(f"transformers {transformers.__version__} has no model class {names[0]}.")
-    raise FulldepthError("config.json names no class (`architectures`), so it is not known what the weights are.")
+    if not names:
+        raise FulldepthError(
+            f"{where}/config.json names no class (`architectures`): it is not known what the weights are."
+        )
+    name = one_line(names[0], 100)
+    if getattr(config, "auto_map", None):
+        raise FulldepthError(f"{name} is code that {where} carries; it runs only with --trust-remote-code.")
+    raise FulldepthError(f"transformers {transformers.__version__} has no model class {name}, which {where} needs.")
 
 
 def _check_folder(where: str) -> None:
@@ -214,25 +256,25 @@ def _check_folder(where: str) -> None:
 
 @contextmanager
 def _plain_errors(where: str, what: str = "model") -> Iterator[None]:
-    """Turn what the libraries raise for broken or absent files into one readable sentence."""
+    """Turn whatever the libraries raise for broken or absent files into one readable sentence.
+
+    Rust libraries raise bare `Exception`, and `BaseException` when they panic. Only memory that ran out passes.
+    """
     try:
         yield
-    except SafetensorError as error:
-        raise FulldepthError(f"The weights in {where} are broken or cut short: {error}.") from error
-    except json.JSONDecodeError as error:
-        raise FulldepthError(f"A configuration file in {where} is not valid JSON: {error}.") from error
-    except FulldepthError:
+    except (FulldepthError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, StrictDataclassError) as error:
-        if "trust_remote_code" in str(error):
-            raise FulldepthError(f"{where} carries its own code; it runs only with --trust-remote-code.") from error
-        message = " ".join(str(error).split())[:400]
-        raise FulldepthError(f"Cannot load a {what} from {where}: {message}") from error
-    except RuntimeError as error:
+    except BaseException as error:
         if is_out_of_memory(error):
             raise
-        message = " ".join(str(error).split())[:400]
-        raise FulldepthError(f"The checkpoint in {where} does not fit its configuration: {message}") from error
+        if "trust_remote_code" in str(error):
+            raise FulldepthError(f"{where} carries its own code; it runs only with --trust-remote-code.") from error
+        if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+            raise FulldepthError(
+                f"The checkpoint in {where} does not fit its configuration: {one_line(error)}"
+            ) from error
+        reason = one_line(error) or type(error).__name__
+        raise FulldepthError(f"Cannot load a {what} from {where}: {reason}") from error
 
 
 @contextmanager

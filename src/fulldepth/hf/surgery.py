@@ -83,7 +83,7 @@ class Switches:
     def __enter__(self) -> Self:
         if self._wirings is not None:
             raise FulldepthError("These switches are in use already; leave their `with` first.")
-        blocks = self.anatomy.blocks
+        blocks = self.anatomy.block_list
         if blocks in _SWITCHED:
             raise FulldepthError(
                 f"Layers of this {type(self.anatomy.model).__name__} are switched by other switches; leave those first."
@@ -102,7 +102,7 @@ class Switches:
         for layer in list(self._replaced):
             self._heal(layer)
         self._skipped, self._scalars, self._wirings = frozenset(), None, None
-        _SWITCHED.discard(self.anatomy.blocks)
+        _SWITCHED.discard(self.anatomy.block_list)
 
     def skip(self, layers: Iterable[int]) -> None:
         """Skip these 1-based layers and no others; nothing is loaded or copied.

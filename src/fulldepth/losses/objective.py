@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fulldepth.capture import Tape, capture, verify
+from fulldepth.capture import Tape, capture, find_anatomy
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates
+from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses.aligned_loss import aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
 from fulldepth.losses.displacement import Displacements, token_count
@@ -250,7 +250,7 @@ class Objective:
         mask = batch.get("attention_mask")
         mask = torch.ones(states[-1].shape[:2], device=states[-1].device) if mask is None else mask
         pooled = [self._classifier.pool(state, mask) for state in states]
-        return aligned_loss(pooled, self._classifier.tokens, labels, weights=term.weights), portion.share
+        return aligned_loss(pooled, self._classifier.pooled, labels, weights=term.weights), portion.share
 
     def _check(self) -> None:
         """Refuse at once what would fail in the first step."""
@@ -291,15 +291,7 @@ def _anatomy(model: nn.Module) -> Anatomy:
         raise FulldepthError(
             f"{type(model).__name__} is no transformers model; attach to the model itself, before wrapping it."
         )
-    candidates = anatomy_candidates(model)  # type: ignore[arg-type]
-    if candidates[0].config.model_type in FAMILIES or len(candidates) == 1:
-        return candidates[0]
-    training, rows = model.training, candidates[0].vocab_size or 2
-    tokens = torch.arange(16, device=next(model.parameters()).device).view(2, 8) % rows
-    try:
-        return verify(candidates, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}).anatomy
-    finally:
-        model.train(training)
+    return find_anatomy(model)  # type: ignore[arg-type]
 
 
 def _base_loss(outputs: Any) -> Tensor:

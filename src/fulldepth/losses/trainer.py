@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from fulldepth.capture import capture
+from fulldepth.capture import capture, find_anatomy
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import anatomy_candidates, first_broken_weight
+from fulldepth.hf import first_broken_weight
 from fulldepth.losses.objective import IGNORE, Objective, Portion
 
 
@@ -171,7 +171,7 @@ def _first_layer(model: Any, inputs: dict[str, Any]) -> str:
         return f"The weight {broken} is not finite."
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return "The layer was not looked for, because the weights are sharded."
-    anatomy = anatomy_candidates(model)[0]
+    anatomy = find_anatomy(model)
     with capture(anatomy, ["residual"]) as tape:
         model(**inputs)
         states = tape["residual"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.capture import top_tokens
-from fulldepth.data import Batch
+from fulldepth.data import Batch, decode_ids
 from fulldepth.measure.subject import Subject
 from fulldepth.metrics import Observation, saturation_layer
 
@@ -61,5 +61,5 @@ def show(tokenizer: Any, token: int) -> str:
     """A token as text, at most `LONGEST` characters; its number where there is no tokenizer."""
     if tokenizer is None:
         return f"#{token}"
-    text = tokenizer.decode([token])
+    text = decode_ids(tokenizer, [token])
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

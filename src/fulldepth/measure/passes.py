@@ -14,10 +14,11 @@ from fulldepth.capture import COEFFICIENTS, Verified, body_inputs, capture, feed
 from fulldepth.data import Batch
 from fulldepth.errors import FulldepthError
 from fulldepth.measure.grid import lens_grid
+from fulldepth.measure.inputs import model_inputs
 from fulldepth.measure.plan import Plan
 from fulldepth.measure.processes import Processes
 from fulldepth.measure.settings import MeasureSettings
-from fulldepth.measure.subject import Subject, model_inputs
+from fulldepth.measure.subject import Subject
 from fulldepth.measure.tokens import counted
 from fulldepth.metrics import Observation, Readout, SpectralNorm
 from fulldepth.metrics.reservoir import priority
@@ -83,7 +84,7 @@ def run_pass(
         tape = stack.enter_context(capture(subject.anatomy, sites))
         other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, me.rank, me.world):
-            inputs = model_inputs(batch, subject.device, subject.checkpoint.model.dtype)
+            inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             with result.clock("states"):

@@ -99,6 +99,8 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
 def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
     """Why there is nothing to predict, or None."""
     anatomy, classifier = verified.anatomy, verified.classifier
+    if classifier is None and "head" in verified.unproven:
+        return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
     if classifier is None:
         return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
     if anatomy.task == "representation":
@@ -127,9 +129,9 @@ def _unavailable(site: str, verified: Verified) -> str | None:
     """Why this model cannot give a site, or None."""
     anatomy = verified.anatomy
     if site == "attention_output" and not verified.branches:
-        return "attention and MLP of this family are not known"
+        return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
     if site == "value" and not anatomy.has("value"):
-        return "this family's value projection is not known"
+        return verified.unproven.get("value", "this family's value projection is not known")
     if site == "final_normed" and anatomy.final_norm is None:
         return "the model has no final norm"
     return None

@@ -23,14 +23,16 @@ from fulldepth.capture import Verified, verify
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measure import tokens
+from fulldepth.measure.batching import batched
 from fulldepth.measure.headline import headline
+from fulldepth.measure.inputs import model_inputs
 from fulldepth.measure.memory import check_memory
 from fulldepth.measure.passes import Pass, run_pass, weigh
 from fulldepth.measure.plan import Plan, make_plan
 from fulldepth.measure.processes import Processes, processes
 from fulldepth.measure.routers import nearest_tokens, shares_of_heads
 from fulldepth.measure.settings import MeasureSettings
-from fulldepth.measure.subject import Subject, model_inputs, open_checkpoint, prepare_subject
+from fulldepth.measure.subject import Subject, open_checkpoint, prepare_subject, small_batch
 from fulldepth.metrics import Setup
 from fulldepth.metrics.cka import few_samples
 from fulldepth.progress import Watcher
@@ -140,8 +142,7 @@ def evaluating(model: str | Path | PreTrainedModel) -> Iterator[None]:
 
 def share(subject: Subject, settings: MeasureSettings, me: Processes) -> int:
     """Sequences in the batches that this process takes."""
-    starts = range(0, len(subject.sequences), settings.batch_size)
-    return sum(min(settings.batch_size, len(subject.sequences) - start) for start in starts[me.rank :: me.world])
+    return sum(map(len, subject.sequences.groups(settings.batch_size)[me.rank :: me.world]))
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
@@ -156,7 +157,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     return Setup(
         num_layers=anatomy.num_layers,
-        width=anatomy.width,
+        width=subject.verified.width,
         value_width=subject.verified.value_width,
         chained=subject.verified.chained,
         routed_heads=subject.verified.routed_heads,
@@ -181,13 +182,14 @@ def _reference(subject: Subject, settings: MeasureSettings, me: Processes) -> Ve
         return None
     checkpoint = open_checkpoint(settings.reference, settings, me.device(settings.device))
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
-    first = next(iter(subject.sequences.batches(min(2, len(subject.sequences)))))
-    verified = verify(candidates, model_inputs(first, subject.device, checkpoint.model.dtype))
+    inputs = model_inputs(small_batch(subject.sequences).inputs, subject.device, checkpoint.model.dtype)
+    verified = verify(candidates, inputs, optional=("head", "branches"))
+    subject.sequences, _ = batched(verified.anatomy, subject.sequences, subject.device)
     mine, theirs = subject.anatomy, verified.anatomy
-    if (mine.num_layers, mine.width) != (theirs.num_layers, theirs.width):
+    if (mine.num_layers, subject.verified.width) != (theirs.num_layers, verified.width):
         raise FulldepthError(
-            f"The reference has {theirs.num_layers} layers of width {theirs.width}, the model {mine.num_layers} of "
-            f"{mine.width}; MMD compares layer by layer and needs both equal."
+            f"The reference has {theirs.num_layers} layers of width {verified.width}, the model {mine.num_layers} of "
+            f"{subject.verified.width}; MMD compares layer by layer and needs both equal."
         )
     return verified
 

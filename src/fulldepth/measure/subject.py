@@ -24,6 +24,8 @@ from fulldepth.hf import (
     load_tokenizer,
 )
 from fulldepth.measure import tokens
+from fulldepth.measure.batching import batched
+from fulldepth.measure.inputs import input_device, model_inputs
 from fulldepth.measure.settings import MeasureSettings
 
 DEFAULT_LENGTH = 256
@@ -63,7 +65,7 @@ class Subject:
             "family": anatomy.family.name,
             "task": anatomy.task,
             "num_layers": anatomy.num_layers,
-            "width": anatomy.width,
+            "width": self.verified.width,
             "parameters": sum(p.numel() for p in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
             "config_hash": self.checkpoint.config_hash,
@@ -87,14 +89,31 @@ def prepare_subject(
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(checkpoint, candidates[0], data, settings)
     sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
     where = input_device(checkpoint.model)
-    first = next(iter(sequences.batches(min(2, len(sequences)))))
-    verified = verify(candidates, model_inputs(first, where, checkpoint.model.dtype))
+    first = small_batch(sequences)
+    inputs = model_inputs(first.inputs, where, checkpoint.model.dtype)
+    verified = verify(candidates, inputs, optional=_optional(settings))
+    sequences, batching = batched(verified.anatomy, sequences, where)
     policy = tokens.resolve(settings.tokens, verified.anatomy)
-    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where)
+    warnings = () if batching is None else (batching,)
+    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, warnings)
     if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
         note = "The tokenizer adds no end-of-sequence token, so the last token of each sequence counts."
-        return replace(subject, policy="last", warnings=(note,))
+        return replace(subject, policy="last", warnings=(*warnings, note))
     return subject
+
+
+def small_batch(sequences: Sequences) -> Batch:
+    """The first two sequences, or one where two could be taken for positions."""
+    first = sequences.collate(range(min(2, len(sequences))))
+    square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
+    return sequences.collate([0]) if square else first
+
+
+def _optional(settings: MeasureSettings) -> set[str]:
+    """Parts of the model that need no proof: all but those that the settings describe."""
+    described = settings.anatomy or {}
+    parts = {"head": {"head"}, "branches": {"attention", "mlp"}}
+    return {part for part, names in parts.items() if not any(described.get(name) is not None for name in names)}
 
 
 def _ends(batch: Batch, eos: int | None) -> bool:
@@ -114,19 +133,6 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettin
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
     )
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model expects its inputs: the device of its first weights that are loaded."""
-    placed = (p.device for p in model.parameters() if p.device.type != "meta")
-    return next(placed, torch.device("cpu"))
-
-
-def model_inputs(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A batch's inputs on the model's device, pictures in its precision."""
-    return {
-        name: value.to(device, dtype if value.is_floating_point() else None) for name, value in batch.inputs.items()
-    }
 
 
 def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: MeasureSettings) -> Any:
@@ -162,7 +168,12 @@ def _sequences(
     positions = anatomy.max_positions
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     classifies = anatomy.task in ("text-classification", "image-classification")
-    processor = load_processor(checkpoint.name, anatomy.config) if source.kind == "images" else None
+    processor = None
+    if source.kind == "images":
+        trusted = settings.trust_remote_code
+        processor = load_processor(
+            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
+        )
     return prepare(
         source,
         task=anatomy.task,

@@ -15,9 +15,10 @@ import pydantic
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.files import atomic
-from fulldepth.hf import GRANULARITIES, Anatomy, anatomy_candidates
+from fulldepth.hf import GRANULARITIES, Anatomy
 from fulldepth.hf.scalars import FACTORS, factor_names
 from fulldepth.recipes import Settings, layer
 from fulldepth.skip.identity import model_hash
@@ -207,7 +208,7 @@ class Plan(PlanFields):
         Raises:
             FulldepthError: if it is of another class, lacks a layer of the plan, or has other weights.
         """
-        anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
+        anatomy = model if isinstance(model, Anatomy) else find_anatomy(model)
         kind = type(anatomy.model).__name__
         if kind != self.model.class_name:
             raise FulldepthError(f"The plan is for a {self.model.class_name} ({self.model.name}), this is a {kind}.")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from fulldepth.capture import capture
-from fulldepth.hf import Anatomy, anatomy_candidates
+from fulldepth.capture import capture, find_anatomy
+from fulldepth.hf import Anatomy
 from fulldepth.metrics import displacement, jump_rate
 
 
@@ -44,7 +44,7 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self, model: Any) -> Evaluation:
         """Evaluate `model`, and leave it as it was."""
-        anatomy: Anatomy = anatomy_candidates(model)[0]
+        anatomy: Anatomy = find_anatomy(model)
         device = next(model.parameters()).device
         sums = torch.zeros(anatomy.num_layers + 3, dtype=torch.float64, device=device)
         training = model.training

@@ -14,7 +14,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -22,7 +21,7 @@ from transformers import (
 
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import load_checkpoint
+from fulldepth.hf import load_checkpoint, load_config
 from fulldepth.train.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
@@ -115,7 +114,9 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attention)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=False
+            )
         except (ValueError, ImportError) as error:
             raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
     if settings.model.checkpoint is not None:
@@ -133,7 +134,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FulldepthError(f"transformers has no causal language model of type {config.model_type!r}.")
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
 
 
@@ -162,10 +163,7 @@ def _read(checkpoint: str) -> PreTrainedConfig:
             f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
             "config.json and weights, or a Hub name (owner/name)."
         )
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(checkpoint)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise FulldepthError(f"Cannot read the configuration of {checkpoint}: {_reason(error)}") from error
+    config: PreTrainedConfig = load_config(checkpoint)
     return config
 
 

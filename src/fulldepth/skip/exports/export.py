@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMForCausalLM
-from fulldepth.capture.verify import TOLERANCE, verify
+from fulldepth.capture import find_anatomy
+from fulldepth.capture.stream import TOLERANCE
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import Anatomy, anatomy_candidates, load_checkpoint, load_tokenizer, pick_device
+from fulldepth.hf import Anatomy, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.exports.fold import Folding, folded, probes, scaled_logits
 from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, as_stock, without_bars
 from fulldepth.skip.exports.readers import NotLoadedError, prove
@@ -107,19 +108,6 @@ def export(
     return replace(report, bytes=size)
 
 
-def find_anatomy(model: PreTrainedModel) -> Anatomy:
-    """Where the parts of a model are; a family that is not in the table is tried on a few tokens.
-
-    Raises:
-        FulldepthError: if that cannot be found out.
-    """
-    candidates = anatomy_candidates(model)
-    if len(candidates) == 1:
-        return candidates[0]
-    ids = probes(candidates[0]).to(model.device)
-    return verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).anatomy
-
-
 def load(directory: str | Path, *, device: str | torch.device | None = None) -> PreTrainedModel:
     """The model of an export of any format, in evaluation mode; no foreign code runs.
 
@@ -132,7 +120,9 @@ def load(directory: str | Path, *, device: str | torch.device | None = None) -> 
         return load_checkpoint(folder, device=device).model
     try:  # its model type is not ours to register
         with without_bars():
-            found: Any = DeciLMForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+            found: Any = DeciLMForCausalLM.from_pretrained(
+                folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
     model, info = found

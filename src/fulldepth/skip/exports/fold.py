@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fulldepth.capture.verify import relative_error
+from fulldepth.capture import find_anatomy
+from fulldepth.capture.stream import relative_error
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, anatomy_candidates
+from fulldepth.hf import Anatomy
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import skipping
 from fulldepth.skip.plan import Plan
@@ -86,7 +87,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
             was then.
     """
     plan.check_model(model)
-    anatomy = anatomy_candidates(model)[0]
+    anatomy = find_anatomy(model)
     with folded(anatomy, plan, heal=False) as folding:
         return folding
 

@@ -33,7 +33,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
-from fulldepth.capture import verify
+from fulldepth.capture import find_anatomy, verify
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, pick_dtype
 from fulldepth.hf.surgery import skipping
@@ -153,7 +153,7 @@ class _Entry:
             "model": {
                 "name": self.name,
                 "class": type(model).__name__,
-                "num_layers": anatomy_candidates(model)[0].num_layers if baseline else _depth(model),
+                "num_layers": find_anatomy(model).num_layers if baseline else _depth(model),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "hash": self.hash,

@@ -61,7 +61,9 @@ def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan:
         given |= {"device": str(model.device), "group": _group(anatomy), "bits": BITS, "seed": seed}
         _run(method, given)
         try:
-            made = AutoModelForCausalLM.from_pretrained(target, device_map=str(model.device), dtype=model.dtype)
+            made = AutoModelForCausalLM.from_pretrained(
+                target, device_map=str(model.device), dtype=model.dtype, trust_remote_code=False
+            )
         except (ImportError, RuntimeError, ValueError, OSError) as error:
             raise FulldepthError(_failed(method, "load", str(error))) from error
     return replace(anatomy, model=made.eval())

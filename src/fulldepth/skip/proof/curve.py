@@ -17,8 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import GRANULARITIES, anatomy_candidates
+from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
 from fulldepth.results import COLUMNS, Results, finite, tabulate
@@ -118,7 +119,7 @@ def curve(
         plan = search_with(owner, data, settings, me, watcher, output=output, resume=resume, **opened)
         with prepared(owner, data, settings, me, **opened) as ready:
             read = _read(ready, plan, me, watcher)
-        results = _results(plan, read, settings, max_blocks, anatomy_candidates(owner)[0].num_layers)
+        results = _results(plan, read, settings, max_blocks, find_anatomy(owner).num_layers)
         if output is not None and me.is_main:
             results.save(output)
         me.gather(None)
@@ -127,7 +128,7 @@ def curve(
 
 def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
     """As many blocks as are asked for and there."""
-    anatomy = check_task(anatomy_candidates(owner)[0])
+    anatomy = check_task(find_anatomy(owner))
     if settings.granularity == GRANULARITIES[-1]:  # whole layers
         return min(max_blocks, anatomy.num_layers)
     return min(max_blocks, len(anatomy.layers_with(settings.granularity))) or max_blocks

@@ -27,8 +27,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, anatomy_candidates
+from fulldepth.hf import Anatomy
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.recipes import layer as layered
@@ -116,7 +117,7 @@ def quantise(
     owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
     plan.check_model(owner)
     with evaluating(owner):
-        _check_context(anatomy_candidates(owner)[0], timing)
+        _check_context(find_anatomy(owner), timing)
         corners, examples = _corners(owner, plan, data, work, tokenizer=tokenizer, heldout=heldout)
         _time(corners, timing, work.watcher)
     results = Results(table_of(corners), _document(corners, plan, examples, work, timing))

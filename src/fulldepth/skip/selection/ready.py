@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Checkpoint, anatomy_candidates, first_broken_weight, load_tokenizer
+from fulldepth.hf import Checkpoint, first_broken_weight, load_tokenizer
 from fulldepth.hf.surgery import Switches
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples, read_examples
@@ -78,7 +79,7 @@ def prepared(
     if broken := first_broken_weight(owner):
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     with evaluating(owner):
-        guess = check_task(anatomy_candidates(owner)[0])
+        guess = check_task(find_anatomy(owner))
         _check_blocks(settings, guess.num_layers)
         if not isinstance(data, Examples):
             if tokenizer is None:

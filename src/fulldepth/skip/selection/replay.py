@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fulldepth.capture import body_inputs, capture
-from fulldepth.capture.verify import TOLERANCE, relative_error
+from fulldepth.capture.stream import TOLERANCE, relative_error
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 

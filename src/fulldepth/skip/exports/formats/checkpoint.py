@@ -40,7 +40,7 @@ class Draft:
     @property
     def blocks_name(self) -> str:
         """Path of the list of blocks from the model, as in the names of weights."""
-        return next(name for name, module in self.model.named_modules() if module is self.anatomy.blocks)
+        return next(name for name, module in self.model.named_modules() if module is self.anatomy.block_list)
 
 
 def as_stock(model: PreTrainedModel) -> PreTrainedModel:

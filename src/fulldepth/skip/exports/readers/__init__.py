@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fulldepth.capture.verify import TOLERANCE, relative_error
+from fulldepth.capture.stream import TOLERANCE, relative_error
 from fulldepth.errors import FulldepthError
 
 READERS = {

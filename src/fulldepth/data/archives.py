@@ -1,0 +1,85 @@
+"""Reads `.zip` archives that anyone may have made: bounded before anything is decompressed, nothing is extracted."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path, PurePosixPath
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading
+
+MOST_MEMBER_BYTES = 256 << 20
+"""Bytes of one member, decompressed."""
+MOST_MEMBERS = 5_000_000
+SPARE_BYTES, EXPANSION = 1 << 30, 200
+"""All members together may have `SPARE_BYTES`, and `EXPANSION` times the archive's size."""
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
+"""Kinds of compression that need little memory, whatever the archive says."""
+
+
+def open_archive(path: Path) -> zipfile.ZipFile:
+    """An archive whose directory holds what can be read within bounds.
+
+    Raises:
+        FulldepthError: if it is damaged or no regular file, or a member is encrypted, compressed in a way that is not
+            read, too large, named twice, or named so that it would lie outside; or if all members are too large.
+    """
+    if not path.is_file():
+        raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
+    with reading(path):
+        archive = zipfile.ZipFile(path)
+    members = [info for info in archive.infolist() if not info.is_dir()]
+    try:
+        _check_members(path, members)
+    except FulldepthError:
+        archive.close()
+        raise
+    return archive
+
+
+def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    if len(members) > MOST_MEMBERS:
+        raise FulldepthError(f"Cannot read {path}: it has {len(members):,} members. Expected at most {MOST_MEMBERS:,}.")
+    total, most = sum(info.file_size for info in members), SPARE_BYTES + EXPANSION * path.stat().st_size
+    if total > most:
+        raise FulldepthError(
+            f"Cannot read {path}: its members are {total:,} bytes decompressed. Expected at most {most:,} of an "
+            "archive of its size."
+        )
+    names: set[str] = set()
+    for info in members:
+        if problem := _problem(info, names):
+            raise FulldepthError(f"Cannot read {path}: its member {one_line(info.filename, 200)!r} {problem}.")
+        names.add(info.filename)
+
+
+def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
+    """What is wrong with a member, if anything; `names` are those of the members before it."""
+    place = PurePosixPath(info.filename)
+    if place.is_absolute() or ".." in place.parts or "\\" in info.filename:
+        return "is named so that it lies outside the archive"
+    if info.filename in names:
+        return "occurs twice"
+    if info.flag_bits & 0x1:
+        return "is encrypted"
+    if info.compress_type not in METHODS:
+        return f"is compressed by method {info.compress_type}, which is not read; use deflate"
+    if info.file_size > MOST_MEMBER_BYTES:
+        return f"is {info.file_size:,} bytes decompressed; expected at most {MOST_MEMBER_BYTES:,}"
+    return None
+
+
+def read_member(archive: zipfile.ZipFile, member: str) -> bytes:
+    """The content of a member, at most as long as the archive's directory says.
+
+    Raises:
+        FulldepthError: if it is damaged, or longer than its entry says.
+    """
+    with reading(f"the image {archive.filename}/{one_line(member, 200)}"):
+        size = archive.getinfo(member).file_size
+        with archive.open(member) as file:
+            content = file.read(size + 1)
+    if len(content) != size:
+        where = f"{archive.filename}/{one_line(member, 200)}"
+        raise FulldepthError(f"Cannot read the image {where}: it has another size than the archive says.")
+    return content

@@ -1,0 +1,318 @@
+"""Checks the files of a checkpoint before a library opens them: plain names, regular files, bounded numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import read_document, read_json, reading
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODEL_FILES = ("generation_config.json", "adapter_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+"""JSON files that loading a tokenizer reads."""
+TOKENIZER_TEXTS = ("vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
+"""Other files that loading a tokenizer reads."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+MOST_CONFIG_BYTES = 16 << 20
+MOST_TOKENIZER_BYTES = 128 << 20
+MOST_NUMBER = 10**9
+"""Largest whole number in a configuration; see `OPEN_ENDED`."""
+OPEN_ENDED = ("theta", "base", "seed")
+"""Parts of the names of options that may be larger: they set the size of nothing."""
+MOST_COUNT = 10**6
+"""Largest number of layers, classes, experts or heads."""
+COUNTS = ("layer", "block", "depth", "label", "expert", "stage", "group", "head", "level")
+MOST_EDGE = 4096
+"""Pixels of an edge that an image processor may produce."""
+EDGES = ("height", "width", "shortest_edge", "longest_edge", "size", "crop_size")
+
+SPARE_ELEMENTS = 1 << 28
+"""Elements that a model may hold beyond what its weight files explain: masks, position tables."""
+ELEMENTS_PER_BYTE = 4
+"""Weights in a stored byte at most: quantised to two bits."""
+SPARE_MODULES, MODULES_PER_TENSOR = 10_000, 200
+
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Stored types of ordinary weights; names starting with F8, F6 and F4 are also floating point."""
+
+
+UNREAD = (r"(^|\.)position_ids$",)
+"""Stored tensors of whole numbers that old checkpoints hold and that models no longer read."""
+
+
+class Weights(NamedTuple):
+    """The weight files of a checkpoint, by their headers."""
+
+    dtypes: dict[str, str]
+    """Name of each stored tensor -> its type as safetensors calls it, such as `F32`."""
+    size: int
+    """Bytes of the files."""
+
+    def integers(self) -> dict[str, str]:
+        """The tensors that are stored as another type than floating point."""
+        return {name: kind for name, kind in self.dtypes.items() if kind not in FLOATS and not kind.startswith("F")}
+
+
+def locate(where: str, name: str, revision: str | None = None) -> Path | None:
+    """The file `name` of a checkpoint folder, or of the Hub's (fetched if it is not in the cache); None = not there.
+
+    Raises:
+        FulldepthError: if there is something of that name that is not a regular file. A link to one is.
+    """
+    if Path(where).is_dir():
+        path = Path(where) / name
+        if path.is_file():
+            return path
+        if path.exists() or path.is_symlink():
+            raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
+        return None
+    with reading(f"{where}/{name}"):
+        found = cached_file(
+            where,
+            name,
+            revision=revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    return Path(found) if found else None
+
+
+def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
+    """The content of config.json, with sane numbers; nothing if the Hub has none.
+
+    Raises:
+        FulldepthError: if it is not a bounded JSON object, holds a number that no model has, or names files or code
+            for transformers to load.
+    """
+    path = locate(where, CONFIG, revision)
+    config = {} if path is None else _read_object(path, MOST_CONFIG_BYTES)
+    _check_numbers(path, config)
+    for key, value in _scalars(config):
+        if key.endswith("_implementation") and isinstance(value, str) and set(value) & set("/:@"):
+            raise FulldepthError(f"{path}: {one_line(key, 100)} names a kernel of others, {one_line(value, 100)!r}.")
+    for name in ("transformers_weights", "fusion_config"):
+        if config.get(name) is not None:
+            raise FulldepthError(f"{path} has the entry {name!r}, which fulldepth does not follow. Remove it.")
+    return config
+
+
+def check_model_files(where: str, revision: str | None = None) -> Weights:
+    """The weight files that transformers would open, and the other files of a model, checked.
+
+    Raises:
+        FulldepthError: if a JSON file is damaged, the index names anything but plain `*.safetensors` files of this
+            folder, a file of weights is absent, irregular or damaged, or two of them hold the same tensor.
+    """
+    for name in MODEL_FILES:
+        if path := locate(where, name, revision):
+            _check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
+    if Path(where).is_dir() and (shards := sorted(p.name for p in Path(where).glob("shard-*.safetensors"))):
+        raise FulldepthError(f"{where} is a distributed checkpoint ({shards[0]}); expected {WEIGHTS} or {INDEX}.")
+    if whole := locate(where, WEIGHTS, revision):
+        paths = [whole]
+    elif index := locate(where, INDEX, revision):
+        paths = [_locate_shard(where, name, index, revision) for name in read_index(index)]
+    else:
+        raise FulldepthError(f"{where} has no file named {WEIGHTS} or {INDEX}.")
+    dtypes: dict[str, str] = {}
+    for path in paths:
+        stored = _read_header(where, path)
+        if both := sorted(stored.keys() & dtypes.keys()):
+            raise FulldepthError(f"{path} holds {one_line(both[0], 200)!r}, which another file of {where} also holds.")
+        dtypes |= stored
+    return Weights(dtypes, sum(path.stat().st_size for path in paths))
+
+
+def read_index(path: Path) -> list[str]:
+    """Names of the files of weights in an index, sorted.
+
+    Raises:
+        FulldepthError: if the index is damaged, or a name is not a plain `NAME.safetensors`.
+    """
+    index = read_document(path, dict[str, Any])
+    files = index.get("weight_map")
+    if not isinstance(index.get("metadata"), dict) or not isinstance(files, dict) or not files:
+        raise FulldepthError(f"Cannot read {path}: it must hold the mappings `metadata` and `weight_map`.")
+    for tensor, name in files.items():
+        plain = isinstance(name, str) and name.isprintable() and PurePosixPath(name).name == name and "\\" not in name
+        if not plain or not name.endswith(".safetensors") or name.startswith("."):
+            raise FulldepthError(
+                f"{path} says that {one_line(tensor, 200)!r} is in {one_line(name, 200)!r}. Expected the plain name of "
+                "a *.safetensors file in the same folder."
+            )
+    return sorted(set(files.values()))
+
+
+def _locate_shard(where: str, name: str, index: Path, revision: str | None) -> Path:
+    path = locate(where, name, revision)
+    if path is None:
+        raise FulldepthError(f"{index} names {one_line(name, 200)}, which is missing.")
+    return path
+
+
+def _read_header(where: str, path: Path) -> dict[str, str]:
+    """Name and type of every tensor in a file of weights."""
+    with reading(path):
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise FulldepthError(
+                f"The weights in {where} are broken or cut short: {path.name}: {one_line(error)}."
+            ) from error
+
+
+def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Refuse weights that are stored as whole numbers where the model calculates with floating point.
+
+    Args:
+        where: the checkpoint.
+        weights: from `check_model_files`.
+        model: the loaded model, not quantised.
+        unexpected: names of stored tensors that the model does not use.
+
+    Raises:
+        FulldepthError: names the first such tensor. Tensors that the model itself holds as whole numbers, and those
+            that nothing reads, are fine.
+    """
+    whole = [name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()]
+    whole += [name for name, tensor in model.named_buffers() if not tensor.is_floating_point()]
+    unread = [*UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())]
+    for name, kind in sorted(weights.integers().items()):
+        if any(_is_same(name, other) for other in (*whole, *unexpected)) or any(re.search(p, name) for p in unread):
+            continue
+        raise FulldepthError(
+            f"{one_line(name, 200)} is stored as {kind} in {where}, but {type(model).__name__} needs floating point. "
+            "The file is damaged, or the checkpoint is quantised and its config.json does not say so."
+        )
+
+
+def _is_same(name: str, other: str) -> bool:
+    """Whether two names of a tensor differ at most by the name of the model around it."""
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def check_tokenizer_files(where: str, revision: str | None = None) -> None:
+    """Check the files of a tokenizer, and the configuration that transformers reads with it.
+
+    Raises:
+        FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object.
+    """
+    check_config(where, revision)
+    for name in TOKENIZER_FILES:
+        if path := locate(where, name, revision):
+            _read_object(path, MOST_TOKENIZER_BYTES)
+    for name in TOKENIZER_TEXTS:
+        path = locate(where, name, revision)
+        if path is not None and path.stat().st_size > MOST_TOKENIZER_BYTES:
+            raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_TOKENIZER_BYTES >> 20} MiB.")
+
+
+def check_processor_files(where: str, revision: str | None = None) -> None:
+    """Check the files of an image processor.
+
+    Raises:
+        FulldepthError: if one is not a bounded JSON object, or asks for pictures larger than a model can take.
+    """
+    check_config(where, revision)
+    for name in PROCESSOR_FILES:
+        path = locate(where, name, revision)
+        if path is None:
+            continue
+        document = _read_object(path, MOST_CONFIG_BYTES)
+        _check_numbers(path, document)
+        for key, value in _scalars(document):
+            if key in EDGES and isinstance(value, int | float) and not 1 <= value <= MOST_EDGE:
+                raise FulldepthError(f"{path}: {key} is {value}. Expected 1 to {MOST_EDGE} pixels.")
+
+
+def _read_object(path: Path, most: int) -> dict[str, Any]:
+    """A JSON object (NaN and infinities are allowed: transformers writes them)."""
+    document = read_json(path, most=most, allow_constants=True)
+    if not isinstance(document, dict):
+        raise FulldepthError(f"Cannot read {path}: expected a JSON object, got a {type(document).__name__}.")
+    return document
+
+
+def _scalars(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no list or mapping, with the nearest key above it."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            yield from _scalars(item, inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _scalars(item, key)
+    else:
+        yield key, value
+
+
+def _check_numbers(path: Path | None, document: dict[str, Any]) -> None:
+    """Refuse whole numbers so large that a list of that length would exhaust the memory."""
+    for key, value in _scalars(document):
+        if not isinstance(value, int) or any(part in key for part in OPEN_ENDED):
+            continue
+        most = MOST_COUNT if any(part in key for part in COUNTS) else MOST_NUMBER
+        if abs(value) > most:
+            raise FulldepthError(f"{path}: {one_line(key, 100)} is {one_line(value, 40)}. Expected at most {most:,}.")
+
+
+@contextmanager
+def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
+    """While a model is built, refuse one that is far larger than its files of weights.
+
+    Raises:
+        FulldepthError: as soon as its parameters and buffers hold more than `ELEMENTS_PER_BYTE` elements per stored
+            byte (and `SPARE_ELEMENTS`), or its modules are more than `MODULES_PER_TENSOR` per stored tensor (and
+            `SPARE_MODULES`). transformers builds models on the meta device, so nothing is allocated by then.
+    """
+    most = {
+        "elements": weights.size * ELEMENTS_PER_BYTE + SPARE_ELEMENTS,
+        "modules": len(weights.dtypes) * MODULES_PER_TENSOR + SPARE_MODULES,
+    }
+    sizes: dict[tuple[int, str], int] = {}
+    total = {"elements": 0, "modules": 0}
+
+    def grow(what: str, by: int) -> None:
+        total[what] += by
+        if total[what] > most[what]:
+            raise FulldepthError(
+                f"The model that {where}/{CONFIG} describes has more than {most[what]:,} {what}, but the files of "
+                f"weights hold {len(weights.dtypes):,} tensors in {weights.size:,} bytes. They do not belong together."
+            )
+
+    def tensor(owner: Any, name: str, value: Any) -> None:
+        if value is not None and (id(owner), name) not in sizes:
+            sizes[id(owner), name] = value.numel()
+            grow("elements", value.numel())
+
+    def submodule(owner: Any, name: str, value: Any) -> None:
+        grow("modules", 1)
+
+    handles = [
+        torch_module.register_module_parameter_registration_hook(tensor),
+        torch_module.register_module_buffer_registration_hook(tensor),
+        torch_module.register_module_module_registration_hook(submodule),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
