@@ -46,10 +46,17 @@ def snapshot(folder: Path) -> Files:
             if stat.S_ISLNK(mode):
                 files[key] = f"link to {os.readlink(path)}"
             elif stat.S_ISREG(mode):
-                files[key] = hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
+                files[key] = _digest(path)
             else:
                 files[key] = f"mode {stat.S_IFMT(mode):o}"
     return files
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
+    except PermissionError:
+        return "not readable"
 
 
 def output_of(argv: list[str]) -> str | None:

@@ -141,7 +141,10 @@ SKIPS = {
         "skip apply plan-layer model --format layer --output new", "plan-layer/plan.json model", 1, writes="checkpoint"
     ),
     "bench": Scenario(
-        "skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 1 --output new", "model folded", 2
+        "skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 1 --output new",
+        "model folded",
+        2,
+        arguments=0.4,
     ),
     "curve": Scenario(
         f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output new {SKIP}", "model data/pairs.jsonl", 1

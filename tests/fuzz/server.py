@@ -34,7 +34,6 @@ QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "COLUMNS": "200",
     "NO_COLOR": "1",
-    "PYTHONHASHSEED": "0",
 }
 GIB = 1 << 30
 SAMPLE = 0.2
@@ -160,10 +159,10 @@ def _run_child(job: Callable[[], int], logs: Path, limits: Limits, ceiling: int,
         )
         for number in (signal.SIGUSR1, signal.SIGXCPU):
             faulthandler.register(number, file=2, all_threads=True)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu, limits.cpu + 2))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file, limits.file))
-        resource.setrlimit(resource.RLIMIT_AS, (ceiling, ceiling))
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_CPU, limits.cpu, limits.cpu + 2)
+        _limit(resource.RLIMIT_FSIZE, limits.file)
+        _limit(resource.RLIMIT_AS, ceiling)
         code = job()
     except BaseException:
         traceback.print_exc()
@@ -172,6 +171,11 @@ def _run_child(job: Callable[[], int], logs: Path, limits: Limits, ceiling: int,
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _limit(what: int, soft: int, hard: int | None = None) -> None:
+    with contextlib.suppress(ValueError, OSError):  # not every system has every limit
+        resource.setrlimit(what, (soft, soft if hard is None else hard))
 
 
 def _wait(child: int, limits: Limits) -> tuple[str | None, int, resource.struct_rusage]:
