@@ -214,10 +214,11 @@ class _Killer:
 
 
 def _files(top: Path) -> list[Path]:
-    """The files below a place, or the place itself; pages are left out, since nothing reads them."""
-    if top.is_dir() and not top.is_symlink():
-        return sorted(p for p in top.rglob("*") if (p.is_symlink() or not p.is_dir()) and p.name != "report.html")
-    return [top]
+    """The files below a place, or the place itself; pages and leftovers are left out, since nothing reads them."""
+    if not top.is_dir() or top.is_symlink():
+        return [top]
+    files = (path for path in top.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path for path in files if path.name != "report.html" and path.suffix != ".part")
 
 
 def _copy(source: Path, target: Path, names: list[str]) -> None:

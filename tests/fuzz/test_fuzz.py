@@ -11,7 +11,7 @@ import pytest
 
 import fulldepth
 
-CASES = 90
+CASES = 150
 
 
 @pytest.mark.slow

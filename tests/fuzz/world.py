@@ -1,7 +1,8 @@
 """The fixture world: tiny models, small data files, and what the program's own commands make of them.
 
 Everything is made in one folder and named relative to it, and cases run in a folder of the same absolute path: stored
-paths in results and plans stay true.
+paths in results and plans stay true. Two worlds differ in what the program stores about time and place; mutations name
+places by their share of a file, so a seed means the same in both, up to a byte or two (`--root` keeps a world).
 """
 
 from __future__ import annotations
