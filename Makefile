@@ -10,7 +10,11 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-fast lint docs bench clean
+# Cases of the fuzzer, and its first seed: make fuzz CASES=500 START=20000
+CASES ?= 10000
+START ?= 0
+
+.PHONY: help demo test test-fast fuzz lint docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -24,6 +28,9 @@ test: .venv/.dev ## Run every test
 
 test-fast: .venv/.dev ## Run the tests that take no more than seconds
 	$(PYTEST) -m "not slow and not browser"
+
+fuzz: .venv/.dev ## Throw malformed input at every command (CASES=10000, about two hours of one core)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --planted --cases $(CASES) --start $(START)
 
 lint: .venv/.dev ## Check style, types and the layout of the source
 	$(BIN)/ruff check

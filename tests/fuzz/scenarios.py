@@ -1,0 +1,199 @@
+"""The commands under test: their arguments, the files they read, and what they may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuzz.world import FAST, QUICK, SKIP
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to call the program."""
+
+    argv: str
+    inputs: str
+    """Files and folders of the world that the case has; each is as likely to be mutated."""
+    weight: float = 1.0
+    grows: tuple[str, ...] = ()
+    """Existing files (glob patterns) that the command may change, however it ends."""
+    replaces: tuple[str, ...] = ()
+    """Existing files that it may change if it succeeds."""
+    writes: str = "results"
+    """What a success leaves in the output folder: results, page, plan, checkpoint, run, nothing."""
+    arguments: float = 0.15
+    """Share of the mutations that change arguments rather than files."""
+
+
+PAGE = ("*/report.html",)
+TABLE = ("*/results.json", "*/results.parquet", "*/report.html")
+RUN = (
+    "run-part/checkpoint-4/*",
+    "run-part/results.*",
+    "run-part/report.html",
+    "run-part/tokens/*",
+    "run-part/settings.yaml",
+    "*/lock",
+)
+
+MEASURE = {
+    "measure text": Scenario(f"measure model --data data/text.txt --output new {FAST}", "model data/text.txt", 3),
+    "measure jsonl": Scenario(f"measure model --data data/text.jsonl --output new {QUICK}", "data/text.jsonl", 2),
+    "measure pairs": Scenario(f"measure model --data data/pairs.jsonl --output new {QUICK}", "data/pairs.jsonl", 1),
+    "measure parquet": Scenario(f"measure model --data data/text.parquet --output new {QUICK}", "data/text.parquet", 2),
+    "measure labels": Scenario(
+        f"measure bert --data data/labelled.tsv --output new {FAST}", "bert data/labelled.tsv", 2
+    ),
+    "measure images": Scenario("measure vit --data data/images --output new", "vit data/images", 2),
+    "measure zip": Scenario("measure vit --data data/images.zip --output new", "data/images.zip", 2),
+    "measure shards": Scenario(f"measure sharded --data data/text.txt --output new {QUICK}", "sharded", 3),
+    "measure recipe": Scenario(
+        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2
+    ),
+    "measure reference": Scenario(
+        f"measure model --data data/text.txt --output new --reference other {QUICK},mmd", "model other", 1
+    ),
+    "measure overwrite": Scenario(
+        f"measure other --data data/text.txt --output out-a --overwrite {QUICK}",
+        "other out-a data/text.txt",
+        1,
+        replaces=TABLE,
+    ),
+    "measure again": Scenario(
+        f"measure model --data data/text.txt --output out-a {FAST}", "model out-a", 1, replaces=PAGE
+    ),
+    "measure elsewhere": Scenario(f"measure other --data data/text.txt --output out-a {FAST}", "out-a", 0.5),
+    "measure series": Scenario(f"measure run --data data/text.txt --output new {QUICK}", "run", 2),
+    "measure series again": Scenario(
+        f"measure run --data data/text.txt --output series-part {QUICK}", "run series-part", 3, grows=("series-part/*",)
+    ),
+    "measure series done": Scenario(
+        f"measure run --data data/text.txt --output out-series {QUICK}", "out-series", 1, grows=PAGE
+    ),
+}
+PAGES = {
+    "compare": Scenario("compare out-a out-b --output new", "out-a out-b", 4),
+    "compare series": Scenario("compare out-series out-a --output new --depth relative", "out-series out-a", 1),
+    "compare runs": Scenario("compare run run-b --output new", "run/results.json run/results.parquet run-b", 2),
+    "compare into": Scenario("compare out-a out-b --output cmp", "out-a cmp", 1),
+    "compare overwrite": Scenario(
+        "compare out-a out-b --output cmp --overwrite", "out-a out-b cmp", 0.5, replaces=("cmp/*",)
+    ),
+    "report measure": Scenario("report out-a", "out-a", 3, replaces=("out-a/report.html",), writes="page"),
+    "report series": Scenario("report out-series", "out-series", 2, replaces=("*/report.html",), writes="page"),
+    "report run": Scenario("report run", "run/results.json run/results.parquet", 1, replaces=PAGE, writes="page"),
+    "report comparison": Scenario("report cmp", "cmp", 2, replaces=("cmp/report.html",), writes="page"),
+    "report plan": Scenario("report plan", "plan", 2, replaces=("plan/report.html",), writes="page"),
+    "report curve": Scenario("report curve", "curve", 2, replaces=("curve/report.html",), writes="page"),
+    "report bench": Scenario("report bench", "bench", 2, replaces=("bench/report.html",), writes="page"),
+    "report several": Scenario("report plan curve bench --output new", "plan curve bench", 3, writes="page"),
+    "report elsewhere": Scenario("report out-a --output out-b", "out-a out-b", 0.5, writes="page"),
+}
+SEARCH = f"skip search model --data data/pairs.jsonl {SKIP}"
+SKIPS = {
+    "search": Scenario(f"{SEARCH} --blocks 1 --output new", "model data/pairs.jsonl", 2, writes="plan"),
+    "search heldout": Scenario(
+        f"{SEARCH} --blocks 1 --output new --heldout data/heldout.jsonl", "data/heldout.jsonl", 1, writes="plan"
+    ),
+    "search parquet": Scenario(
+        f"skip search model --data data/pairs.parquet --blocks 1 --output new {SKIP}",
+        "data/pairs.parquet",
+        1,
+        writes="plan",
+    ),
+    "search chats": Scenario(
+        f"skip search model --data data/chats.jsonl --blocks 1 --output new {SKIP}",
+        "data/chats.jsonl model/tokenizer_config.json model/chat_template.jinja",
+        1,
+        writes="plan",
+    ),
+    "search recipe": Scenario(
+        "skip search model --data data/text.jsonl --recipe recipes/search.yaml --output new",
+        "recipes/search.yaml data/text.jsonl",
+        2,
+        writes="plan",
+    ),
+    "search resume": Scenario(
+        f"{SEARCH} --blocks 2 --output plan-part --resume",
+        "plan-part plan-part plan-part model data/pairs.jsonl",
+        5,
+        grows=("plan-part/*",),
+        writes="plan",
+    ),
+    "search answers": Scenario(
+        f"{SEARCH} --blocks 1 --output answers-part --generate-responses 4 --max-new-tokens 4 --resume",
+        "answers-part answers-part model data/pairs.jsonl",
+        3,
+        grows=("answers-part/*",),
+        writes="plan",
+    ),
+    "search into": Scenario(f"{SEARCH} --blocks 1 --output plan", "plan", 0.5, writes="plan"),
+    "apply folded": Scenario(
+        "skip apply plan model --format folded --output new", "plan/plan.json model", 1, writes="checkpoint"
+    ),
+    "apply fast": Scenario(
+        "skip apply plan model --format fast --output new", "plan/plan.json model", 1, writes="checkpoint"
+    ),
+    "apply decilm": Scenario(
+        "skip apply plan model --format decilm --output new", "plan/plan.json model", 1, writes="checkpoint"
+    ),
+    "apply layer": Scenario(
+        "skip apply plan-layer model --format layer --output new", "plan-layer/plan.json model", 1, writes="checkpoint"
+    ),
+    "bench": Scenario(
+        "skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 1 --output new",
+        "model folded",
+        2,
+        arguments=0.4,
+    ),
+    "curve": Scenario(
+        f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output new {SKIP}", "model data/pairs.jsonl", 1
+    ),
+    "curve resume": Scenario(
+        f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output curve-part --resume {SKIP}",
+        "curve-part",
+        2,
+        grows=("curve-part/*",),
+    ),
+    "quantise": Scenario(
+        "skip quantise model plan --data data/pairs.jsonl --context 8 --new-tokens 2 --repeats 1 --output new",
+        "plan/plan.json model",
+        2,
+    ),
+}
+TRAIN = {
+    "train": Scenario(
+        "train recipes/train.yaml --output new", "recipes/train.yaml data/text.jsonl tokens", 3, writes="run"
+    ),
+    "train settings": Scenario(
+        "train recipes/train.yaml --output new steps=2 objective.jump.alpha=0.3 seed=4",
+        "recipes/train.yaml",
+        1,
+        writes="run",
+        arguments=0.7,
+    ),
+    "train resume": Scenario(
+        "train recipes/train.yaml --output run-part --resume",
+        "run-part run-part run-part data/text.jsonl recipes/train.yaml",
+        5,
+        grows=RUN,
+        writes="run",
+    ),
+    "train into": Scenario("train recipes/train.yaml --output out-a", "out-a recipes/train.yaml", 0.5, writes="run"),
+    "train dry run": Scenario(
+        "train recipes/train.yaml --dry-run", "recipes/train.yaml tokens data/text.jsonl", 3, writes="nothing"
+    ),
+    "train checkpoint": Scenario(
+        "train recipes/train.yaml --output new steps=2 model.checkpoint=other tokenizer=other",
+        "other",
+        1,
+        writes="run",
+    ),
+    "train list": Scenario("train --list", "recipes/train.yaml", 0.3, writes="nothing", arguments=1.0),
+}
+DEMO = {"demo": Scenario("demo --output new --steps 0", "", 1, writes="nothing", arguments=1.0)}
+
+SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **DEMO}
+
+ALWAYS = ["model", "data", "tokens", "recipes"]
+"""Parts of the world that every case has, mutated or not."""
