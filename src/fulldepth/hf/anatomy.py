@@ -45,7 +45,8 @@ class Anatomy:
         task = next((task for suffix, task in TASKS.items() if self._class.endswith(suffix)), "representation")
         if self._class.endswith("ForPreTraining") and self.model.get_output_embeddings() is None:
             return "representation"
-        return task
+        generates = self._class.endswith("ForConditionalGeneration") and not self.model.config.is_encoder_decoder
+        return "causal-lm" if generates else task  # a decoder that may be given images beside its text
 
     @property
     def _class(self) -> str:
