@@ -22,6 +22,9 @@ NOISE = 20_000
 """Characters of everything on standard error."""
 LEFTOVER = re.compile(r"\.part$|\.tmp$|^tmp|\.incomplete$|^\..+\.\d+$")
 
+BROKEN = "broken link"
+"""Begins the digest of a symbolic link to nothing, which a program may take for an absent file."""
+
 Files = dict[str, str]
 """Path relative to the case -> digest of what is there."""
 
@@ -44,7 +47,7 @@ def snapshot(folder: Path) -> Files:
             mode = path.lstat().st_mode
             key = path.relative_to(folder).as_posix()
             if stat.S_ISLNK(mode):
-                files[key] = f"link to {os.readlink(path)}"
+                files[key] = f"{BROKEN if not os.path.exists(path) else 'link'} to {os.readlink(path)}"
             elif stat.S_ISREG(mode):
                 files[key] = _digest(path)
             else:
@@ -174,6 +177,7 @@ def _changes(
     for name, digest in before.items():
         if (
             after.get(name) == digest
+            or digest.startswith(BROKEN)
             or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
             or _is_leftover(name)
         ):
