@@ -187,6 +187,11 @@ def test_pictures_for_a_language_model_and_text_for_a_vision_model(wrong, checkp
     wrong(model=checkpoint("vit"), says=["text", "ViTForImageClassification", "images"])
 
 
+def test_words_for_pictures_by_name(wrong, checkpoint, picture_folder):
+    flags = ("--words", "is,are", "--measures", "separability")
+    wrong(*flags, model=checkpoint("vit"), data=picture_folder, says=["separability", "images have no words"])
+
+
 def test_an_empty_folder(wrong, tmp_path):
     (tmp_path / "nothing").mkdir()
     wrong(data=tmp_path / "nothing", says=["nothing", "images"])

@@ -53,7 +53,8 @@ def equal(one: Tensor, other: Tensor) -> bool:
     """Whether two states are the same numbers."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return one.data_ptr() == other.data_ptr() or torch.equal(one.to(other.device), other)
+    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return same or torch.equal(one.to(other.device), other)
 
 
 def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,8 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
         reasons["labels"] = "the data have no labels of two or more classes"
     if not setup.words:
         reasons["words"] = "no words were named (--words is,are,was,were)"
+    elif sequences.kind == "images":
+        reasons["words"] = "images have no words"
     if not sequences.equal_lengths or setup.sequence_length < 2:
         reasons["equal_lengths"] = "it needs sequences of one length, two tokens at least, without padding"
     if len(sequences) < 2:
