@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from fuzz.cases import Fuzzer, Outcome
+from fuzz.oracle import cause_of
 from fuzz.planted import missed
 from fuzz.scenarios import SCENARIOS
 
@@ -93,6 +94,9 @@ def _run(fuzzer: Fuzzer, options: argparse.Namespace) -> list[Outcome]:
         start = shown = time.monotonic()
         for seed, only in wanted:
             outcome = fuzzer.run(seed, only, options.plain, extra)
+            if any(failure.kind == "traceback" and not failure.cause for failure in outcome.failures):
+                cause = cause_of(fuzzer.run(seed, only, options.plain, ("--debug",)).stderr)
+                outcome = outcome._replace(failures=[f._replace(cause=f.cause or cause) for f in outcome.failures])
             outcomes.append(outcome)
             if report is not None:
                 print(json.dumps(outcome._asdict() | {"label": outcome.label}), file=report, flush=True)

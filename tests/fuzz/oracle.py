@@ -165,9 +165,19 @@ def _changes(
     scenario: Scenario, argv: list[str], changes: list[str], before: Files, after: Files, failed: bool
 ) -> list[str]:
     """Existing files that the program changed or removed without leave."""
-    damaged = {f"{match[0]}/*" for words in changes if (match := re.match(r"run-part/checkpoint-\d+", words))}
+    damaged = []
+    if "--resume" in argv:  # a checkpoint that is not whole may go
+        damaged = [f"{match[0]}/*" for words in changes if (match := re.match(r"run-part/checkpoint-\d+", words))]
+    if argv[0] == "measure" and not failed:  # a table that is not its document's is measured again
+        damaged = [f"{match[1]}.*" for words in changes if (match := re.match(r"([\w/-]+/results)\.", words))]
+    absent = [
+        name.removesuffix("results.json")
+        for name in before
+        if name.endswith("results.json") and before[name].startswith(BROKEN)
+    ]
     patterns = [
-        *(damaged if "--resume" in argv else ()),
+        *damaged,
+        *(f"{folder}{name}" for folder in absent for name in ("results.*", "report.html")),
         *scenario.grows,
         "*/lock",
         "*.lock",

@@ -68,7 +68,10 @@ MEASURE = {
         f"measure run --data data/text.txt --output series-part {QUICK}", "run series-part", 3, grows=("series-part/*",)
     ),
     "measure series done": Scenario(
-        f"measure run --data data/text.txt --output out-series {QUICK}", "out-series", 1, grows=PAGE
+        f"measure run --data data/text.txt --output out-series {QUICK}",
+        "out-series",
+        1,
+        grows=("out-series/report.html", "out-series/results.*"),
     ),
 }
 PAGES = {
