@@ -151,7 +151,7 @@ def _plain(path: Path) -> Any:
 def _timeless(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         drop = TIMED_KEYS | ({"record.parquet"} if name == "complete.json" else set())  # whose size varies with times
-        drop |= {"table_sha256", "sha256"} if name == "results.json" else set()
+        drop |= {"table"} if name == "results.json" else set()
         return {key: _timeless(inner, name) for key, inner in value.items() if key not in drop}
     return [_timeless(inner, name) for inner in value] if isinstance(value, list) else value
 

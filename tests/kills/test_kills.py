@@ -41,6 +41,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wordy.tokenizer().save_pretrained(folder)
     rows = [{"prompt": wordy.words(n, n + 1), "response": wordy.words(*range(n, n + 5))} for n in range(16)]
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = [{"text": wordy.words(*range(n, n + 20))} for n in range(8)]
+    (home / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
     planned.plan(model, [2]).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
     text = [part for part in text if len(part.split()) > 20]
@@ -64,7 +66,7 @@ def training(home: Path, output: Path) -> None:
 
 def series(home: Path, output: Path) -> None:
     settings = MeasureSettings(measures=["displacement"], max_sequences=4, sequence_length=16)
-    measure_into(home / "run", home / "text.jsonl", output, settings)
+    measure_into(home / "run", home / "words.jsonl", output, settings)
 
 
 def searching(home: Path, output: Path) -> None:

@@ -203,7 +203,7 @@ def test_hostile_text_stays_text(synthetic, visit, tmp_path):
     runs[1].meta["settings"] |= {"method": HOSTILE[1], HOSTILE[0]: HOSTILE[3]}
     runs[1].table["site"] = runs[1].table["site"].replace({"jump": HOSTILE[1]})
     runs[1].meta["warnings"] = HOSTILE
-    path = write(compare(runs, names=[HOSTILE[1], HOSTILE[3]]).save(tmp_path / "both"))
+    path = write(compare(runs, names=[HOSTILE[1], HOSTILE[3][:1000]]).save(tmp_path / "both"))
     page = visit(path)
     assert page.locator("script").count() == 3
     assert page.locator("main img").count() == 0

@@ -74,12 +74,10 @@ def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, 
         folder = tmp_path / str(after)
         with pytest.raises(Killed):
             search(model, examples, output=folder, watcher=stopping(after), **options)
-        kept = json.loads((folder / PROGRESS).read_text())["log"] if (folder / PROGRESS).exists() else []
         assert not (folder / FILE).exists()
         heard.clear()
         plan = search(model, examples, output=folder, resume=True, watcher=Watcher(advance=heard.append), **options)
         assert timeless(plan) == timeless(whole) == timeless(Plan.load(folder))
-        assert plan.cost["seconds"] >= (kept[-1][2] if len(kept) and name != "taylor" else 0) * 0.5
         assert not (folder / PROGRESS).exists()
     assert len(heard) < steps, "what was done was not done again"
 
@@ -145,7 +143,7 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
     with pytest.raises(FulldepthError, match="another search: model was"):
         search(other, examples, output=folder, resume=True, **OPTIONS)
     for text, words in (
-        ("{", "is damaged: Expecting .* Remove the file"),
+        ("{", "is damaged: it is not valid JSON: Expecting .* Remove the file"),
         ('{"schema_version": 9, "of": {}}', "schema version 9"),
     ):
         (folder / PROGRESS).write_text(text)
