@@ -77,7 +77,7 @@ COMMANDS = {
 def test_no_command_runs_code_of_a_checkpoint(
     main: Any, house: Path, tmp_path: Path, monkeypatch: Any, name: str, kind: str
 ) -> None:
-    class ArrivedError(BaseException):  # passes the door, which turns any other error into a message
+    class ArrivedError(Exception):
         """The model is loaded; quantising itself needs a package that may be absent."""
 
     def arrived(*_: object) -> None:
@@ -87,10 +87,8 @@ def test_no_command_runs_code_of_a_checkpoint(
     monkeypatch.setattr(quantising, "_check_context", arrived)
     model = str(house / kind)
     command = [word.format(model=model, home=house) for word in COMMANDS[name]]
-    try:
-        code, _, err = main(*command, "--output", tmp_path / "out")
-    except ArrivedError:
-        code, err = 0, ""
+    code, _, err = main(*command, "--output", tmp_path / "out")
+    code = 0 if "ArrivedError" in err else code
     assert not (house / "ran").exists()
     assert code == (0 if kind == "known" else 2), err
     if kind == "unknown":

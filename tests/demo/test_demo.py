@@ -41,8 +41,29 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / name / "run" / "checkpoint-20" / "model.safetensors")
 
 
+def interrupted(folder: Path) -> None:
+    """A demo that stops within its first training, after step 13."""
+    titles: list[str] = []
+    passed: list[int] = []
+
+    def begin(title: str, total: int) -> None:
+        titles.append(title)
+        passed.clear()
+
+    def advance(done: int) -> None:
+        passed.append(done)
+        if titles[-1] == "Training" and sum(passed) >= 13:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo.demo(folder, steps=STEPS, watcher=Watcher(begin=begin, advance=advance))
+    assert (folder / "baseline" / "run" / "checkpoint-10").is_dir()
+    assert not (folder / "baseline" / "run" / "checkpoint-15").exists()
+
+
 @pytest.mark.slow
 def test_the_demo_trains_measures_and_compares(small, tmp_path, monkeypatch, capsys):
+    """A whole demo by the command line; the same again; another one in its folder; one that was interrupted."""
     out = tmp_path / "demo"
     monkeypatch.setattr(sys, "argv", ["fulldepth", "demo", "--output", str(out), "--steps", str(STEPS)])
     with pytest.raises(SystemExit) as leaving:
@@ -73,39 +94,16 @@ def test_the_demo_trains_measures_and_compares(small, tmp_path, monkeypatch, cap
     }
     assert not changed
 
-
-@pytest.mark.slow
-def test_an_interrupted_demo_goes_on_to_the_same_weights(small, tmp_path):
-    titles: list[str] = []
-    passed: list[int] = []
-
-    def begin(title: str, total: int) -> None:
-        titles.append(title)
-        passed.clear()
-
-    def advance(done: int) -> None:
-        passed.append(done)
-        if titles[-1] == "Training" and sum(passed) >= 13:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        demo.demo(tmp_path / "broken", steps=STEPS, watcher=Watcher(begin=begin, advance=advance))
-    assert (tmp_path / "broken" / "baseline" / "run" / "checkpoint-10").is_dir()
-    assert not (tmp_path / "broken" / "baseline" / "run" / "checkpoint-15").exists()
-    demo.demo(tmp_path / "broken", steps=STEPS)
-    demo.demo(tmp_path / "whole", steps=STEPS)
-    for name in ("baseline", "jreg"):
-        resumed, whole = weights(tmp_path / "broken", name), weights(tmp_path / "whole", name)
-        assert all(torch.equal(resumed[key], whole[key]) for key in whole)
-
-
-@pytest.mark.slow
-def test_another_demo_in_the_folder_is_refused(small, tmp_path):
-    demo.demo(tmp_path / "run", steps=STEPS)
-    before = times(tmp_path / "run")
+    before = times(out)
     with pytest.raises(FulldepthError, match="steps was 20, is 40"):
-        demo.demo(tmp_path / "run", steps=40)
-    assert times(tmp_path / "run") == before
+        demo.demo(out, steps=40)
+    assert times(out) == before
+
+    interrupted(tmp_path / "broken")
+    demo.demo(tmp_path / "broken", steps=STEPS)
+    for name in ("baseline", "jreg"):
+        resumed, whole = weights(tmp_path / "broken", name), weights(out, name)
+        assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
 def test_too_few_steps_for_the_checkpoints(tmp_path):

@@ -100,6 +100,7 @@ def main() -> None:
     """Run the command line; whatever goes wrong ends with exit code 2 and one message."""
     try:
         with ending_cleanly():
+            _check_arguments(sys.argv[1:])
             app(standalone_mode=True)
     except SystemExit as leaving:  # typer turns an interruption into 130 and says nothing
         if leaving.code in ENDINGS and console.is_main():
@@ -109,6 +110,19 @@ def main() -> None:
         raise
     except BaseException as error:  # libraries in Rust panic with a BaseException
         _fail(_message(error), error)
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Refuse names that no result, page or log could hold.
+
+    Raises:
+        FulldepthError: if an argument is not UTF-8.
+    """
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise FulldepthError(f"The argument {one_line(ascii(argument), 200)} is not UTF-8.") from error
 
 
 @contextmanager
@@ -140,7 +154,9 @@ def _message(error: BaseException) -> str:
     if isinstance(error, FulldepthError):
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
-        return "Out of memory. Try a smaller --batch-size or --sequence-length, or --device-map auto."
+        return "Out of memory. Try a smaller --batch-size, --sequence-length or model, or --device-map auto."
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # of pathlib, before Python 3.13
+        return f"{one_line(error, 800)}: the link leads to itself."
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{reason}: {error.filename}" if error.filename else reason
