@@ -123,6 +123,15 @@ def test_a_list_that_ends_before_the_model_does_is_refused() -> None:
         verify(anatomy_candidates(model), tiny_models.inputs(model))
 
 
+def test_a_block_of_the_same_class_outside_of_the_list_is_noticed() -> None:
+    model = tiny_models.toy()
+    model.first = tiny_models.ToyBlock("tensor")
+    plain = model.embed.forward
+    model.embed.forward = lambda ids: model.first(plain(ids))
+    with pytest.raises(FulldepthError, match=r"layers is only a part of the stack: first \(ToyBlock\)"):
+        verify(anatomy_candidates(model, override=tiny_models.TOY_ANATOMY), tiny_models.inputs(model))
+
+
 def test_a_block_that_does_not_run_is_noticed() -> None:
     model = tiny_models.build("llama")
     model.model.config.num_hidden_layers = 2  # the forward pass takes so many of the three blocks
@@ -137,6 +146,7 @@ def test_the_text_of_a_model_is_found_beside_a_deeper_vision_tower() -> None:
     model = tf.LlavaModel(config).eval()
     assert verify(anatomy_candidates(model), zoo.inputs(model, seed=1)).anatomy.num_layers == 3
     vision = anatomy_candidates(tf.SiglipModel(zoo.config_for("siglip")).eval(), tower="vision")
+    assert vision[0].config.image_size == 32  # by which pictures are scaled where there is no processor
     pixels = torch.randn(2, 3, 32, 32)
     assert verify(vision, {"pixel_values": pixels}).anatomy.family.modality == "images"
 

@@ -86,21 +86,20 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
 
 
 def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
-    """No other list may hold part of the stack, as in models of several stages.
+    """No other module may be part of the stack, as in models of several stages.
 
-    Such a part has blocks of the same class, or its members give states of the stream's shape before the first block.
+    Such a part is of the class of a block, or a member of another list that gives states of the stream's shape before
+    the first block.
     """
     own = set(anatomy.block_list)
     kinds = {type(block) for block in own}
     inside = {module for block in own for module in block.modules()}
     first = trace.calls.index(calls[0])
     for position, call in enumerate(trace.calls):
-        if call.module in inside or not call.path.rpartition(".")[2].isdigit():
+        if call.module in inside:
             continue
-        if _is_list_member(anatomy, call.path) and (
-            type(call.module) in kinds
-            or (position < first and call.gave.shape == call.given.shape == calls[0].given.shape)
-        ):
+        alike = call.gave.shape == call.given.shape == calls[0].given.shape
+        if type(call.module) in kinds or (position < first and alike and _is_list_member(anatomy, call.path)):
             raise FulldepthError(
                 f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
                 "changes the stream too"

@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
 from fulldepth.hf import Anatomy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One call of a module."""
 

@@ -63,6 +63,8 @@ class Anatomy:
     def config(self) -> Any:
         """The configuration of the body (for a tower, the tower's own)."""
         config = getattr(self.body, "config", self.model.config)
+        if self.family.modality == "images":
+            return getattr(config, "vision_config", config)
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
     @property
