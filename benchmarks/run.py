@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from fulldepth.capture import body_inputs, capture
+from fulldepth.measure.inputs import model_inputs
 from fulldepth.measure.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measure.plan import make_plan
 from fulldepth.measure.processes import Processes
 from fulldepth.measure.run import make_setup
-from fulldepth.measure.subject import model_inputs
 from fulldepth.metrics import cka_matrix, linear_cka, separability
 from subjects import BATCH, SIZES, subject
 
@@ -50,14 +50,14 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
     plain = measured = 0.0
     clock = Clock()
     for batch in it.sequences.batches(BATCH):
-        inputs = model_inputs(batch, it.device, torch.float32)
+        inputs = model_inputs(batch.inputs, it.device, torch.float32)
         plain += timed(lambda inputs=inputs: it.checkpoint.model(**inputs, use_cache=False))
         start = time.perf_counter()
         with capture(it.anatomy, plan.sites) as tape:
             with clock("body"):
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
             states = {site: tape.stack(site) for site in plan.sites}
-        feed(plan, observe(it, batch, states, None, 0), clock)
+        feed(plan, observe(it, batch, states, states["residual"], None, 0), clock)
         measured += time.perf_counter() - start
     measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
     return plain, measured, clock.seconds["body"]
@@ -74,11 +74,15 @@ def lens(size: str, count: int) -> tuple[float, float]:
     clock = Clock()
     for batch in it.sequences.batches(BATCH):
         with capture(it.anatomy, ["residual"]) as tape:
-            it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch, it.device, torch.float32)))
+            it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch.inputs, it.device, torch.float32)))
             states = {"residual": tape.stack("residual")}
         rows = [layer.flatten(0, 1)[:-BATCH] for layer in states["residual"]]  # as many positions as have a target
         products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
-        measured += timed(lambda states=states, batch=batch: feed(plan, observe(it, batch, states, None, 0), clock))
+        measured += timed(
+            lambda states=states, batch=batch: feed(
+                plan, observe(it, batch, states, states["residual"], None, 0), clock
+            )
+        )
     return products, measured
 
 
@@ -126,7 +130,7 @@ def peak(size: str, what: str, count: int) -> None:
             [measure.rows() for measure in plan.measures.values()]
         else:
             for batch in it.sequences.batches(BATCH):
-                it.checkpoint.model(**model_inputs(batch, it.device, torch.float32), use_cache=False)
+                it.checkpoint.model(**model_inputs(batch.inputs, it.device, torch.float32), use_cache=False)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(int(status["VmHWM"].split()[0]) // 1024)
 

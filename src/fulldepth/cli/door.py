@@ -14,15 +14,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fulldepth import console
 from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
 
+
+class Program(typer.core.TyperGroup):
+    """The group of all commands; an error of usage quotes a long argument in part only."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """The context of the program, from its general options."""
+        with _short_usage_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the command's own options and run it."""
+        with _short_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _short_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        usage: Any = error  # of typer's own click, which has no public name for it
+        if hasattr(usage, "format_message") and isinstance(getattr(usage, "message", None), str):
+            usage.message = one_line(usage.message, 300)
+        raise
+
+
 app = typer.Typer(
     name="fulldepth",
+    cls=Program,
     help="Find out how much of a Transformer's depth really works.\n\n"
     "Start with `fulldepth demo --output demo-run/`, or measure a checkpoint of your own: "
     "`fulldepth measure MODEL --data text.txt --output out/`.",
