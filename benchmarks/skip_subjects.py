@@ -15,10 +15,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fulldepth import recipes
 from fulldepth.console import watching
 from fulldepth.hf import sealed_checkpoints
-from fulldepth.train import TrainSettings, train
+from fulldepth.settings import layers as recipes
+from fulldepth.training import TrainSettings, train
 
 LAYERS, WIDTH, VOCABULARY, POSITIONS, STEPS, TUNING = 12, 64, 512, 512, 1200, 400
 MODELS: dict[str, dict[str, Any]] = {

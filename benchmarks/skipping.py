@@ -22,11 +22,11 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fulldepth import recipes
 from fulldepth.console import watching
 from fulldepth.hf import Switches, anatomy_candidates, load_checkpoint, load_tokenizer, sealed_checkpoints
+from fulldepth.settings import layers as recipes
 from fulldepth.skip import Examples, batches, read_examples, search
-from fulldepth.train import TrainSettings, train
+from fulldepth.training import TrainSettings, train
 
 GOALS = {"exact": 0.55, "greedy": 0.25}
 BATCH = 4

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fulldepth.data import Sequences, builtin_texts, open_source, prepare, train_tokenizer
-from fulldepth.measure import MeasureSettings
-from fulldepth.measure.subject import Subject, prepare_subject
+from fulldepth.measurement import MeasureSettings
+from fulldepth.measurement.subject import Subject, prepare_subject
 
 SIZES = {"12 x 256": (12, 256), "6 x 768": (6, 768)}
 LENGTH, VOCABULARY, BATCH = 256, 8192, 8

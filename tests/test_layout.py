@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
 NOUNS = {"architectures", "losses", "capture", "data", "results", "hf", "metrics"}
-VERBS = {"measure", "compare", "train", "skip", "exit", "evaluate"}
-COMPOSITIONS = {"demo", "reproduce"}
+VERBS = {"measurement", "comparison", "training", "skip", "exit", "evaluation"}
+COMPOSITIONS = {"demo", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
 
 ARROWS: dict[str, set[str]] = {
@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "files": set(),
     "autoclasses": set(),
     "console": set(),
-    "recipes": set(),
+    "settings": set(),
     "figures": set(),
     "metrics": set(),
     "architectures": set(),
@@ -39,11 +39,11 @@ ARROWS: dict[str, set[str]] = {
     "losses": {"capture", "hf", "metrics"},
     "results": {"figures"},
     "report": {"results", "figures"},
-    **dict.fromkeys(VERBS, NOUNS | {"recipes"}),
-    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "report", "results", "recipes"}),
-    "cli": VERBS | COMPOSITIONS | {"console", "report", "results", "recipes"},
+    **dict.fromkeys(VERBS, NOUNS | {"settings"}),
+    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "report", "results", "settings"}),
+    "cli": VERBS | COMPOSITIONS | {"console", "report", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "recipes", "figures"},
+    "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "settings", "figures"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
 EVERYWHERE = {"errors", "files", "progress"}
@@ -53,7 +53,7 @@ LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glo
 OPTIONAL = {"bitsandbytes", "gptqmodel", "lm_eval", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
-WITHOUT_TORCH = ["", ".cli", ".compare", ".errors", ".figures", ".files", ".recipes", ".report", ".results"]
+WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".report", ".results"]
 UNITS = {"1", "%", "nats", "tokens", "layers"}
 
 LIMITS = {"src": (400, 60), "tests": (500, 100)}
@@ -197,7 +197,7 @@ def test_every_room_has_tests_of_the_same_name() -> None:
 
 def test_every_recipe_folder_is_a_verb() -> None:
     folders = {path.name for path in (ROOT / "recipes").iterdir() if path.is_dir()}
-    assert folders <= VERBS | COMPOSITIONS
+    assert folders <= {"measure", "train", "skip", "exit", "evaluate", "reproduce"}
 
 
 def test_nothing_is_left_for_later() -> None:

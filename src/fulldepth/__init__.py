@@ -13,36 +13,44 @@ from fulldepth.autoclasses import announce
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fulldepth.compare import compare as compare
+    from fulldepth.comparison import compare as compare
     from fulldepth.errors import FulldepthError as FulldepthError
-    from fulldepth.measure import measure as measure
+    from fulldepth.measurement import measure as measure
     from fulldepth.results import Results as Results
-    from fulldepth.train import train as train
+    from fulldepth.training import train as train
 
-_HOME = {"FulldepthError": "fulldepth.errors", "Results": "fulldepth.results"}
+_HOME = {
+    "FulldepthError": "errors",
+    "Results": "results",
+    "compare": "comparison",
+    "measure": "measurement",
+    "train": "training",
+}
+"""Public name -> the room that holds it."""
 _ROOMS = (
     "architectures",
     "capture",
-    "compare",
+    "comparison",
     "data",
     "figures",
     "hf",
     "losses",
-    "measure",
+    "measurement",
     "metrics",
     "report",
     "results",
+    "settings",
     "skip",
-    "train",
+    "training",
 )
 
-__all__ = ["FulldepthError", "Results", "__version__", *_ROOMS]
+__all__ = ["__version__", *_HOME, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
     """A public name, or a room, imported when first asked for."""
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(f"fulldepth.{_HOME[name]}"), name)
     if name in _ROOMS:
         return importlib.import_module(f"fulldepth.{name}")
     raise AttributeError(f"module 'fulldepth' has no attribute {name!r}")

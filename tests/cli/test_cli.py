@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fulldepth
-from fulldepth import cli, recipes
+from fulldepth import cli
 from fulldepth.demo import demo
 from fulldepth.errors import FulldepthError
-from fulldepth.measure import MeasureSettings
+from fulldepth.measurement import MeasureSettings
+from fulldepth.settings import layers as recipes
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
 COMMANDS = ["measure", "compare", "report", "demo", "skip"]
@@ -203,8 +204,8 @@ def test_what_torch_really_says_when_memory_runs_out(main, monkeypatch):
     assert "Out of memory" in err
 
 
-def test_the_help_names_every_measure():
-    from fulldepth.cli import MEASURES
+def test_the_help_names_every_measure(main):
     from fulldepth.metrics import METRICS
 
-    assert list(MEASURES) == list(METRICS)
+    described = options_of(main("measure", "--help")[1])
+    assert f"{', '.join(METRICS)}. [default" in described["--measures"]

@@ -14,8 +14,8 @@ from fulldepth import cli
 from fulldepth.demo import run as demo
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.recipes import read
 from fulldepth.results import Results
+from fulldepth.settings import read
 
 STEPS, MOMENTS = 20, [5, 10, 15, 20]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.compare import compare
+from fulldepth.comparison import compare
 from fulldepth.results import Results, tabulate
 
 TOKENS = 16384

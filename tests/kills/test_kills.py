@@ -15,15 +15,15 @@ import yaml
 import tiny_models
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.hf import WEIGHT_SHARDS, begin_checkpoint, is_sealed, seal, write_shards
-from fulldepth.measure.folder import measure_into
-from fulldepth.measure.settings import MeasureSettings
-from fulldepth.recipes import layer, read
+from fulldepth.measurement.folder import measure_into
+from fulldepth.settings import layer, read
+from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
-from fulldepth.skip.settings import SearchSettings
-from fulldepth.train import TrainSettings, export_run, train
-from fulldepth.train.shards import describe, whole_tensors
+from fulldepth.training import TrainSettings, export_run, train
+from fulldepth.training.shards import describe, whole_tensors
 from kills.moments import differences, in_fork, moments, resumed
 from skip import planned, wordy
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fulldepth.compare import compare
+from fulldepth.comparison import compare
 from fulldepth.report import write
 from fulldepth.report.payload import payload
 from fulldepth.report.sections import arrange

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from fulldepth import report
-from fulldepth.compare import compare
+from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.report.page import embed
 from fulldepth.report.payload import payload

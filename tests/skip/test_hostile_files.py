@@ -15,7 +15,8 @@ import pytest
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.recipes import layer
+from fulldepth.settings import layer
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.inputs.responses import Responses
 from fulldepth.skip.inputs.stored_responses import stored_responses
 from fulldepth.skip.plan import Plan
@@ -23,7 +24,6 @@ from fulldepth.skip.proof.curve import curve
 from fulldepth.skip.proof.outcome import settings_of
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import search as searching
-from fulldepth.skip.settings import SearchSettings
 from hostile import damaged_json
 from skip import plain, planned, wordy
 

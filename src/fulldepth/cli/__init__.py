@@ -2,7 +2,7 @@
 
 # ruff: noqa: I001
 from fulldepth.cli.door import DEBUG, app, main
-from fulldepth.cli.measure import MEASURES, measure_command
+from fulldepth.cli.measure import measure_command
 from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.data import prepare_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
@@ -11,7 +11,6 @@ from fulldepth.cli.proof import bench_command, curve_command, quantise_command
 
 __all__ = [
     "DEBUG",
-    "MEASURES",
     "app",
     "apply_command",
     "bench_command",

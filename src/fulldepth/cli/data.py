@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app
+from fulldepth.cli.door import app
+from fulldepth.cli.options import Assignments, command
+from fulldepth.settings import assignments, layer, read
 
 data = typer.Typer(
     name="data",
@@ -23,22 +25,22 @@ def _group() -> None:
     """Keep `prepare` a command of its own, though it is the only one."""
 
 
-@data.command("prepare")
+@command(data, "prepare")
 def prepare_command(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="Name of a recipe (fulldepth train --list), or a YAML file.")
     ],
-    settings: Annotated[
+    changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="[key=value ...]", help="The settings that the run will have over the recipe's."),
     ] = None,
+    more: Assignments = None,
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Processes that tokenise. [default: one for each core]")
     ] = None,
     whole: Annotated[
         bool, typer.Option("--all", help="Tokenise all of the text, also what lies behind the run's last step.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Tokenise the text of a recipe, so that `fulldepth train RECIPE` finds the tokens and starts at once.
 
@@ -51,11 +53,9 @@ def prepare_command(
 
     Example: `fulldepth data prepare jreg-1b data.cache=/shared/tokens --workers 32`
     """
-    DEBUG["on"] |= debug
-    from fulldepth import recipes
-    from fulldepth.train import TrainSettings, prepare_text
+    from fulldepth.training import TrainSettings, prepare_text
 
-    resolved = recipes.layer(TrainSettings, recipes.read(recipe, "train"), recipes.assignments(settings or []))
+    resolved = layer(TrainSettings, read(recipe, "train"), assignments([*(changes or []), *(more or [])]))
     with console.watching() as watcher:
         packed = prepare_text(resolved, whole=whole, writers=workers, watcher=watcher)
     if console.is_main():

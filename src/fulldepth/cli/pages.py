@@ -8,37 +8,26 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app, listed, refuse_existing, refuse_held
+from fulldepth.cli.door import app, refuse_existing, refuse_held
+from fulldepth.cli.options import command
 from fulldepth.files import locked
+from fulldepth.settings.compare import CompareSettings
 
 
-@app.command("compare")
+@command(app, "compare", CompareSettings)
 def compare_command(
     folders: Annotated[list[Path], typer.Argument(help="Two or more result folders; the first is the baseline.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
-    names: Annotated[
-        str | None, typer.Option(help="Comma-separated names of the models. [default: the folders' names]")
-    ] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="Name of the model that the others are compared with. [default: the first]")
-    ] = None,
-    depth: Annotated[
-        str | None,
-        typer.Option(
-            help="layer: compare layer by layer; relative: by share of the depth. [default: layer if depths are equal]"
-        ),
-    ] = None,
+    settings: CompareSettings,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Put measured models side by side, with their differences (redundancy change, JREG Eq. 7)."""
-    DEBUG["on"] |= debug
     from fulldepth import report
-    from fulldepth.compare import compare
+    from fulldepth.comparison import compare
 
     refuse_existing(output, overwrite)
     refuse_held(output)
-    results = compare(folders, names=listed(names), baseline=baseline or 0, depth=depth)
+    results = compare(folders, **settings.model_dump())
     with locked(output):
         refuse_existing(output, overwrite)
         results.save(output)
@@ -46,7 +35,7 @@ def compare_command(
     console.finish(results, page)
 
 
-@app.command("report")
+@command(app, "report")
 def report_command(
     folders: Annotated[
         list[Path],
@@ -58,28 +47,24 @@ def report_command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the page of other results in the output folder.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Rebuild the page of a result folder from its two data files, or put several folders on one page.
 
     Example: `fulldepth report out/ curve/ bench/ --output page/`
     """
-    DEBUG["on"] |= debug
     from fulldepth import report
 
     typer.echo(f"Page: {report.write_together(folders, output, overwrite=overwrite)}")
 
 
-@app.command("demo")
+@command(app, "demo")
 def demo_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the runs and their results. [default: demo-run]")
     ] = Path("demo-run"),
     steps: Annotated[int, typer.Option(help="Training steps of each model. [default: 160]")] = 160,
-    debug: Debug = False,
 ) -> None:
     """Train a small Llama with and without JREG, measure the checkpoints of both, and compare them on one page."""
-    DEBUG["on"] |= debug
     from fulldepth.demo import COMPARISON, demo
 
     with console.watching() as watcher:

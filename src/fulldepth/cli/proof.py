@@ -2,72 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, listed, refuse_existing, whole_numbers
-from fulldepth.cli.skip import (
-    LOADING,
-    SEARCHING,
-    BatchSize,
-    Device,
-    DeviceMap,
-    Dtype,
-    Granularity,
-    Heldout,
-    Limit,
-    Model,
-    PlanFile,
-    Planned,
-    RemoteCode,
-    Results,
-    Revision,
-    Seed,
-    SequenceLength,
-    Tokenizer,
-    skip,
-)
+from fulldepth.cli.door import refuse_existing
+from fulldepth.cli.options import command
+from fulldepth.cli.skip import Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.search import SearchSettings
 
 GRID = "What is timed"
 
 
-@skip.command("curve")
+@command(skip, "curve", SearchSettings, without=("blocks", "given", "format", "criterion", "budget", "fit"))
 def curve_command(
     model: Model,
     data: Annotated[str, typer.Option("--data", help="As for `skip search`.")],
     output: Results,
-    max_blocks: Annotated[int, typer.Option(help="How many blocks to remove at most.", rich_help_panel=SEARCHING)] = 12,
+    settings: dict[str, Any],
+    max_blocks: Annotated[
+        int, typer.Option(help="How many blocks to remove at most.", rich_help_panel="The search")
+    ] = 12,
     tolerance: Annotated[
         float | None,
         typer.Option(
             help="Break point: nats above the first straight line that are accepted. [default: a kink outside the band "
             "that the spread of the sequences explains]",
-            rich_help_panel=SEARCHING,
+            rich_help_panel="The search",
         ),
     ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option(help="How they are found, as for `skip search`. [default: greedy]", rich_help_panel=SEARCHING),
-    ] = None,
-    granularity: Granularity = None,
-    seed: Seed = None,
     heldout: Heldout = None,
-    sequence_length: SequenceLength = None,
-    limit: Limit = None,
-    batch_size: BatchSize = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    device_map: DeviceMap = None,
-    tokenizer: Tokenizer = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting of the search as key=value: --set criterion=kl.")
-    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted curve stopped.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Remove blocks one after another and show what each costs: loss, divergence, changed predictions, break point.
 
@@ -76,25 +43,9 @@ def curve_command(
 
     Example: `fulldepth skip curve MODEL --data text.txt --max-blocks 12 --output curve/`
     """
-    DEBUG["on"] |= debug
-    from fulldepth import recipes, report
+    from fulldepth import report
     from fulldepth.skip import curve
 
-    given = {
-        "search": search,
-        "granularity": granularity,
-        "seed": seed,
-        "sequence_length": sequence_length,
-        "limit": limit,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "device": device,
-        "device_map": device_map,
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code or None,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
     if not resume:
         refuse_existing(output, False)
     with console.watching() as watcher:
@@ -107,45 +58,19 @@ def curve_command(
             heldout=heldout,
             resume=resume,
             watcher=watcher,
-            **options | recipes.assignments(settings or []),
+            **settings,
         )
     if console.is_main():
         console.finish(found.results, report.write(output))
 
 
-@skip.command("bench")
+@command(skip, "bench", BenchSettings)
 def bench_command(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before anything was removed.")],
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
     output: Results,
-    batches: Annotated[str, typer.Option(help="Sequences at once, a list.", rich_help_panel=GRID)] = "1,4",
-    contexts: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of the prompt, a list. [default: 128,512, or the model's positions if fewer]",
-            rich_help_panel=GRID,
-        ),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
-    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            help="Tasks of lm-eval, by name or as YAML files, a list; needs fulldepth[evaluate].", rich_help_panel=GRID
-        ),
-    ] = None,
-    task_limit: Annotated[
-        int | None, typer.Option(help="The first so many examples of each task only.", rich_help_panel=GRID)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of tokens and order.", rich_help_panel=GRID)] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16; auto: each checkpoint's own.", rich_help_panel=LOADING)
-    ] = "auto",
-    device: Device = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
+    settings: BenchSettings,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Time exports beside their original: prefill and decode apart, memory, cache; measured and predicted.
 
@@ -153,7 +78,6 @@ def bench_command(
 
     Example: `fulldepth skip bench MODEL folded/ fast/ --output bench/`
     """
-    DEBUG["on"] |= debug
     from fulldepth import report
     from fulldepth.skip import bench
 
@@ -163,28 +87,19 @@ def bench_command(
             original,
             exports,
             output,
-            batches=whole_numbers("--batches", batches) or [],
-            contexts=whole_numbers("--contexts", contexts),
-            new_tokens=new_tokens,
-            repeats=repeats,
-            tasks=listed(tasks),
-            task_limit=task_limit,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
             watcher=watcher,
+            **settings.model_dump(exclude_unset=True),
         )
     console.finish(results, report.write(output))
 
 
-@skip.command("quantise")
+@command(skip, "quantise")
 def quantise_command(
     model: Planned,
     plan: PlanFile,
     data: Annotated[str, typer.Option("--data", help="As for `skip search`; the same for the same held-out tokens.")],
     output: Results,
+    settings: dict[str, Any],
     method: Annotated[
         str,
         typer.Option(
@@ -198,11 +113,7 @@ def quantise_command(
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
     repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
     trust_remote_code: RemoteCode = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the second search, where it is to differ.")
-    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted second search.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Quantise a model before and after its blocks are removed, and put loss, size and speed of all in one table.
 
@@ -211,8 +122,7 @@ def quantise_command(
 
     Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
     """
-    DEBUG["on"] |= debug
-    from fulldepth import recipes, report
+    from fulldepth import report
     from fulldepth.skip import quantise
 
     with console.watching() as watcher:
@@ -229,6 +139,6 @@ def quantise_command(
             repeats=repeats,
             resume=resume,
             watcher=watcher,
-            **({"trust_remote_code": True} if trust_remote_code else {}) | recipes.assignments(settings or []),
+            **({"trust_remote_code": True} if trust_remote_code else {}) | settings,
         )
     console.finish(results, report.write(output))

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app, whole_numbers
+from fulldepth.cli.door import app
+from fulldepth.cli.options import command
+from fulldepth.settings.search import SearchSettings
 
 skip = typer.Typer(
     name="skip",
@@ -20,44 +22,29 @@ skip = typer.Typer(
 )
 app.add_typer(skip)
 
-SEARCHING, DATA, HEALING, LOADING = "The search", "Data", "Healing", "Loading the model"
+DATA, LOADING = "Data", "Loading the model"
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
 Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")]
-Granularity = Annotated[
-    str | None, typer.Option(help="attention, mlp or layer. [default: attention]", rich_help_panel=SEARCHING)
-]
-Seed = Annotated[int | None, typer.Option(help="Of all that is drawn. [default: 0]", rich_help_panel=SEARCHING)]
 Heldout = Annotated[
     str | None, typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA)
 ]
-SequenceLength = Annotated[
-    int | None, typer.Option(help="Tokens in a window of plain text. [default: 256]", rich_help_panel=DATA)
-]
-Limit = Annotated[int | None, typer.Option(help="Read the first rows or windows only.", rich_help_panel=DATA)]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences run at once. [default: 8]", rich_help_panel=DATA)]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16. [default: the checkpoint's own]", rich_help_panel=LOADING)
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=LOADING)]
-DeviceMap = Annotated[
+Device = Annotated[
     str | None,
+    typer.Option(help="cpu, cuda, cuda:1, mps. [default: the first accelerator]", rich_help_panel=LOADING),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.", rich_help_panel=LOADING)]
+RemoteCode = Annotated[
+    bool,
     typer.Option(
-        "--device-map", help="auto: spread a large model over devices, CPU and disk.", rich_help_panel=LOADING
+        "--trust-remote-code", help="Run modelling code that the checkpoint carries.", rich_help_panel=LOADING
     ),
 ]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or name. [default: the checkpoint's]", rich_help_panel=LOADING)
-]
-Revision = Annotated[str | None, typer.Option(help="Of a Hub model.", rich_help_panel=LOADING)]
-RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.", rich_help_panel=LOADING)
-]
 
 
-@skip.command("search")
+@command(skip, "search", SearchSettings, recipes="skip")
 def search_command(
     model: Model,
     data: Annotated[
@@ -69,37 +56,7 @@ def search_command(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for plan.json; made if absent.")],
-    blocks: Annotated[int | None, typer.Option(help="How many blocks to remove.", rich_help_panel=SEARCHING)] = None,
-    search: Annotated[
-        str | None,
-        typer.Option(
-            help="greedy, exact (greedy on all data), one-shot, cosine, taylor, random, last, given. [default: greedy]",
-            rich_help_panel=SEARCHING,
-        ),
-    ] = None,
-    criterion: Annotated[
-        str | None,
-        typer.Option(
-            help="loss (candidates untrained), scaled (scalars refitted for each), kl (to the unmodified model). "
-            "[default: loss]",
-            rich_help_panel=SEARCHING,
-        ),
-    ] = None,
-    granularity: Granularity = None,
-    given: Annotated[
-        str | None, typer.Option(help="The layers to remove, 1-based: 3,7.", rich_help_panel=SEARCHING)
-    ] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help="The format of `skip apply` that the plan is for: refused at once if the model cannot have it.",
-            rich_help_panel=SEARCHING,
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="FLOPs (2e15) or a time (90s, 10m, 2h).", rich_help_panel=SEARCHING)
-    ] = None,
-    seed: Seed = None,
+    settings: SearchSettings,
     heldout: Heldout = None,
     generate_responses: Annotated[
         int | None,
@@ -107,27 +64,7 @@ def search_command(
     ] = None,
     temperature: Annotated[float, typer.Option(help="Of these answers; 0 = greedy.", rich_help_panel=DATA)] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="Of an answer.", rich_help_panel=DATA)] = 256,
-    sequence_length: SequenceLength = None,
-    limit: Limit = None,
-    batch_size: BatchSize = None,
-    fit: Annotated[
-        bool | None,
-        typer.Option("--fit/--no-fit", help="Train the scalars that heal. [default: fit]", rich_help_panel=HEALING),
-    ] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    device_map: DeviceMap = None,
-    tokenizer: Tokenizer = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
-    recipe: Annotated[
-        str | None, typer.Option(help="YAML file of settings, or a shipped recipe: hopscotch, quick.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting as key=value: --set confidence=0.99 --set epochs=5.")
-    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted search stopped.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Find the blocks whose removal costs least on held-out data, and train scalars that heal the rest.
 
@@ -138,43 +75,15 @@ def search_command(
 
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
-    DEBUG["on"] |= debug
-    from fulldepth import recipes, report
-    from fulldepth.skip import SearchSettings, lines, search_into
+    from fulldepth import report
+    from fulldepth.skip import lines, search_into
 
-    over = {
-        "blocks": blocks,
-        "search": search or ("given" if given else None),
-        "criterion": criterion,
-        "granularity": granularity,
-        "given": whole_numbers("--given", given),
-        "format": format,
-        "budget": budget,
-        "seed": seed,
-        "sequence_length": sequence_length,
-        "limit": limit,
-        "batch_size": batch_size,
-        "fit": fit,
-        "dtype": dtype,
-        "device": device,
-        "device_map": device_map,
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code or None,
-    }
-    chosen = {name: value for name, value in over.items() if value is not None}
-    resolved = recipes.layer(
-        SearchSettings,
-        recipes.read(recipe, "skip") if recipe else {},
-        chosen,
-        recipes.assignments(settings or []),
-    )
     with console.watching() as watcher:
         plan = search_into(
             model,
             data,
             output,
-            resolved,
+            settings,
             heldout=heldout,
             responses=generate_responses,
             temperature=temperature,
@@ -188,7 +97,7 @@ def search_command(
         typer.echo(f"Page: {report.write(output)}")
 
 
-@skip.command("apply")
+@command(skip, "apply")
 def apply_command(
     plan: PlanFile,
     model: Planned,
@@ -210,13 +119,11 @@ def apply_command(
     ] = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
-    debug: Debug = False,
 ) -> None:
     """Make a checkpoint of a plan, load it in a fresh process, compare its logits, and only then give it its name.
 
     Example: `fulldepth skip apply out/plan.json MODEL --format fast --output fast/`
     """
-    DEBUG["on"] |= debug
     from fulldepth.skip import export
 
     made = export(

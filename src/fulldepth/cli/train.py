@@ -8,16 +8,18 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import DEBUG, Debug, app
+from fulldepth.cli.door import app
+from fulldepth.cli.options import Assignments, command
 from fulldepth.errors import FulldepthError
+from fulldepth.settings import assignments, layer, names, read
 
 
-@app.command("train")
+@command(app, "train")
 def train_command(
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe (see --list), or a YAML file of settings.")
     ] = None,
-    settings: Annotated[
+    changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="[key=value ...]", help="Settings over the recipe's: steps=500 model.hidden_size=256."),
     ] = None,
@@ -25,6 +27,7 @@ def train_command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the last whole checkpoint in the run folder.")
     ] = False,
+    more: Assignments = None,
     method: Annotated[
         str | None,
         typer.Option(help="Train the recipe's model with: standard, jreg, cr, aligned, similarity. [default: its own]"),
@@ -34,7 +37,6 @@ def train_command(
         bool,
         typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the time it will take, and leave."),
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned.
 
@@ -49,19 +51,16 @@ def train_command(
 
     An ordinary checkpoint out of a run: `fulldepth train export jreg-run/ --output model/` (`train export --help`).
     """
-    DEBUG["on"] |= debug
-    from fulldepth import recipes
-
     if listing:
-        console.table([(name, recipes.read(name, "train").get("about", "")) for name in recipes.names("train")])
+        console.table([(name, read(name, "train").get("about", "")) for name in names("train")])
         return
     if recipe is None:
-        raise FulldepthError(f"Which recipe? {', '.join(recipes.names('train'))}, or a YAML file.")
+        raise FulldepthError(f"Which recipe? {', '.join(names('train'))}, or a YAML file.")
     from fulldepth import report
-    from fulldepth.train import TrainSettings, dry_run_lines, train
+    from fulldepth.training import TrainSettings, dry_run_lines, train
 
     over = {"method": method} if method else {}
-    resolved = recipes.layer(TrainSettings, recipes.read(recipe, "train"), over, recipes.assignments(settings or []))
+    resolved = layer(TrainSettings, read(recipe, "train"), over, assignments([*(changes or []), *(more or [])]))
     if dry_run:
         console.table(dry_run_lines(resolved))
         return
@@ -80,7 +79,7 @@ def train_command(
         console.finish(results, report.write(output))
 
 
-@app.command("train export")
+@command(app, "train export")
 def train_export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run, or one of its checkpoints.")],
     output: Annotated[
@@ -94,7 +93,6 @@ def train_export_command(
     every: Annotated[
         bool, typer.Option("--all", help="Put every checkpoint in shards together, in place, for `measure RUN`.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Make an ordinary checkpoint (config, tokenizer, safetensors) of a run's, whether it is in shards or not.
 
@@ -104,8 +102,7 @@ def train_export_command(
 
     Example: `fulldepth train export jreg-run/ --step 1000 --dtype bfloat16 --output model/`
     """
-    DEBUG["on"] |= debug
-    from fulldepth.train import export_run
+    from fulldepth.training import export_run
 
     with console.watching() as watcher:
         folders = export_run(run, output, step=step, dtype=dtype, every=every, watcher=watcher)

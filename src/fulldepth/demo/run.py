@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from fulldepth import report
-from fulldepth.compare import compare
+from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
-from fulldepth.measure import MeasureSettings, measure_into
+from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
-from fulldepth.recipes import layer, read
 from fulldepth.results import Results
-from fulldepth.train import TrainSettings, train
+from fulldepth.settings import layer, read
+from fulldepth.training import TrainSettings, train
 
 RECIPES = {"baseline": "tiny-llama", "jreg": "tiny-jreg"}
 """Name of each model -> its recipe: the same model, data and order, with and without the displacement penalty."""

@@ -20,7 +20,7 @@ from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import atomic, read_json
 from fulldepth.hf import GRANULARITIES, Anatomy
 from fulldepth.hf.scalars import FACTORS, factor_names
-from fulldepth.recipes import Settings, layer
+from fulldepth.settings import Settings, layer
 from fulldepth.skip.identity import model_hash
 
 FILE = "plan.json"

@@ -15,6 +15,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples
@@ -26,7 +27,6 @@ from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.proof.outcome import KIND, outcome
 from fulldepth.skip.selection.ready import prepared
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.settings import SearchSettings
 from fulldepth.skip.subject import open_for, open_tokenizer
 
 RUN_SETTINGS = "settings.yaml"

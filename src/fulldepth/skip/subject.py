@@ -22,9 +22,9 @@ from fulldepth.hf import (
     load_checkpoint,
     load_tokenizer,
 )
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.score import Batch
-from fulldepth.skip.settings import SearchSettings
 
 
 def prove(model: PreTrainedModel | Anatomy, batch: Batch) -> tuple[Anatomy, Classifier]:

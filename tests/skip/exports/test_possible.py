@@ -10,9 +10,9 @@ import tiny_models
 from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import curve, export, search, search_into
 from fulldepth.skip.exports.possible import Outline, possible_formats
-from fulldepth.skip.settings import SearchSettings
 from skip import planned
 from skip.wordy import tokenizer, words
 

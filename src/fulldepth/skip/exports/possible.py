@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports.fold import check_scalable, heals
 from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, as_stock
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.settings import SearchSettings
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, read_document
-from fulldepth.recipes import Settings
+from fulldepth.settings import Settings
 from fulldepth.skip.inputs.responses import FILE, Responses
 
 NOTES = "responses.json"

@@ -38,11 +38,11 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, pick_dtype
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
-from fulldepth.recipes import layer as layered
 from fulldepth.results import Results, finite
+from fulldepth.settings import layer as layered
+from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.identity import model_hash
-from fulldepth.skip.proof.bench_settings import BenchSettings
 from fulldepth.skip.proof.bench_table import Cell, Gone, Measured, headline, noise, table_of
 from fulldepth.skip.proof.tasks import TaskScorer
 from fulldepth.skip.proof.trial import PHASES, Runner, Trial, cache_bytes, parameter_bytes

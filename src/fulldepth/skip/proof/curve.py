@@ -23,8 +23,9 @@ from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
-from fulldepth.recipes import layer as layered
 from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.proof.breakpoint import Breakpoint, find_breakpoint
@@ -32,7 +33,6 @@ from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.score import BASE, CPU_LOGITS, DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.settings import SearchSettings
 from fulldepth.skip.subject import check_task, open_for
 
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}

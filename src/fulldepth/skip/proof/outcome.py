@@ -23,8 +23,9 @@ from fulldepth import __version__
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.progress import Watcher
-from fulldepth.recipes import layer as layered
 from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.search import PLACES, SearchSettings
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.processes import Processes
 from fulldepth.skip.proof.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
@@ -32,7 +33,6 @@ from fulldepth.skip.proof.outcome_headline import headline
 from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.score import make_batches
-from fulldepth.skip.settings import PLACES, SearchSettings
 from fulldepth.skip.subject import open_for
 from fulldepth.skip.summary import stopped_rounds
 

@@ -33,13 +33,14 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
-from fulldepth.recipes import layer as layered
 from fulldepth.results import DOCUMENT, Results, finite
+from fulldepth.settings import layer as layered
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.processes import Processes
 from fulldepth.skip.proof.bench import order
-from fulldepth.skip.proof.bench_settings import BenchSettings
 from fulldepth.skip.proof.calibrated import calibrated
 from fulldepth.skip.proof.outcome import settings_of
 from fulldepth.skip.proof.quantise_table import (
@@ -59,7 +60,6 @@ from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.score import LOSS
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.settings import SearchSettings
 from fulldepth.skip.subject import evaluating, open_model
 
 SEARCHED = "quantised"

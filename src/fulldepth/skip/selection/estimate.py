@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulldepth.errors import FulldepthError
+from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
 from fulldepth.skip.selection.fit import FitOptions, epoch_flops
 from fulldepth.skip.selection.flops import Costs, Shape, Variant, candidates
 from fulldepth.skip.selection.ledger import Chunk, Refit
 from fulldepth.skip.selection.score import BASE, SCALED, Scorer
-from fulldepth.skip.settings import SearchSettings, parse_budget
 
 
 @dataclass(frozen=True)

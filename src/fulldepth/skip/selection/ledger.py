@@ -20,7 +20,7 @@ import numpy as np
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic
 from fulldepth.progress import Watcher
-from fulldepth.recipes import Settings
+from fulldepth.settings import Settings
 from fulldepth.skip.plan import Factors
 from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.flops import Costs, Variant, candidates

@@ -15,6 +15,7 @@ from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Checkpoint, first_broken_weight, load_tokenizer
 from fulldepth.hf.surgery import Switches
+from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples, read_examples
 from fulldepth.skip.processes import Processes
@@ -24,7 +25,6 @@ from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ledger import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
 from fulldepth.skip.selection.score import BASE, SCALED, Scorer, make_batches
-from fulldepth.skip.settings import SearchSettings, parse_budget
 from fulldepth.skip.subject import check_task, evaluating, open_for, open_tokenizer, prove
 
 

@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.recipes import Settings
-from fulldepth.recipes import layer as layered
+from fulldepth.settings import Settings
+from fulldepth.settings import layer as layered
+from fulldepth.settings.search import PLACES, SearchSettings, parse_budget
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.plan import FILE, Factors, Loss, Plan
 from fulldepth.skip.processes import Processes, processes
@@ -39,7 +40,6 @@ from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.record import cost_of, document_of
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
 from fulldepth.skip.selection.stored import PROGRESS, damaged
-from fulldepth.skip.settings import PLACES, SearchSettings, parse_budget
 
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 """FLOPs that a search may spend."""

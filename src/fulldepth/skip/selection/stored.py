@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document, read_json
-from fulldepth.recipes import Settings
+from fulldepth.settings import Settings
 
 PROGRESS = "progress.json"
 SCHEMA_VERSION = 1

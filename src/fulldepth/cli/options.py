@@ -1,0 +1,161 @@
+"""Options of a command, generated from the settings class of its verb.
+
+A setting's name, type, default and help are stated once, in the class: its docstring is the help, a last sentence part
+`None = ...` is the default, and the class's `options` say which settings have an option of their own, by panel. All
+others are reached with `--set name=value`, and so are these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from functools import reduce
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+from pydantic.fields import FieldInfo
+
+from fulldepth.cli.door import DEBUG, Debug, listed, whole_numbers
+from fulldepth.settings import Settings, assignments, layer, merge, names, read
+
+Command = TypeVar("Command", bound=Callable[..., None])
+NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
+"""The end of a docstring that says what None stands for."""
+
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting by name; may be given often.")
+]
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    settings: type[Settings] | None = None,
+    *,
+    recipes: str | None = None,
+    without: Iterable[str] = (),
+) -> Callable[[Command], Command]:
+    """Add a function to a program as a command.
+
+    The function's parameter `settings`, if it has one, is no option: it gets an instance of the settings class, layered
+    from defaults, recipe, options and `--set`; or, where it is annotated as a mapping, only what was given. The
+    options stand in the help where `settings` stands among the parameters.
+
+    Args:
+        app: the program, or a group of it.
+        name: of the command.
+        settings: the class whose fields become options.
+        recipes: the verb whose recipes `--recipe` reads; None = the command has none.
+        without: fields that get no option here.
+    """
+
+    def add(function: Command) -> Command:
+        hints = get_type_hints(function, include_extras=True)
+        own = inspect.signature(function).parameters
+        fields = {} if settings is None else _fields(settings, without)
+        generated = [_parameter(key, _option(key, *field), None) for key, field in fields.items()]
+        if recipes is not None:
+            text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
+            generated.append(_parameter("recipe", Annotated[str | None, typer.Option(help=text)], None))
+        generated.append(_parameter("assigned", Assignments, None))
+        parameters = [
+            entry
+            for key, parameter in own.items()
+            for entry in (generated if key == "settings" else [_parameter(key, hints[key], parameter.default)])
+        ]
+        parameters.append(_parameter("debug", Debug, False))
+        resolves = isinstance(hints.get("settings"), type) and issubclass(hints["settings"], Settings)
+
+        def run(**values: Any) -> None:
+            DEBUG["on"] |= values.pop("debug")
+            if "settings" in own:
+                options = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
+                given = {key: value for key, value in options.items() if value is not None}
+                recipe = values.pop("recipe", None)
+                layers = [
+                    read(recipe, recipes or "") if recipe else {},
+                    given,
+                    assignments(values.pop("assigned") or []),
+                ]
+                values["settings"] = layer(settings, *layers) if resolves and settings else reduce(merge, layers)
+            function(**values)
+
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(name)(run)
+        return function
+
+    return add
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple[FieldInfo, str]]:
+    """The settings that have an option, each with its panel."""
+    left_out = set(without)
+    return {
+        name: (settings.model_fields[name], panel)
+        for panel, chosen in settings.options.items()
+        for name in chosen
+        if name not in left_out
+    }
+
+
+def _option(name: str, field: FieldInfo, panel: str) -> Any:
+    """The annotation that Typer makes an option of."""
+    kind, flag = _kind(field), f"--{name.replace('_', '-')}"
+    flags = [f"{flag}/--no-{flag[2:]}" if field.default is not False else flag] if kind is bool else [flag]
+    return Annotated[kind | None, typer.Option(*flags, help=_help(field), rich_help_panel=panel)]
+
+
+def _kind(field: FieldInfo) -> Any:
+    """The type of the words on the command line: a list or a choice of types is written as text."""
+    kinds = _kinds(field.annotation)
+    return kinds.pop() if len(kinds) == 1 and kinds <= {bool, int, float} else str
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types of an annotation, without None, bounds and choices."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return {str}
+    return set() if annotation is NoneType else {get_origin(annotation) or annotation}
+
+
+def _help(field: FieldInfo) -> str:
+    """The docstring, with the default in brackets."""
+    text = " ".join((field.description or "").split())
+    default = field.get_default(call_default_factory=True)
+    stated = NONE.search(text)
+    if stated and default is None:
+        return f"{text[: stated.start()]}. [default: {stated[1]}]"
+    if default in (None, False, []):
+        return text
+    if default is True:
+        return f"{text} [default: on]"
+    return f"{text} [default: {','.join(map(str, default)) if isinstance(default, list) else default}]"
+
+
+def _value(name: str, field: FieldInfo, value: Any) -> Any:
+    """What was given, as the setting has it: a comma-separated list as a list."""
+    if not isinstance(value, str) or list not in _kinds(field.annotation):
+        return value
+    inner = next(get_args(part)[0] for part in _parts(field.annotation) if get_origin(part) is list)
+    return whole_numbers(f"--{name.replace('_', '-')}", value) if _kinds(inner) == {int} else listed(value)
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """The annotation, or the members of a union, without bounds."""
+    if get_origin(annotation) is Annotated:
+        return _parts(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [part for member in get_args(annotation) for part in _parts(member)]
+    return [annotation]

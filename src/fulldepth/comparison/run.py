@@ -1,0 +1,210 @@
+"""Reads measurements or training runs, puts them under one another, and says how each differs from the baseline."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fulldepth import __version__
+from fulldepth.comparison import training, verdict
+from fulldepth.comparison.align import Depth, differences
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite
+from fulldepth.settings import layer
+from fulldepth.settings.compare import CompareSettings
+
+
+def compare(
+    results: Sequence[Results | str | Path],
+    *,
+    names: Sequence[str] | None = None,
+    baseline: int | str = 0,
+    depth: str | None = None,
+) -> Results:
+    r"""Compare measurements of several models (or of one model on several data), or several training runs.
+
+    The table holds the rows of every model, labelled in the column `model`; the column `difference` is the value minus
+    the baseline's value at the same depth, in the row's unit (NaN for the baseline itself, and where it has no such
+    row). For the mean displacement that is the redundancy change
+
+    .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
+
+    which is positive where a layer does more than in the baseline. Training runs keep their column `step`, and their
+    differences are taken at equal steps: see `fulldepth.comparison.training.compare_runs`.
+
+    Args:
+        results: two or more result folders, or `Results`. A series of checkpoints enters with its last step. Training
+            runs cannot be mixed with measurements.
+        names: one label for each; by default the folders' names, made unique.
+        baseline: position or label of the measurement that the others are compared with.
+        depth: `"layer"` compares equal layer numbers; `"relative"` equal shares l/L of the depth, interpolating the
+            baseline between its layers, with `jump_rate` counted from the last layer. By default relative where the
+            numbers of layers differ.
+
+    Returns:
+        Results of kind `comparison`, with one sentence for each headline difference, and a warning wherever data, token
+        policy or sequence length make the numbers incomparable.
+
+    Raises:
+        FulldepthError: for fewer than two results, a folder that holds none, a comparison among them, training runs
+            mixed with measurements, runs without a step in common, repeated or too few names, or an unknown baseline.
+
+    Source: "JREG: final-layer jumps", Eq. 7.
+    """
+    settings = layer(CompareSettings, {"names": names and list(names), "baseline": baseline, "depth": depth})
+    if isinstance(results, str | Path | Results) or len(results) < 2:
+        raise FulldepthError("A comparison needs at least two result folders.")
+    loaded = [_readable(item) for item in results]
+    labels = _labels(results, settings.names)
+    are_runs, first = _are_runs(loaded, labels), _position(settings.baseline, labels)
+    same = len({_depth(found) for found in loaded}) == 1
+    resolved: Depth = settings.depth or ("layer" if same else "relative")
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "comparison",
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": {"names": labels, "baseline": labels[first], "depth": resolved},
+        "versions": {"fulldepth": __version__, "python": platform.python_version()},
+        "baseline": labels[first],
+        "depth": resolved,
+    }
+    if not are_runs:
+        loaded = [_last_step(item) for item in loaded]
+    table, found = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
+    found["warnings"] += _own_warnings(loaded, labels)
+    return Results(table, finite(document | found))
+
+
+def _compare_measurements(
+    measured: list[Results], labels: list[str], first: int, depth: Depth
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The table, and what the document says of it."""
+    table = _table(measured, labels, first, depth)
+    models = [_entry(found.meta, label, label == labels[first]) for found, label in zip(measured, labels, strict=True)]
+    said = {"headline": verdict.headline(table, models), "warnings": verdict.warnings(table, models)}
+    return table, {"models": models, **said}
+
+
+def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
+    """The rows of every model under one another, with `model` and `difference`."""
+    baseline = measured[first]
+    tables = []
+    for index, (found, label) in enumerate(zip(measured, labels, strict=True)):
+        table = found.table[COLUMNS].assign(model=label, difference=float("nan"))
+        if index != first:
+            table["difference"] = differences(table, _depth(found), baseline.table, _depth(baseline), depth)
+        tables.append(table)
+    return pd.concat(tables, ignore_index=True)
+
+
+def _depth(found: Results) -> int:
+    return int(found.meta["model"]["num_layers"])
+
+
+def _readable(item: Results | str | Path) -> Results:
+    """Loads a measurement or a training run, and refuses anything else."""
+    found = item if isinstance(item, Results) else Results.load(item)
+    where = "The result" if isinstance(item, Results) else str(item)
+    if found.is_comparison:
+        raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
+    layers = (found.meta.get("model") or {}).get("num_layers")
+    if found.meta.get("kind") not in ("measure", "training") or not isinstance(layers, int):
+        raise FulldepthError(f"{where} is not a measurement: its kind is {found.meta.get('kind')!r}.")
+    return found
+
+
+def _are_runs(loaded: list[Results], labels: list[str]) -> bool:
+    """Whether all are training runs; refuses runs beside measurements."""
+    runs = [label for found, label in zip(loaded, labels, strict=True) if found.meta["kind"] == "training"]
+    others = [label for label in labels if label not in runs]
+    if runs and others:
+        raise FulldepthError(
+            f"Training runs cannot be compared with measurements: {', '.join(runs)} {_is(runs, 'a training run')}, "
+            f"{', '.join(others)} {_is(others, 'a measurement')}. Compare runs with runs, or measure the runs first: "
+            "fulldepth measure RUN --data ... --output ..."
+        )
+    return bool(runs)
+
+
+def _is(names: list[str], what: str) -> str:
+    return f"is {what}" if len(names) == 1 else f"are {what.removeprefix('a ')}s"
+
+
+def _last_step(found: Results) -> Results:
+    """A series as a measurement of its last checkpoint, which it says in its warnings."""
+    if not found.is_series:
+        return found
+    step = found.table["step"].max()
+    last: dict[str, Any] = next((entry for entry in found.meta.get("steps") or [] if entry["step"] == step), {})
+    note = f"a series of checkpoints; the last one, step {step}, is compared."
+    known = {key: value for key, value in last.items() if value is not None}
+    known["model"] = found.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}
+    meta = {**found.meta, **known, "warnings": [*(found.meta.get("warnings") or []), note]}
+    return Results(found.table[found.table["step"] == step], meta)
+
+
+def _labels(results: Sequence[Results | str | Path], names: list[str] | None) -> list[str]:
+    """The given names, or as little of the end of each path as tells them apart."""
+    if names is not None:
+        if len(names) != len(results):
+            raise FulldepthError(f"{len(names)} names were given for {len(results)} results.")
+        if len(set(names)) < len(names) or "" in names:
+            raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(names)!r}.")
+        return names
+    paths = [Path(_origin(item)).parts for item in results]
+    for length in range(1, max(len(parts) for parts in paths) + 1):
+        labels = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    labels = [parts[-1] for parts in paths]
+    return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
+
+
+def _origin(item: Results | str | Path) -> str:
+    if isinstance(item, Results):
+        return str(item.meta["model"].get("name") or "model")
+    return str(Path(item).resolve())
+
+
+def _position(baseline: int | str, labels: list[str]) -> int:
+    if isinstance(baseline, str):
+        if baseline not in labels:
+            raise unknown("baseline", baseline, labels)
+        return labels.index(baseline)
+    if not 0 <= baseline < len(labels):
+        raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {baseline}.")
+    return baseline
+
+
+def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any]:
+    """What the comparison keeps of a measurement beside its rows."""
+    return {
+        "label": label,
+        "baseline": is_baseline,
+        "model": meta["model"],
+        "data": meta.get("data") or {},
+        "token_policy": meta.get("token_policy") or {},
+        "sampling": meta.get("sampling") or {},
+        "run": {"seed": meta.get("seed")},
+        "versions": meta.get("versions") or {},
+        "headline": meta.get("headline") or {},
+        "lens_grid": meta.get("lens_grid"),
+        "left_out": meta.get("left_out") or [],
+    }
+
+
+def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
+    """What each measurement warned of, under its label."""
+    lines = []
+    for found, label in zip(measured, labels, strict=True):
+        if not found.meta.get("complete", True):
+            what = "run" if found.meta["kind"] == "training" else "measurement"
+            lines.append(f"{label}: the {what} is not complete.")
+        lines += [f"{label}: {warning}" for warning in found.meta.get("warnings") or []]
+    return lines

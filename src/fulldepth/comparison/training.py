@@ -1,0 +1,173 @@
+"""Training runs at equal steps: their rows, their numbers at the last step that all have, and what sets them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fulldepth.comparison import training_verdict, verdict
+from fulldepth.comparison.align import Depth, differences
+from fulldepth.errors import FulldepthError
+from fulldepth.results import COLUMNS, Results
+
+WINDOWED = ("train_loss", "penalty", "throughput")
+"""Means since the previous evaluation: they differ meaningfully only where that evaluation was at the same step."""
+
+Entry = training_verdict.Entry
+
+
+def compare_runs(
+    runs: list[Results], labels: list[str], first: int, depth: Depth
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Several runs under one another, each against run number `first` at equal steps.
+
+    Every row's `difference` is its value minus the baseline's at the same step and depth; NaN where the baseline was
+    not evaluated at that step, and for means since the previous evaluation where that one was at another step. The
+    numbers of `models` and `headline` are those at the last step at which every run was evaluated (`step`); time per
+    step is the median, over the intervals between evaluations up to that step, of training time over steps; time,
+    memory and parameters are given as ratios to the baseline.
+
+    Args:
+        runs: results of kind `training`.
+        labels: one for each.
+        first: position of the baseline.
+        depth: how layers meet, see `fulldepth.comparison.align.differences`.
+
+    Returns:
+        The table with `step`, `model` and `difference`, and the entries `of`, `step`, `models`, `headline`,
+        `warnings` of the document.
+
+    Raises:
+        FulldepthError: if no step has a validation loss in every run.
+    """
+    step = last_common_step(runs, labels)
+    baseline = runs[first]
+    tables = []
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        table = run.table[[*COLUMNS, "step"]].assign(model=label, difference=float("nan")).reset_index(drop=True)
+        if index != first:
+            table["difference"] = _differences(table, run, baseline, depth)
+        tables.append(table)
+    together = pd.concat(tables, ignore_index=True)
+    models = [_entry(run, label, label == labels[first], step) for run, label in zip(runs, labels, strict=True)]
+    at_step = together[together["step"] == step]
+    return together, {
+        "of": "training",
+        "step": step,
+        "models": models,
+        "headline": training_verdict.headline(models, step) | verdict.headline(at_step, models),
+        "warnings": training_verdict.warnings(models, step),
+    }
+
+
+def last_common_step(runs: list[Results], labels: list[str]) -> int:
+    """The last step with a validation loss in every run.
+
+    Raises:
+        FulldepthError: if there is none.
+    """
+    evaluated = [_steps(run.table) for run in runs]
+    common = set.intersection(*map(set, evaluated))
+    if not common:
+        seen = "; ".join(f"{label}: {_listed(steps)}" for label, steps in zip(labels, evaluated, strict=True))
+        raise FulldepthError(f"The runs have no evaluated step in common ({seen}).")
+    return max(common)
+
+
+def _steps(table: pd.DataFrame) -> list[int]:
+    rows = table[(table["measure"] == "validation_loss") & np.isfinite(table["value"])]
+    return sorted({int(step) for step in rows["step"]})
+
+
+def _listed(steps: list[int]) -> str:
+    shown = steps if len(steps) <= 6 else [*steps[:3], "...", steps[-1]]
+    return ", ".join(map(str, shown)) or "none"
+
+
+def _differences(table: pd.DataFrame, run: Results, baseline: Results, depth: Depth) -> np.ndarray[Any, Any]:
+    result = np.full(len(table), np.nan)
+    ours, theirs = _before(run.table), _before(baseline.table)
+    for step in ours:
+        rows, there = table[table["step"] == step], baseline.table[baseline.table["step"] == step]
+        if ours.get(step) != theirs.get(step):
+            there = there[~there["measure"].isin(WINDOWED)]
+        result[rows.index] = differences(rows, _depth(run), there, _depth(baseline), depth)
+    return result
+
+
+def _before(table: pd.DataFrame) -> dict[int, int | None]:
+    """Each step of a run -> the one evaluated before it."""
+    steps = sorted({int(step) for step in table["step"]})
+    return dict(zip(steps, [None, *steps[:-1]], strict=True))
+
+
+def _depth(run: Results) -> int:
+    return int(run.meta["model"]["num_layers"])
+
+
+def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
+    """What the comparison keeps of a run beside its rows; `headline` holds its numbers at the common step."""
+    meta = run.meta
+    kept = {key: meta.get(key) or {} for key in ("model", "data", "settings")}
+    return {
+        "label": label,
+        "baseline": is_baseline,
+        **kept,
+        "recipe": meta.get("recipe"),
+        "last_step": max(_steps(run.table)),
+        "targets": _targets(run.table),
+        "headline": _numbers(run.table, _depth(run), step) | _size(meta["model"]),
+    }
+
+
+def _size(model: dict[str, Any]) -> Entry:
+    return {"parameters": {"value": model["parameters"], "unit": "1"}} if model.get("parameters") else {}
+
+
+def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
+    """The numbers of one run at a step; those that it has not are left out."""
+    so_far = table[table["step"] <= step]
+    at_step = table[table["step"] == step]
+    found = {
+        "validation_loss": (_last(at_step, "validation_loss"), "nats"),
+        "zeta_L": (_last(at_step, "jump_rate", layers), "%"),
+        "zeta_L-1": (_last(at_step, "jump_rate", layers - 1), "%"),
+        "zeta_L-2": (_last(at_step, "jump_rate", layers - 2), "%"),
+        "last_layer_displacement": (_last(at_step, "displacement", layers), "1"),
+        "time_per_step": (time_per_step(so_far), "s"),
+        "throughput": (_middle(so_far, "throughput"), "tokens/s"),
+        "peak_memory": (_last(so_far, "peak_memory"), "MiB"),
+    }
+    return {name: {"value": value, "unit": unit} for name, (value, unit) in found.items() if value is not None}
+
+
+def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.DataFrame:
+    """The finite rows of a measure; of one layer of the residual stream where it is given."""
+    rows = table[(table["measure"] == measure) & np.isfinite(table["value"])]
+    if layer is not None:
+        rows = rows[(rows["layer"] == layer).fillna(False).astype(bool) & (rows["site"] == "residual")]
+    return rows.sort_values("step")
+
+
+def _last(table: pd.DataFrame, measure: str, layer: int | None = None) -> float | None:
+    rows = _rows(table, measure, layer)
+    return float(rows["value"].iloc[-1]) if len(rows) else None
+
+
+def _middle(table: pd.DataFrame, measure: str) -> float | None:
+    rows = _rows(table, measure)
+    return float(rows["value"].median()) if len(rows) else None
+
+
+def time_per_step(table: pd.DataFrame) -> float | None:
+    """Seconds: median over the intervals between evaluations, so that one disturbed interval does not count."""
+    rows = _rows(table, "elapsed").drop_duplicates("step", keep="last")
+    steps, clock = (np.r_[0.0, rows[rows["step"] > 0][name].to_numpy(np.float64)] for name in ("step", "value"))
+    return float(np.median(np.diff(clock) / np.diff(steps))) if len(steps) > 1 else None
+
+
+def _targets(table: pd.DataFrame) -> int | None:
+    counts = _rows(table, "validation_loss")["count"].dropna()
+    return int(counts.iloc[-1]) if len(counts) else None

@@ -1,0 +1,99 @@
+"""Finds out what a batch may hold without changing a model's numbers: padding, other sequences, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fulldepth.capture import body_inputs, capture
+from fulldepth.capture.stream import TOLERANCE, relative_error
+from fulldepth.data import Sequences
+from fulldepth.data.sequences import Batching
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy
+from fulldepth.measurement.inputs import model_inputs
+
+
+def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
+    """The sequences in batches that change no number of this model, and a sentence where padding is not possible.
+
+    Batches that are too small for one model are right for every other, so restrictions add up over several calls.
+    """
+    batching, sentence = check_batching(anatomy, sequences, device)
+    strictest = max(batching, sequences.batching, key=STRICTNESS.index)
+    return replace(sequences, batching=strictest), sentence
+
+
+STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
+
+
+@torch.no_grad()
+def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Batching, str | None]:
+    """Compare a sequence alone with the same sequence beside another one, padded and not.
+
+    FNet mixes padding into the tokens, and so do ConvBERT's convolutions; capacity limits of experts mix sequences.
+
+    Args:
+        anatomy: a proven model in evaluation mode.
+        sequences: the data; its shortest and longest sequences are tried.
+        device: where the model expects its inputs.
+
+    Returns:
+        What a batch may hold, and a sentence where that is not everything.
+
+    Raises:
+        FulldepthError: if two passes over the same batch differ: the model draws random numbers.
+    """
+    kind = type(anatomy.model).__name__
+    lengths = sequences.lengths
+    shortest, longest = (lengths.index(extreme(lengths)) for extreme in (min, max))
+    alone = _states(anatomy, sequences, [shortest], device)
+    difference = _difference(_states(anatomy, sequences, [shortest], device), alone)
+    if difference:
+        raise FulldepthError(
+            f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random numbers "
+            "also in evaluation mode, as models that mask their input do. Switch that off in its configuration."
+        )
+    same = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
+    if same and (difference := _difference(_states(anatomy, sequences, [shortest, same[0]], device), alone)):
+        return "single", (
+            f"The states of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
+            "sequence is run alone."
+        )
+    if lengths[longest] == lengths[shortest]:
+        return "padded", None
+    if difference := _difference(_states(anatomy, sequences, [shortest, longest], device), alone):
+        return "equal", (
+            f"The states of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch holds "
+            "sequences of one length only."
+        )
+    return "padded", None
+
+
+def _states(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], device: torch.device) -> Tensor:
+    """[L+1, T, D] the residual stream of the first of these sequences, run in one batch."""
+    batch = sequences.collate(indices)
+    with capture(anatomy, ["residual"]) as activations:
+        anatomy.body(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
+        states = activations.stack("residual")[:, 0]  # [L+1, T, D]
+    return states if batch.attention_mask is None else states[:, batch.attention_mask[0].to(states.device)]
+
+
+def _difference(got: Tensor, expected: Tensor) -> float:
+    """The relative error of the states, 0 if it is rounding.
+
+    In full precision the largest error counts. In half precision rounding sends single tokens to other experts, so
+    the median over the positions counts.
+    """
+    tolerance = TOLERANCE[expected.dtype]
+    if expected.dtype in (torch.float32, torch.float64):
+        errors = torch.tensor([relative_error(one, other) for one, other in zip(got, expected, strict=True)])
+        error = float(errors.max())
+    else:
+        got, expected = got.double(), expected.double()
+        norms = expected.norm(dim=-1).clamp(min=1e-30)
+        error = float(((got - expected).norm(dim=-1) / norms).median(dim=-1).values.max())
+    return 0.0 if error <= tolerance else error

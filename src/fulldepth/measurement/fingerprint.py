@@ -1,0 +1,87 @@
+"""What identifies a measurement: the content of everything that decides its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulldepth import __version__
+from fulldepth.data import Sequences, Source, content_hash
+from fulldepth.files import reading
+from fulldepth.results import DOCUMENT, PAGE, TABLE
+from fulldepth.settings.measure import MeasureSettings
+
+SPEED_ONLY = {"batch_size", "device", "device_map"}
+"""Settings that change no number."""
+NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
+"""Suffixes of pickled weights, optimiser states and notes, which are never read."""
+OURS = {DOCUMENT, TABLE, PAGE}
+"""Files of results, which may be written into the model's own folder."""
+TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
+"""Files that a tokenizer is read from."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint, tokenizer or other place by the content of its files."""
+
+    place: str
+    """The full path, or the Hub name."""
+    files: tuple[tuple[str, str], ...] = ()
+    """(name, sha256) of every file that may be read; none for a Hub name."""
+
+    @property
+    def weights(self) -> frozenset[tuple[str, str]]:
+        """The files that hold weights."""
+        return frozenset(entry for entry in self.files if entry[0].endswith(".safetensors"))
+
+
+def contents(place: str | Path) -> Contents:
+    """Read and hash the files of a local place; a Hub name stands for itself.
+
+    Only files at the top of a folder count: results, logs and other checkpoints may lie below. A folder without a
+    tokenizer is given the one beside it, in its parent, as when it is loaded.
+
+    Raises:
+        FulldepthError: if a file cannot be read.
+    """
+    path = Path(place)
+    if not path.exists():
+        return Contents(str(place))
+    path = path.resolve()
+    if path.is_file():
+        return Contents(str(path), ((path.name, _sha256(path)),))
+    own = [(file.name, _sha256(file)) for file in _files(path, "*")]
+    if not {"tokenizer.json", "tokenizer_config.json"} & {name for name, _ in own}:
+        beside = {file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
+        own += [(f"../{file.name}", _sha256(file)) for file in sorted(beside)]
+    return Contents(str(path), tuple(own))
+
+
+def _files(folder: Path, pattern: str) -> Iterator[Path]:
+    """The files at the top of a folder that may decide a number, by name."""
+    for file in sorted(folder.glob(pattern)):
+        if file.is_file() and not (file.name.startswith(".") or file.suffix in NOT_READ or file.name in OURS):
+            yield file
+
+
+def _sha256(file: Path) -> str:
+    with reading(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
+    """For each model, sha256 of everything that decides its numbers: contents of models and data, settings, version."""
+    others = [place and contents(place).__dict__ for place in (settings.reference, settings.tokenizer)]
+    what = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
+    shared = [__version__, data.name, content_hash(data), others, what]
+    return [digest([*shared, model.place, model.files]) for model in models]
+
+
+def digest(document: Any) -> str:
+    """sha256 of a document's JSON."""
+    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()

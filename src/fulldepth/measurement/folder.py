@@ -1,0 +1,116 @@
+"""Measuring into a result folder: one checkpoint or a series of them, resumable, nothing overwritten by accident."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fulldepth.data import Sequences, open_source
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.hf import find_checkpoints
+from fulldepth.measurement.fingerprint import contents, digest, fingerprints
+from fulldepth.measurement.processes import processes
+from fulldepth.measurement.run import measure_with
+from fulldepth.measurement.series import STEPS, Point, extends, measure_series, series_points
+from fulldepth.progress import Watcher
+from fulldepth.results import DOCUMENT, Results, TableMismatchError, holder
+from fulldepth.settings.measure import MeasureSettings
+
+
+def measure_into(
+    model: str | Path,
+    data: Any,
+    output: str | Path,
+    settings: MeasureSettings | None = None,
+    *,
+    overwrite: bool = False,
+    series: bool = True,
+    watcher: Watcher | None = None,
+) -> Results:
+    """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
+
+    A run that is already there is read, not repeated: the same model, data and settings, whose contents are compared,
+    not their names or times. A series that was interrupted goes on after its last finished checkpoint, and one whose
+    training went on is extended by the new checkpoints. Results of this run that were interrupted while they were
+    written are measured again. The folder is locked meanwhile. With several processes, each takes its share of the data
+    and the first one writes.
+
+    Args:
+        model: checkpoint folder, Hub name, or a folder of `checkpoint-N`. A final model at the root of such a folder is
+            the last point of the series, if its `trainer_state.json` says which step it is.
+        data: as for `measure`.
+        output: the result folder; made if absent.
+        settings: what to measure.
+        overwrite: measure everything anew, and replace whatever results are there.
+        series: False = of a folder that holds checkpoints and a model, measure the model alone.
+        watcher: told what happens.
+
+    Raises:
+        FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
+            process, cannot be written, or the measurement fails.
+    """
+    settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
+    with processes(settings.device) as me, me.holding(folder):
+        read = data if isinstance(data, Sequences) else open_source(data, split=settings.split)
+        points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
+        prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
+        print_of_run = digest(prints)
+        for remark in remarks:
+            watcher.say(remark)
+        if me.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
+            watcher.say(f"{folder} already holds this measurement; nothing to do.")
+            return Results.load(folder)
+        me.first(lambda: _claim(folder, *([folder / STEPS] if points else [])))
+        if points:
+            results = measure_series(points, read, folder, settings, me, watcher, overwrite=overwrite)
+            results.meta["warnings"] = [*results.meta["warnings"], *remarks]
+        else:
+            results = measure_with(model, read, settings, me, watcher)
+        results.meta["fingerprint"] = print_of_run
+        if me.is_main:
+            results.save(folder)
+        me.wait()
+        return results
+
+
+def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: bool, watcher: Watcher) -> bool:
+    """Whether the folder holds finished results of this very run; False if it is free, or holds a part of this
+    series.
+
+    Raises:
+        FulldepthError: if it holds results of another run, or belongs to another command.
+    """
+    if words := holder(folder):
+        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
+    if overwrite or not (folder / DOCUMENT).exists():
+        return False
+    try:
+        meta, whole = Results.load(folder).meta, True
+    except TableMismatchError as error:
+        meta, whole = error.meta, False
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
+    if meta.get("fingerprint") == print_of_run:
+        if not whole:
+            watcher.say(f"{folder} was interrupted while this measurement was written; it is measured again.")
+        return whole
+    if extends(points, meta):
+        return False
+    model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))
+    raise FulldepthError(
+        f"{folder} holds the results of another run (model {model}, data {data}), or the contents of its model or data "
+        "or the settings were others. "
+        "Choose another --output, or replace it with --overwrite."
+    )
+
+
+def _claim(*folders: Path) -> None:
+    """Make the folders and see that they can be written, before hours of work."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error

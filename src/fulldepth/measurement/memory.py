@@ -1,0 +1,57 @@
+"""How much memory a run holds, said and checked before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fulldepth.errors import FulldepthError
+from fulldepth.measurement.plan import Plan
+from fulldepth.measurement.subject import Subject
+
+MIB = 1 << 20
+
+
+def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
+    """One line that says what the run will hold.
+
+    Raises:
+        FulldepthError: if that is more than there is.
+    """
+    held = plan.memory
+    setup = plan.setup
+    layers = sum(setup.num_layers + 1 if site in ("residual", "reference") else setup.num_layers for site in plan.sites)
+    layers += (setup.num_layers + 1) * plan.masked_pass
+    sequences = min(batch_size, setup.num_sequences)
+    batch = layers * sequences * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
+    batch *= 2  # as the model leaves them, and stacked
+    copies = 2 * held["reservoirs"]  # CKA works on the sample in float64
+    total = held["accumulators"] + held["reservoirs"] + max(batch, copies)
+    free = available_memory(setup.device)
+    sentence = (
+        f"Memory beside the model: accumulators {_mib(held['accumulators'])}, sample of {setup.reservoir_tokens} of "
+        f"{setup.num_tokens} tokens {_mib(held['reservoirs'])}, activations of one batch {_mib(batch)}."
+    )
+    if free is not None and total > free:
+        raise FulldepthError(
+            f"Out of memory before the start. {sentence} Free: {_mib(free)}. Try a smaller --batch-size, "
+            "--sequence-length or --reservoir-tokens, or fewer --measures."
+        )
+    return sentence
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes free on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    table = Path("/proc/meminfo")
+    if not table.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in table.read_text().splitlines() if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _mib(size: int) -> str:
+    """Bytes as MiB."""
+    return f"{size / MIB:,.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.1f} MiB"

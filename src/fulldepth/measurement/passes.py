@@ -1,0 +1,233 @@
+"""One forward pass over the data feeds every measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fulldepth.capture import COEFFICIENTS, Tape, Verified, body_inputs, capture, feed_projections, read_layers
+from fulldepth.data import Batch
+from fulldepth.errors import FulldepthError
+from fulldepth.measurement.grid import lens_grid
+from fulldepth.measurement.inputs import model_inputs
+from fulldepth.measurement.plan import Plan
+from fulldepth.measurement.processes import Processes
+from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.tokens import counted
+from fulldepth.metrics import Observation, Readout, SpectralNorm
+from fulldepth.metrics.reservoir import priority
+from fulldepth.settings.measure import MeasureSettings
+
+SIMILARITY = {"displacement", "jump_rate", "cosine"}
+LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
+"""Measures that share one computation, whose time is given under one name."""
+
+
+@dataclass
+class Clock:
+    """Seconds by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time spent inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class Pass:
+    """What one pass over the data leaves behind, besides the accumulators."""
+
+    clock: Clock
+    grid: dict[str, object] | None = None
+    router_tokens: dict[str, object] | None = None
+    """What dynamic routers answer to; from the weights, not from the data."""
+
+
+@torch.inference_mode()
+def run_pass(
+    subject: Subject,
+    plan: Plan,
+    settings: MeasureSettings,
+    me: Processes,
+    *,
+    reference: Verified | None = None,
+    advance: Callable[[int], None] = lambda done: None,
+) -> Pass:
+    """Run this process's share of the batches through the model and every accumulator.
+
+    Args:
+        subject: model and data.
+        plan: the measures, updated in place.
+        settings: batch size, lens sampling, grid.
+        me: this process.
+        reference: the second model of MMD.
+        advance: told the sequences done, for a progress bar.
+
+    Raises:
+        FulldepthError: if an activation is NaN or infinite.
+    """
+    result = Pass(Clock())
+    threshold = _lens_threshold(subject, settings)
+    sites = plan.sites | {"residual"}
+    with ExitStack() as stack:
+        tape = stack.enter_context(capture(subject.anatomy, sites))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
+        for batch in subject.sequences.batches(settings.batch_size, me.rank, me.world):
+            inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
+            with result.clock("forward"):
+                subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+            with result.clock("states"):
+                states = {site: tape.stack(site, plan.setup.device) for site in sites - COEFFICIENTS.keys()}
+                coefficients = {site: tape.coefficients(site) for site in sites & COEFFICIENTS.keys()}
+            tape.clear()
+            if reference is not None and other is not None:
+                with result.clock("forward (reference)"):
+                    reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
+                states["reference"] = other.stack("residual", plan.setup.device)
+                other.clear()
+            read = _read_by_lens(subject, plan, batch, states["residual"], tape, result.clock)
+            observation = observe(subject, batch, states, read, threshold, settings.seed)
+            observation.coefficients = coefficients
+            feed(plan, observation, result.clock)
+            if result.grid is None and read is not None and me.is_main and settings.grid_samples:
+                result.grid = lens_grid(subject, batch, observation.attention_mask, read, settings.grid_samples)
+            advance(len(batch))
+    return result
+
+
+def _read_by_lens(
+    subject: Subject, plan: Plan, batch: Batch, residual: Tensor, tape: Tape, clock: Clock
+) -> Tensor | None:
+    """[L+1, B, T, D] the residual stream that the lens reads: of the text, or of a second pass over masked text.
+
+    None for a masked language model of which nothing is measured that reads predictions.
+    """
+    if batch.masked_inputs is None:
+        return residual
+    if not plan.masked_pass:
+        return None
+    inputs = model_inputs(batch.masked_inputs, subject.device, subject.checkpoint.model.dtype)
+    with clock("forward (masked)"):
+        subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+    states = tape.stack("residual", plan.setup.device)
+    tape.clear()
+    return states
+
+
+def observe(
+    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, threshold: int | None, seed: int
+) -> Observation:
+    """One batch as the measures see it.
+
+    Args:
+        subject: model and data.
+        batch: the sequences.
+        states: site -> activations of the text as it is.
+        read: `[L+1, B, T, D]` the residual stream that the lens reads; None = no lens.
+        threshold: the largest priority of a position that the lens reads; None = all.
+        seed: of that sample.
+
+    Raises:
+        FulldepthError: if an activation is NaN or infinite.
+    """
+    residual = states["residual"]
+    _check_finite(batch, residual, read)
+    device = residual.device
+    if batch.attention_mask is None:
+        mask = torch.ones(residual.shape[1:3], dtype=torch.bool, device=device)
+    else:
+        mask = batch.attention_mask.to(device)
+    observation = Observation(
+        states=states,
+        attention_mask=mask,
+        counted=counted(subject.policy, mask, batch.token_ids, subject.eos),
+        sequence=batch.sequence.to(device),
+        labels=batch.labels,
+        words=batch.words,
+    )
+    classifier = subject.verified.classifier
+    targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
+    if classifier is not None and targets is not None and read is not None:
+        targets = _sampled(targets, batch.sequence, threshold, seed).to(device)
+
+        def readout() -> Readout:
+            return read_layers(classifier, read, targets, mask)
+
+        observation.readout = readout
+    return observation
+
+
+def _check_finite(batch: Batch, *states: Tensor | None) -> None:
+    """Refuse states of a batch that are NaN or infinite."""
+    for values in states:
+        if values is None or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()):
+            continue
+        raise FulldepthError(
+            f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
+            "the weights are broken or the precision is too low (try --dtype float32)."
+        )
+
+
+def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
+    """Update every accumulator; what several share is computed first, under a name of its own."""
+    names = plan.measures.keys()
+    if names & SIMILARITY:
+        with clock("similarity (shared)"):
+            _ = observation.cosines
+    if names & LENS:
+        with clock("lens (shared)"):
+            _ = observation.lens
+    for name, measure in plan.measures.items():
+        if "weights" not in measure.needs:
+            with clock(name):
+                measure.update(observation)
+
+
+def weigh(subject: Subject, plan: Plan, me: Processes, clock: Clock) -> None:
+    """Measures of weights, not of activations; the processes share the matrices out."""
+    for name, measure in plan.measures.items():
+        if not isinstance(measure, SpectralNorm):
+            continue
+        with clock(name):
+            unreadable = feed_projections(measure, subject.anatomy, me.rank, me.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
+
+
+def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
+    """The largest priority that is still among the `lens_tokens` smallest of all positions with a target."""
+    most = settings.lens_tokens
+    if most is None or subject.sequences.num_targets <= most:
+        return None
+    keys = [
+        _keys(batch.targets, batch.sequence)[batch.targets != -100]
+        for batch in subject.sequences.batches(64)
+        if batch.targets is not None
+    ]
+    if not keys:
+        return None
+    return int(priority(torch.cat(keys), settings.seed).sort().values[most - 1])
+
+
+def _sampled(targets: Tensor, sequence: Tensor, threshold: int | None, seed: int) -> Tensor:
+    """Targets with those outside the sample removed."""
+    if threshold is None or targets.ndim == 1:
+        return targets
+    return targets.where(priority(_keys(targets, sequence), seed) <= threshold, -100)
+
+
+def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
+    """[B, T] a number for every position, unique over the data set."""
+    return (sequence[:, None] << 24) | torch.arange(targets.shape[1])

@@ -1,0 +1,78 @@
+"""What the weights around a memory say: how much each head counts, and which tokens dynamic routers answer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fulldepth.capture import plain_weight
+from fulldepth.hf import Anatomy
+from fulldepth.measurement.grid import show
+from fulldepth.measurement.subject import Subject
+from fulldepth.metrics import head_shares
+
+NEAREST = 30
+"""Tokens listed for each router (LIME, Sec. 5.2)."""
+ROUTERS = 64
+"""Routers listed: those whose nearest tokens are nearest."""
+AT_ONCE = 64
+"""Routers compared with the whole vocabulary together."""
+
+
+def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
+    """`Setup.head_shares` of a model with a memory; empty without one, or where a projection cannot be read."""
+    if not anatomy.layers_with("router"):
+        return ()
+    shares = []
+    for layer in range(1, anatomy.num_layers + 1):
+        projection = anatomy.part(layer, "output")
+        weight = None if projection is None else plain_weight(projection)
+        if weight is None:
+            return ()
+        shares.append(tuple(head_shares(weight, anatomy.config.num_attention_heads).tolist()))
+    return tuple(shares)
+
+
+@torch.inference_mode()
+def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
+    """The tokens whose embeddings are nearest, by cosine, to what dynamic routers look for, as plain data.
+
+    A dynamic router of layer r gives head h's source m the logit `x P[:, h, m]`: the vector `P[:, h, m]` is what a
+    state has to resemble for that source to be read. The norm's gain on x is left out, as the embeddings have none.
+
+    Returns:
+        `routers`: layer (from 1), source (0..r-1), head (from 0) and `tokens`, pairs of token and cosine, nearest
+        first; the routers in order of their tokens' mean cosine. `of`: how many there are. None without dynamic
+        routers, or if a weight cannot be read.
+
+    Source: "LIME: layer-integrated memory", Sec. 5.2 and Table 2.
+    """
+    anatomy = subject.anatomy
+    vectors = {
+        layer: found for layer in anatomy.layers_with("router") if (found := anatomy.router_vectors(layer)) is not None
+    }
+    embeddings = plain_weight(anatomy.body.get_input_embeddings()) if vectors else None  # type: ignore[operator]
+    if embeddings is None:
+        return None
+    names = [(layer, m, h) for layer, found in vectors.items() for h in range(len(found)) for m in range(layer)]
+    columns = torch.cat([found.flatten(0, 1).to(embeddings.device) for found in vectors.values()])
+    cosines, tokens = _nearest(columns.float(), normalize(embeddings.float(), dim=-1))
+    chosen = cosines.mean(1).sort(descending=True, stable=True).indices[:ROUTERS].tolist()
+    entries = []
+    for index in chosen:
+        layer, source, head = names[index]
+        rounded = torch.round(cosines[index].double(), decimals=4).tolist()
+        shown = [show(subject.tokenizer, token) for token in tokens[index].tolist()]
+        pairs = [list(pair) for pair in zip(shown, rounded, strict=True)]
+        entries.append({"layer": layer, "source": source, "head": head, "tokens": pairs})
+    return {"routers": entries, "of": len(names)}
+
+
+def _nearest(columns: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, k] cosines and token ids of the nearest of `directions [V, D]` (of length 1) to `columns [N, D]`."""
+    count = min(NEAREST, len(directions))
+    found = [(normalize(part, dim=-1) @ directions.T).topk(count) for part in columns.split(AT_ONCE)]
+    return torch.cat([top.values for top in found]), torch.cat([top.indices for top in found])

@@ -1,0 +1,293 @@
+"""`fulldepth.measure`: a model, some data, one pass; out comes a table of what every layer does."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.capture import Verified, projection_names, verify
+from fulldepth.data import MASKED_SHARE
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import anatomy_candidates, unwrapped
+from fulldepth.measurement import tokens
+from fulldepth.measurement.batching import batched
+from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
+from fulldepth.measurement.headline import headline
+from fulldepth.measurement.inputs import model_inputs
+from fulldepth.measurement.memory import check_memory
+from fulldepth.measurement.passes import Pass, run_pass, weigh
+from fulldepth.measurement.plan import Plan, make_plan
+from fulldepth.measurement.processes import Processes, processes
+from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
+from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, small_batch
+from fulldepth.metrics import Setup
+from fulldepth.progress import Watcher
+from fulldepth.results import Results, finite, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.measure import MeasureSettings
+
+
+def measure(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    *,
+    measures: list[str] | None = None,
+    tokenizer: Any = None,
+    max_sequences: int = 256,
+    sequence_length: int | None = None,
+    batch_size: int = 8,
+    token_policy: str = "auto",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """Measure what every layer of a model does.
+
+    One forward pass over the data feeds all measures. Layers are numbered 1..L, 0 is the embedding output; the last
+    layer is read before the final norm (and once more after it, at the site `final_normed`).
+
+    Args:
+        model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
+        data: path (.txt, .jsonl, .tsv, .parquet, image folder or .zip), Hub data set, `corpus:builtin`, a list of texts
+            or of mappings, a `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
+        measures: names out of `fulldepth.metrics.METRICS`; None = all that model and data allow.
+        tokenizer: needed with a loaded model; else the one saved with the checkpoint.
+        max_sequences: sequences to read.
+        sequence_length: tokens in a sequence; None = 256, or the model's positions if fewer.
+        batch_size: sequences in one forward pass; no number depends on it.
+        token_policy: `auto`, `all`, `no-first`, `last`, `cls` or `eos`; padding never counts.
+        device: None = the first accelerator, else the CPU.
+        dtype: `auto` = the checkpoint's own.
+        watcher: told what happens, for progress bars.
+        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `lens_tokens`, `tower`, ...).
+
+    Returns:
+        `.table` (tidy rows), `.headline`, `.figures()`, `.save(dir)`.
+
+    Raises:
+        FulldepthError: if model, data or options are wrong, or the model's anatomy cannot be proven.
+    """
+    given = {
+        "measures": measures,
+        "max_sequences": max_sequences,
+        "sequence_length": sequence_length,
+        "batch_size": batch_size,
+        "tokens": token_policy,
+        "device": None if device is None else str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        **options,
+    }
+    settings = layered(MeasureSettings, given)
+    with processes(settings.device) as me:
+        return measure_with(model, data, settings, me, watcher or Watcher(), tokenizer=tokenizer)
+
+
+def measure_with(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    settings: MeasureSettings,
+    me: Processes,
+    watcher: Watcher,
+    *,
+    tokenizer: Any = None,
+) -> Results:
+    """`measure` with its settings resolved and its process group joined."""
+    start = time.perf_counter()
+    if isinstance(model, torch.nn.Module):
+        model = unwrapped(model)
+    with evaluating(model):
+        subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=me.device(settings.device))
+        reference = _reference(subject, settings, me)
+        loaded = time.perf_counter() - start
+        setup = make_setup(subject, settings)
+        plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
+        watcher.say(check_memory(plan, subject, settings.batch_size))
+        for entry in plan.left_out:
+            watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
+        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, me))
+        done = run_pass(subject, plan, settings, me, reference=reference, advance=watcher.advance)
+        weigh(subject, plan, me, done.clock)
+        if me.is_main:
+            done.router_tokens = nearest_tokens(subject)
+    table = _table(plan, done, asked=settings.measures is not None)
+    refuse_nothing(table, subject, setup)
+    done.clock.seconds["load"] = loaded
+    done.clock.seconds["total"] = time.perf_counter() - start
+    return Results(table, _document(subject, settings, plan, done, table))
+
+
+@contextmanager
+def evaluating(model: str | Path | PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode for a model that was passed in, also while it is verified; then each module's own mode again."""
+    modes = {module: module.training for module in model.modules()} if isinstance(model, PreTrainedModel) else {}
+    if isinstance(model, PreTrainedModel):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def share(subject: Subject, settings: MeasureSettings, me: Processes) -> int:
+    """Sequences in the batches that this process takes."""
+    return sum(map(len, subject.sequences.groups(settings.batch_size)[me.rank :: me.world]))
+
+
+def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
+    """Sizes of everything, known before the first batch."""
+    anatomy, sequences = subject.anatomy, subject.sequences
+    lengths = sequences.lengths
+    if not any(lengths):
+        lengths = [subject.verified.positions] * len(sequences)
+    num_tokens = tokens.how_many(subject.policy, lengths)
+    if not num_tokens:
+        raise FulldepthError(f"--tokens {subject.policy} leaves no token: every sequence is a single one.")
+    device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
+    return Setup(
+        num_layers=anatomy.num_layers,
+        width=subject.verified.width,
+        value_width=subject.verified.value_width,
+        chained=subject.verified.chained,
+        routed_heads=subject.verified.routed_heads,
+        head_shares=shares_of_heads(anatomy),
+        num_streams=subject.verified.num_streams,
+        sequence_length=max(lengths),
+        num_sequences=len(sequences),
+        num_tokens=num_tokens,
+        first_tokens=subject.policy == "all",
+        reservoir_tokens=min(settings.reservoir_tokens, num_tokens),
+        entropy_sequences=settings.entropy_sequences,
+        words=tuple(settings.words),
+        projections=projection_names(anatomy),
+        seed=settings.seed,
+        device=device,
+    )
+
+
+def _reference(subject: Subject, settings: MeasureSettings, me: Processes) -> Verified | None:
+    """The second model of MMD, verified on the same data."""
+    if settings.reference is None:
+        return None
+    checkpoint = open_checkpoint(settings.reference, settings, me.device(settings.device))
+    candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
+    inputs = model_inputs(small_batch(subject.sequences).inputs, subject.device, checkpoint.model.dtype)
+    verified = verify(candidates, inputs, optional=("head", "branches"))
+    subject.sequences, _ = batched(verified.anatomy, subject.sequences, subject.device)
+    mine, theirs = subject.anatomy, verified.anatomy
+    if (mine.num_layers, subject.verified.width) != (theirs.num_layers, verified.width):
+        raise FulldepthError(
+            f"The reference has {theirs.num_layers} layers of width {verified.width}, the model {mine.num_layers} of "
+            f"{subject.verified.width}; MMD compares layer by layer and needs both equal."
+        )
+    return verified
+
+
+def _table(plan: Plan, done: Pass, *, asked: bool) -> pd.DataFrame:
+    """Every accumulator's rows; a measure that found nothing to say is left out with a reason.
+
+    Raises:
+        FulldepthError: if it was asked for by name.
+    """
+    rows = []
+    for name, accumulator in plan.measures.items():
+        with done.clock(name), warnings.catch_warnings():
+            # a process may have had no batch at all; what the others saw is merged in
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+            found = accumulator.rows()
+        reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
+        if not found and asked:
+            words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
+            raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}{words}.")
+        if not found:
+            plan.left_out.append({"measure": name, "reason": reason})
+        rows += found
+    return tabulate(rows)
+
+
+def _document(
+    subject: Subject, settings: MeasureSettings, plan: Plan, done: Pass, table: pd.DataFrame
+) -> dict[str, Any]:
+    """Everything that `results.json` says, apart from the table."""
+    sequences, setup = subject.sequences, plan.setup
+    seconds = {name: round(value, 4) for name, value in done.clock.seconds.items()}
+    headlines = headline(table, setup.num_layers, setup.num_sequences)
+    document = {
+        "kind": "measure",
+        "created": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "complete": True,
+        "settings": settings.model_dump(),
+        "model": subject.describe(),
+        "data": {
+            "name": sequences.name,
+            "kind": sequences.kind,
+            "hash": sequences.hash,
+            "sequences": len(sequences),
+            "tokens": sum(sequences.lengths) or setup.num_sequences * setup.sequence_length,
+            "sequence_length": setup.sequence_length,
+            "num_classes": sequences.num_classes,
+            "masked_share": MASKED_SHARE if plan.masked_pass else None,
+        },
+        "token_policy": subject.describe_tokens(plan.masked_pass),
+        "versions": versions(),
+        "seed": settings.seed,
+        "timings": {
+            "load": seconds.pop("load"),
+            "forward": seconds.pop("forward", 0.0),
+            "total": seconds.pop("total"),
+            "measures": seconds,
+        },
+        "memory": {**plan.memory, "peak": peak_memory(subject.device)},
+        "sampling": _sampling(subject, settings, setup),
+        "left_out": plan.left_out,
+        "warnings": caveats(subject, setup, table),
+        "headline": headlines,
+        "lens_grid": done.grid,
+        "router_tokens": done.router_tokens,
+    }
+    return finite(document)
+
+
+def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict[str, int | None]:
+    """Sizes of the samples that were drawn, beside what they were drawn from."""
+    targets = subject.sequences.num_targets
+    return {
+        "reservoir_tokens": setup.reservoir_tokens,
+        "counted_tokens": setup.num_tokens,
+        "lens_positions": min(targets, settings.lens_tokens or targets),
+        "lens_targets": targets,
+        "entropy_sequences": min(settings.entropy_sequences, setup.num_sequences),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that the numbers may depend on."""
+    return {
+        "fulldepth": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the accelerator's peak, or this process's on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

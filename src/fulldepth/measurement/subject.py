@@ -1,0 +1,232 @@
+"""What is measured: a model proven to be understood, and the data prepared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
+from fulldepth.capture import Verified, verify
+from fulldepth.data import Batch, Sequences, open_source, prepare
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import (
+    Anatomy,
+    Checkpoint,
+    anatomy_candidates,
+    first_broken_weight,
+    load_checkpoint,
+    load_processor,
+    load_tokenizer,
+)
+from fulldepth.measurement import tokens
+from fulldepth.measurement.batching import batched
+from fulldepth.measurement.inputs import input_device, model_inputs
+from fulldepth.settings.measure import MeasureSettings
+
+DEFAULT_LENGTH = 256
+
+
+@dataclass
+class Subject:
+    """A verified model with its data."""
+
+    checkpoint: Checkpoint
+    verified: Verified
+    sequences: Sequences
+    tokenizer: Any
+    policy: str
+    """The token policy, `auto` resolved."""
+    device: torch.device
+    """Where inputs go and accumulators live."""
+    openings: tokens.Openings
+    """How the sequences begin."""
+    class_token: bool | None = None
+    """Whether they begin with a class token; None where that is not known."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def kinds_of_tokens(self) -> int | None:
+        """Different tokens in the data, special ones left out; None for images."""
+        return self.openings.kinds
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The model with its parts named."""
+        return self.verified.anatomy
+
+    @property
+    def eos(self) -> int | None:
+        """Id of the end-of-sequence token."""
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return own if own is not None else getattr(self.anatomy.config, "eos_token_id", None)
+
+    def describe_tokens(self, masked_pass: bool) -> dict[str, Any]:
+        """The token policy's entry in `results.json`.
+
+        Args:
+            masked_pass: whether the lens reads a masked pass of its own.
+        """
+        said = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
+        return {
+            "name": self.policy,
+            "sentence": " ".join(filter(None, (said, self.openings.sentence, tokens.MASKED if masked_pass else ""))),
+            "begin_with_bos": self.openings.begin_with_bos,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The model's entry in `results.json`."""
+        model, anatomy = self.checkpoint.model, self.anatomy
+        return {
+            "name": self.checkpoint.name,
+            "class": type(model).__name__,
+            "family": anatomy.family.name,
+            "task": anatomy.task,
+            "num_layers": anatomy.num_layers,
+            "width": self.verified.width,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "config_hash": self.checkpoint.config_hash,
+            "revision": self.checkpoint.revision,
+        }
+
+
+def prepare_subject(
+    model: str | Path | PreTrainedModel, data: Any, settings: MeasureSettings, *, tokenizer: Any, device: str | None
+) -> Subject:
+    """Load the model, prepare the data for it, and prove its anatomy on a first real batch.
+
+    Raises:
+        FulldepthError: for whatever is wrong with model, data or their fit.
+    """
+    checkpoint = open_checkpoint(model, settings, device)
+    broken = first_broken_weight(checkpoint.model)
+    if broken:
+        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer(checkpoint, candidates[0], data, settings)
+    sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
+    where = input_device(checkpoint.model)
+    first = small_batch(sequences)
+    inputs = model_inputs(first.inputs, where, checkpoint.model.dtype)
+    verified = verify(candidates, inputs, optional=_optional(settings))
+    sequences, batching = batched(verified.anatomy, sequences, where)
+    cls = getattr(tokenizer, "cls_token_id", None)
+    class_token = tokens.opens_with_class_token(first, verified.anatomy, verified.positions, cls)
+    policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
+    openings = _openings(sequences, tokenizer, verified.anatomy)
+    warnings = [] if batching is None else [batching]
+    if openings.mixed and policy in ("all", "cls"):
+        warnings.append(
+            f"{openings.sentence} In a model that uses its first token as an attention sink, the sequences with it "
+            "and those without it are unlike."
+        )
+    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token)
+    if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
+        warnings.append("The tokenizer adds no end-of-sequence token, so the last token of each sequence counts.")
+        subject.policy = "last"
+    return replace(subject, warnings=tuple(warnings))
+
+
+def small_batch(sequences: Sequences) -> Batch:
+    """The first two sequences, or one where two could be taken for positions."""
+    first = sequences.collate(range(min(2, len(sequences))))
+    square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
+    return sequences.collate([0]) if square else first
+
+
+def _optional(settings: MeasureSettings) -> set[str]:
+    """Parts of the model that need no proof: all but those that the settings describe."""
+    described = settings.anatomy or {}
+    parts = {"head": {"head"}, "branches": {"attention", "mlp"}}
+    return {part for part, names in parts.items() if not any(described.get(name) is not None for name in names)}
+
+
+def _ends(batch: Batch, eos: int | None) -> bool:
+    """Whether every sequence of a batch holds the end-of-sequence token."""
+    return batch.token_ids is not None and eos is not None and bool((batch.token_ids == eos).any(1).all())
+
+
+def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.Openings:
+    """How the sequences begin, by the tokenizer, or without one by the model's configuration."""
+    bos = getattr(tokenizer if tokenizer is not None else anatomy.config, "bos_token_id", None)
+    name = getattr(tokenizer, "bos_token", None) or f"id {bos}"
+    return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
+
+
+def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:
+    """The model as passed in, or loaded as the settings say."""
+    if isinstance(model, PreTrainedModel):
+        return Checkpoint(model, model.name_or_path or type(model).__name__)
+    return load_checkpoint(
+        model,
+        dtype=settings.dtype,
+        device=device,
+        device_map=settings.device_map,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: MeasureSettings) -> Any:
+    """The tokenizer named, or the one saved with the model or beside it; None where no text is read."""
+    if isinstance(data, Sequences) or anatomy.family.modality != "text":
+        return None
+    if settings.tokenizer:
+        return load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+    name = checkpoint.name
+    folder = Path(name)
+    if folder.is_dir():
+        holders = [f for f in (folder, folder.parent) if (f / "tokenizer.json").is_file()]
+        holders += [f for f in (folder, folder.parent) if (f / "tokenizer_config.json").is_file()]
+        if not holders:
+            raise FulldepthError(f"{folder} holds no tokenizer, nor does its parent; name one with --tokenizer.")
+        name = str(holders[0])
+    elif not isinstance(checkpoint.model.name_or_path, str) or not checkpoint.model.name_or_path:
+        raise FulldepthError("A model that is passed in needs its tokenizer: measure(model, data, tokenizer=...).")
+    return load_tokenizer(name, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+
+
+def _sequences(
+    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, tokenizer: Any, settings: MeasureSettings
+) -> Sequences:
+    """The data, made ready for this model."""
+    if isinstance(data, Sequences):
+        return data
+    source = open_source(data, split=settings.split)
+    if anatomy.family.modality == "text" and source.kind == "images":
+        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
+    if anatomy.family.modality == "images" and source.kind != "images":
+        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
+    positions = anatomy.max_positions
+    length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    classifies = anatomy.task in ("text-classification", "image-classification")
+    processor = None
+    if source.kind == "images":
+        trusted = settings.trust_remote_code
+        processor = load_processor(
+            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
+        )
+    return prepare(
+        source,
+        task=anatomy.task,
+        tokenizer=tokenizer,
+        processor=processor,
+        max_sequences=settings.max_sequences,
+        sequence_length=length,
+        max_positions=positions if anatomy.family.modality == "text" else None,
+        vocab_size=anatomy.vocab_size,
+        label2id=_labels(checkpoint.model.config) if classifies else None,
+        words=tuple(settings.words),
+        truncate=settings.truncate,
+        seed=settings.seed,
+    )
+
+
+def _labels(config: Any) -> Mapping[str, int] | None:
+    """The model's class names, if it has any."""
+    return getattr(config, "label2id", None) or None

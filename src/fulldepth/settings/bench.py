@@ -1,0 +1,48 @@
+"""What can be set for `fulldepth skip bench`; defaults < recipe < command line."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from fulldepth.settings.layers import Settings
+
+MOST_ROUNDS = 100_000
+Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
+Length = Annotated[PositiveInt, Field(le=10_000_000)]
+Count = Annotated[PositiveInt, Field(le=10**9)]
+
+
+class BenchSettings(Settings):
+    """Everything that decides what is timed."""
+
+    options: ClassVar = {
+        "What is timed": ("batches", "contexts", "new_tokens", "repeats", "tasks", "task_limit", "seed"),
+        "Loading the model": ("dtype", "device", "revision", "trust_remote_code"),
+    }
+
+    batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
+    """Sequences run at once, a list."""
+    contexts: list[Length] = Field(default=[128, 512], min_length=1, max_length=1000)
+    """Tokens of the prompt, a list; each is timed with every batch size, as far as the model's positions go."""
+    new_tokens: Length = 16
+    """Tokens decoded after the prompt, one at a time, while the cache grows."""
+    repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 5
+    """Rounds; every model is timed once in each."""
+    warmup: Rounds = 1
+    """Runs of every model before the first round, not counted."""
+    tasks: list[str] | None = None
+    """Tasks of lm-eval that every model is scored on, by name or as YAML files, a list; needs fulldepth[evaluate]."""
+    task_limit: Count | None = None
+    """The first so many examples of each task only."""
+    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
+    """Seed of the tokens, of the order of models and of few-shot examples."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
+    dtype: str = "auto"
+    """Precision to load the models in: float32, bfloat16; auto: each checkpoint's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    trust_remote_code: bool = False
+    """Run modelling code that a checkpoint carries; exports of this package need none."""

@@ -1,0 +1,24 @@
+"""What a comparison can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fulldepth.settings.layers import Settings
+
+Label = Annotated[str, Field(max_length=1000)]
+
+
+class CompareSettings(Settings):
+    """Settings of `fulldepth compare`."""
+
+    options: ClassVar = {"How to compare": ("names", "baseline", "depth")}
+
+    names: list[Label] | None = None
+    """Comma-separated labels, one for each result; None = the folders' names, made unique."""
+    baseline: int | str = 0
+    """Label, or position from 0, of the model that the others are compared with."""
+    depth: Literal["layer", "relative"] | None = None
+    """layer: compare layer by layer; relative: at the same relative depth l/L; None = layer if depths are equal."""

@@ -1,0 +1,294 @@
+"""Layered settings: defaults < recipe (YAML) < `key=value`. Unknown keys and wrong types are errors, all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_args
+
+import pydantic
+import yaml
+
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import read_bytes, reading
+
+_INSTALLED = Path(__file__).parents[1] / "recipes_data"
+_CHECKOUT = Path(__file__).parents[3] / "recipes"
+RECIPES = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+"""One folder of YAML files for each verb. A wheel carries a copy; a checkout (editable install) reads its own."""
+
+MOST_BYTES = 1 << 20
+"""Largest recipe file."""
+MOST_DEPTH = 32
+"""Deepest nesting of settings."""
+MOST_DIGITS = 40
+"""Longest whole number."""
+MOST_CHARACTERS = 950
+"""Longest message about what is wrong with settings."""
+MOST_PROBLEMS = 100
+"""Settings that are wrong, of which a message tells."""
+
+KINDS = {"str": "text", "int": "integer", "float": "number", "list": "list", "dict": "mapping", "bool": "true/false"}
+EXPECTATIONS = {
+    "a valid string": "text",
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid array": "a list",
+    "an object": "a mapping",
+}
+"""What pydantic expects -> the same in the words of a YAML file; any other message stays as it is."""
+
+
+class Settings(pydantic.BaseModel):
+    """Base of every verb's settings: no unknown keys, no silent conversions, nothing changes after the start."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Panel of the command's help -> settings that have an option of their own there."""
+
+
+S = TypeVar("S", bound=pydantic.BaseModel)
+
+
+def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
+    """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
+
+    Values are taken strictly, as JSON would give them: 1 is a number, `true` and "1" are not.
+
+    Args:
+        model: the settings class, which holds the defaults.
+        sources: nested mappings of plain values (`read`, `assignments`, or keyword arguments).
+
+    Raises:
+        FulldepthError: one line for each unknown key, missing value and wrong type.
+    """
+    merged: dict[str, Any] = {}
+    try:
+        for source in sources:
+            merged = merge(merged, source)
+        document = json.dumps(merged, default=os.fspath)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = one_line(error)
+        raise FulldepthError(f"Settings hold plain values (text, numbers, lists, mappings): {reason}.") from error
+    try:
+        return model.model_validate_json(document, strict=True)
+    except pydantic.ValidationError as error:
+        raise FulldepthError(_few_lines(_complaints(model, merged, error))) from error
+
+
+def read(recipe: str | Path, verb: str) -> dict[str, Any]:
+    """The settings in a YAML file, or in a recipe that ships with the package.
+
+    Args:
+        recipe: path of a file, or a name such as `quick` (see `names`).
+        verb: the command that it is for; its recipes are looked up by name.
+
+    Raises:
+        FulldepthError: if there is no such file or name, or the file is not a small YAML mapping without aliases.
+    """
+    path = Path(recipe)
+    with reading(one_line(path)):  # the name itself may be none
+        is_file = path.is_file()
+    if not is_file:
+        if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
+            raise FulldepthError(
+                f"There is no recipe file {one_line(path)}. Recipes by name: {', '.join(names(verb))}."
+            )
+        if path.name not in names(verb):
+            raise unknown(f"{verb} recipe", path.name, names(verb))
+        path = RECIPES / verb / f"{path.name}.yaml"
+    content = read_bytes(path, most=MOST_BYTES)
+    try:
+        settings = _parse(content.decode("utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise FulldepthError(f"The recipe {path} cannot be read: {one_line(error)}") from error
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise FulldepthError(f"The recipe {path} must hold `key: value` lines, got {_show(settings)}.")
+    return settings
+
+
+def names(verb: str) -> list[str]:
+    """Names of the recipes that ship for a verb, sorted."""
+    return sorted(path.stem for path in (RECIPES / verb).glob("*.yaml"))
+
+
+def assignments(arguments: Iterable[str]) -> dict[str, Any]:
+    """Nested settings from `key=value` arguments: a dot in the key opens a mapping, the value is YAML.
+
+    `["seed=1", "a.b=[x, y]"]` gives `{"seed": 1, "a": {"b": ["x", "y"]}}`.
+
+    Raises:
+        FulldepthError: if an argument is not `key=value`.
+    """
+    settings: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        path = key.strip().split(".")
+        if not equals or not all(path):
+            raise FulldepthError(f"Expected key=value (or key.inner=value), got {one_line(argument, 200)!r}.")
+        if len(path) > MOST_DEPTH or len(text) > MOST_BYTES:
+            raise FulldepthError(
+                f"The setting {one_line(argument, 200)!r} has {len(path):,} keys and {len(text):,} characters. "
+                f"Expected at most {MOST_DEPTH} and {MOST_BYTES:,}."
+            )
+        try:
+            value = _parse(text)
+        except (ValueError, yaml.YAMLError) as error:
+            shown = one_line(argument, 200)
+            raise FulldepthError(f"The value in {shown!r} is not valid YAML: {one_line(error)}") from error
+        for part in reversed(path):
+            value = {part: value}
+        settings = merge(settings, value)
+    return settings
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The second mapping over the first, key by key, also inside mappings."""
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's core rules: only true/false are booleans (`no` is a word), 1e-3 is a number, dates are text.
+
+    Aliases are refused (nine short lines of them are a billion values), and so are deep nesting and endless numbers.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node; anchors, aliases and nodes below `MOST_DEPTH` are errors."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            found = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
+            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+        if self.depth > MOST_DEPTH:
+            deep = f"it is nested deeper than {MOST_DEPTH} levels"
+            raise yaml.composer.ComposerError(None, None, deep, event.start_mark)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """A whole number of at most `MOST_DIGITS` digits."""
+        if len(node.value) > MOST_DIGITS:
+            found = f"a number of {len(node.value):,} digits"
+            raise yaml.constructor.ConstructorError(None, None, found, node.start_mark)
+        return super().construct_yaml_int(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping whose keys are text and appear once (PyYAML would keep the last one silently)."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{one_line(key.value, 100)!r} appears twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_EXPONENT = r"(?:[eE][-+]?[0-9]+)"
+_PLAIN = {  # type -> what its scalars look like, and the characters that one can start with
+    "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    "int": (r"[-+]?(?:0|[1-9][0-9]*)", [*"-+0123456789"]),
+    "float": (
+        rf"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*){_EXPONENT}?|[0-9]+{_EXPONENT}|\.inf)|\.nan",
+        [*"-+.0123456789"],
+    ),
+}
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.yaml_implicit_resolvers = {}
+for _name, (_pattern, _first) in _PLAIN.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
+    """One line for each setting that is wrong."""
+    expected: dict[str, list[str]] = {}
+    got: dict[str, Any] = {}
+    lines = []
+    for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
+        keys, value = _locate(given, problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            fields = _fields(model, keys[:-1])
+            lines.append(str(unknown("setting", ".".join(keys), [".".join([*keys[:-1], name]) for name in fields])))
+        elif problem["type"] == "missing":
+            lines.append(f"{'.'.join([*keys, str(problem['loc'][-1])])}: a value is required.")
+        else:
+            got[".".join(keys)] = value
+            expected.setdefault(".".join(keys), []).append(_expectation(problem["msg"]))
+    for name, wanted in expected.items():
+        hint = " Put it in quotes." if "text" in wanted and isinstance(got[name], bool | int | float) else ""
+        lines.append(
+            f"{one_line(name, 200)}: got {_show(got[name])}, expected {' or '.join(dict.fromkeys(wanted))}.{hint}"
+        )
+    return lines
+
+
+def _locate(given: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any]:
+    """The part of pydantic's location that exists in what was given (the rest names members of unions)."""
+    keys: list[str] = []
+    for part in location:
+        try:
+            given = given[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        keys.append(str(part))
+    return keys, given
+
+
+def _fields(model: type[pydantic.BaseModel], path: list[str]) -> list[str]:
+    """Names of the fields of the settings class that sits at `path` inside `model`."""
+    for key in path:
+        if key in model.model_fields:  # else an index or a key of a container of settings
+            model = next(_classes(model.model_fields[key].annotation))
+    return list(model.model_fields)
+
+
+def _classes(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
+    """Every settings class that an annotation names, such as `Inner` in `list[Inner] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _classes(argument)
+
+
+def _expectation(message: str) -> str:
+    for prefix in ("Input should be ", "Value error, "):
+        message = message.removeprefix(prefix)
+    return EXPECTATIONS.get(message, message)
+
+
+def _show(value: Any) -> str:
+    text = one_line(json.dumps(value, default=os.fspath, ensure_ascii=False), 1000)
+    kind = "nothing" if value is None else KINDS.get(type(value).__name__, type(value).__name__)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
+
+
+def _few_lines(lines: list[str]) -> str:
+    """As many lines as a message holds."""
+    message = one_line(lines[0], MOST_CHARACTERS)
+    for line in lines[1:]:
+        if len(message) + len(line) + 1 > MOST_CHARACTERS:
+            return f"{message}\n... and more."
+        message += f"\n{line}"
+    return message

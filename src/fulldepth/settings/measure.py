@@ -1,0 +1,83 @@
+"""What can be set for `fulldepth measure`; defaults < recipe < command line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from fulldepth.settings.layers import Settings
+
+MOST = 10**9
+"""Largest count that can be asked for."""
+MOST_TOKENS = 10**7
+"""Longest sequence."""
+MOST_SEED = 2**32 - 1
+"""Largest seed that scikit-learn takes."""
+Count = Annotated[PositiveInt, Field(le=MOST)]
+
+TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
+
+
+class MeasureSettings(Settings):
+    """Everything that decides which numbers a run gives; saved with them."""
+
+    options: ClassVar = {
+        "What to measure": ("measures", "tokens", "words", "reference"),
+        "Samples": (
+            *("max_sequences", "sequence_length", "batch_size", "lens_tokens", "reservoir_tokens"),
+            *("entropy_sequences", "seed", "split", "truncate"),
+        ),
+        "Loading the model": (
+            *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),
+        ),
+    }
+
+    measures: list[str] | None = None
+    """Comma-separated names out of displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
+    lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
+    expected_retrieval, stream_mixing; None = all that model and data allow."""
+    max_sequences: Count = 256
+    """Sequences to read."""
+    sequence_length: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None = None
+    """Tokens in a sequence; None = 256, or the model's positions if fewer."""
+    batch_size: Count = 8
+    """Sequences in one forward pass; no number depends on it."""
+    tokens: TokenPolicy = "auto"
+    """Which tokens count: all, no-first, last, cls (the first), eos; padding never does. auto: all for language models,
+    cls for encoders that classify and for vision with a class token (all without one), last for decoders that classify,
+    eos for CLIP's text tower."""
+    words: list[str] = Field(default_factory=list)
+    """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
+    lens_tokens: Count | None = None
+    """Read only a seeded sample of this many positions with the lens; None = all that have a target."""
+    reservoir_tokens: Count = 2048
+    """Tokens kept for what is no sum (centred cosine, CKA, NC1, MMD); exact while the data fit."""
+    entropy_sequences: Count = 64
+    """Sequences that enter the matrix entropies."""
+    grid_samples: int = Field(default=3, ge=0, le=1000)
+    """Sequences shown in the lens grid."""
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
+    """Seed of every sample that is drawn."""
+    split: str | None = None
+    """Split of a Hub data set or an image folder."""
+    truncate: bool = False
+    """Cut prompt-response pairs that are longer than the sequence length, rather than refuse them."""
+    tower: Literal["text", "vision"] | None = None
+    """text or vision, for models with two towers."""
+    dtype: str = "auto"
+    """Precision to load the model in: float32, bfloat16, float16; auto: the checkpoint's own."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
+    device_map: str | dict[str, Any] | None = None
+    """auto: spread a large model over devices, CPU and disk."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    tokenizer: str | None = None
+    """Folder or Hub name of the tokenizer; None = the checkpoint's."""
+    reference: str | None = None
+    """Model that MMD compares with, layer by layer."""
+    trust_remote_code: bool = False
+    """Run modelling code that the checkpoint carries."""
+    anatomy: dict[str, Any] | None = None
+    """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family that is neither listed nor found."""

@@ -1,0 +1,132 @@
+"""What can be set for `fulldepth skip search`; defaults < recipe < command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.settings.layers import Settings
+
+Criterion = Literal["loss", "scaled", "kl"]
+Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
+Granularity = Literal["attention", "mlp", "layer"]
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+Format = Literal["folded", "fast", "decilm", "layer"]
+Layer = Annotated[int, Field(ge=1, le=10_000)]
+Batch = Annotated[int, Field(ge=1, le=1_000_000)]
+Length = Annotated[int, Field(ge=1, le=10_000_000)]
+Rows = Annotated[int, Field(ge=1, le=10**12)]
+Epochs = Annotated[int, Field(ge=1, le=100_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Rate = Annotated[float, Field(gt=0, le=1e3)]
+Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
+TIME = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])")
+
+
+class SearchSettings(Settings):
+    """Everything that decides which plan a search gives."""
+
+    options: ClassVar = {
+        "The search": ("blocks", "search", "criterion", "granularity", "given", "format", "budget", "seed"),
+        "Data": ("sequence_length", "limit", "batch_size"),
+        "Healing": ("fit",),
+        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+    }
+
+    blocks: Layer | None = None
+    """k, how many blocks to remove; None = as many as are given."""
+    criterion: Criterion = "loss"
+    """What candidates are ranked by on held-out data: loss (of the untrained candidate), scaled (the loss after one
+    epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
+    search: Method = "greedy"
+    """greedy: one by one, candidates that are surely worse leave early; exact: one by one, all on all data; one-shot,
+    cosine, taylor, random, last: ranked once; given: as `given` says."""
+    granularity: Granularity = "attention"
+    """What a removed block is: attention, mlp or layer."""
+    given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
+    """The layers to remove, 1-based, in order: 3,7; with it the search is `given`."""
+    format: Format | None = None
+    """Format of `skip apply` that the plan is for: refused before the search if the model cannot have it."""
+    batch_size: Batch = 8
+    """Sequences run at once while searching."""
+    chunks: Batch = 32
+    """Parts of the held-out data after each of which candidates may leave; fewer where there are fewer batches."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the bounds by which candidates leave, for each round."""
+    budget: Budget | str | None = None
+    """FLOPs (2e15) or a time (90s, 10m, 2h) for the search without the fits. A greedy round that a budget ends is told
+    in the plan (`stopped_by_budget`), and is unsure; None = no bound."""
+    sequence_length: Length | None = None
+    """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
+    limit: Rows | None = None
+    """Rows (or windows of text) to read; None = all."""
+    seed: Seed = 0
+    """Seed of the held-out fifth, the chunks, the order of training and the search `random`."""
+    fit: bool = True
+    """Train the scalars that heal, with the control "scalars only"."""
+    learning_rate: Rate = 3e-3
+    """Of that training."""
+    epochs: Epochs = 10
+    """Passes over the training examples at most."""
+    fit_batch_size: Batch = 32
+    """Examples in an optimiser step."""
+    patience: Epochs = 2
+    """Epochs without a better held-out loss before the training ends."""
+    per_channel: bool = False
+    """A factor for each channel, rather than one a layer; such a plan cannot be exported in any format."""
+    fit_kl: bool = False
+    """Train towards the unmodified model's predictions."""
+    gradient_checkpointing: bool | None = None
+    """Keep one state a block while scalars are trained, and run each block again in the backward pass: less memory,
+    half as much computing again, the same result. None: where autograd would keep more than about 4 GiB, and where
+    weights are offloaded."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
+    device_map: str | dict[str, Any] | None = None
+    """`auto` spreads a model over devices, CPU and disk; or a map of modules to devices and `disk`."""
+    dtype: str = "auto"
+    """Precision to load the model in: float32, bfloat16; auto: the checkpoint's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    tokenizer: str | None = None
+    """Folder or Hub name of the tokenizer; None = the checkpoint's."""
+    trust_remote_code: bool = False
+    """Run modelling code that the checkpoint carries."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given_layers_are_a_search(cls, values: Any) -> Any:
+        """Layers that are given need no `search: given` beside them."""
+        if isinstance(values, dict) and values.get("given") and "search" not in values:
+            return {**values, "search": "given"}
+        return values
+
+
+PLACES = {"device", "device_map", "format", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
+"""Settings that a resumed search may change."""
+
+
+def parse_budget(budget: float | str | None) -> tuple[float | None, float | None]:
+    """FLOPs and seconds of a budget, one of them or none.
+
+    Raises:
+        FulldepthError: for what is neither a positive number of FLOPs nor a time.
+    """
+    if budget is None:
+        return None, None
+    if isinstance(budget, str) and (match := TIME.fullmatch(budget.strip())):
+        return None, float(match[1]) * UNITS[match[2]]
+    try:
+        flops = float(budget)
+    except (ValueError, OverflowError):
+        flops = math.nan
+    if not (flops > 0 and math.isfinite(flops)):
+        raise FulldepthError(
+            f"The budget is {one_line(repr(budget), 60)}; expected FLOPs (2e15) or a time (90s, 10m, 2h)."
+        )
+    return flops, None

@@ -1,0 +1,110 @@
+"""Settings as the Trainer's arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import pick_device
+from fulldepth.training.loading import worker_count
+from fulldepth.training.settings import TrainSettings
+from fulldepth.training.sharding import require_processes, set_policy, sharding_arguments
+
+
+def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
+    """The Trainer's arguments for a run; under torchrun this also joins the other processes.
+
+    Args:
+        settings: of the run.
+        folder: the run folder.
+        kind: class of the arguments (TRL has its own).
+        more: arguments of that class.
+
+    Raises:
+        FulldepthError: if batch sizes do not divide, the device is not there, or these processes cannot shard.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    micro, accumulation = batch_split(settings, world)
+    on_cpu = pick_device(settings.device).type == "cpu"
+    if settings.warmup_steps > settings.steps:
+        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
+    if settings.min_learning_rate > settings.learning_rate:
+        raise FulldepthError(
+            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
+        )
+    schedule, options = _schedule(settings)
+    arguments = kind(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=options,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_epsilon=settings.adam_epsilon,
+        max_grad_norm=settings.clip,
+        bf16=settings.precision == "autocast",
+        torch_compile=settings.compile,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        use_cpu=on_cpu,
+        save_strategy="no",
+        logging_strategy="steps" if settings.report_to else "no",
+        logging_steps=settings.log_every,
+        logging_nan_inf_filter=False,
+        report_to=settings.report_to or "none",
+        disable_tqdm=True,
+        dataloader_num_workers=worker_count(settings, int(os.environ.get("LOCAL_WORLD_SIZE", world))),
+        dataloader_pin_memory=not on_cpu,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        **_checkpointing(settings),
+        **sharding_arguments(settings),
+        **more,
+    )
+    if settings.fsdp:
+        require_processes(arguments)
+        set_policy(arguments, settings)
+    return arguments
+
+
+def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
+    """(sequences of a forward pass, accumulated passes) of each of `world` processes.
+
+    Raises:
+        FulldepthError: if the batch cannot be cut evenly.
+    """
+    share, left = divmod(settings.global_batch_size, world)
+    if left or not share:
+        raise FulldepthError(
+            f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
+        )
+    micro = settings.micro_batch_size or share
+    if share % micro:
+        raise FulldepthError(
+            f"micro_batch_size is {micro}, which does not divide the {share} sequences of each process."
+        )
+    return micro, share // micro
+
+
+def _schedule(settings: TrainSettings) -> tuple[str, dict[str, Any]]:
+    if settings.schedule == "cosine":
+        return "cosine_with_min_lr", {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
+    if settings.min_learning_rate:
+        raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
+    return ("linear" if settings.schedule == "linear" else "constant_with_warmup"), {}
+
+
+def _checkpointing(settings: TrainSettings) -> dict[str, Any]:
+    """Recomputation in the backward pass, by the name that this version of transformers gives it."""
+    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    return {name: settings.gradient_checkpointing, f"{name}_kwargs": {"use_reentrant": False}}

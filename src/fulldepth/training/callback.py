@@ -1,0 +1,250 @@
+"""What happens beside the steps: progress, evaluation, the record, checkpoints and their seals, a clean end."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
+from fulldepth.losses import Tally
+from fulldepth.losses.processes import gathered
+from fulldepth.progress import Watcher
+from fulldepth.training.evaluation import Evaluation, Evaluator
+from fulldepth.training.record import Record, Stopwatch
+from fulldepth.training.resume import RunNotes
+from fulldepth.training.settings import TrainSettings
+from fulldepth.training.sharding import require_shards
+
+PATIENCE = 60.0
+"""Seconds that a run which failed waits for its last checkpoint."""
+
+
+class Conductor(TrainerCallback):
+    """Drives a run: evaluates, records, asks for checkpoints, seals them, and stops when told to.
+
+    Args:
+        settings: of the run.
+        record: where the rows go.
+        evaluator: on the held-out windows.
+        watcher: told what happens.
+        notes: of the checkpoint that the run goes on from, plain ones at the start; with the run's origin.
+        after_evaluation: called with the run folder when its results have changed, on the first process.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        record: Record,
+        evaluator: Evaluator,
+        watcher: Watcher,
+        notes: RunNotes,
+        after_evaluation: Callable[[Path], object] | None = None,
+    ) -> None:
+        self.settings, self.record, self.evaluator, self.watcher = settings, record, evaluator, watcher
+        self.after_evaluation = after_evaluation
+        self.tally = Tally()
+        self.carried: dict[str, list[float]] = dict(notes.tally) if rank() == 0 else {}
+        self.clock = Stopwatch(notes.elapsed)
+        self.trainer: Any = None
+        self.stop_asked = False
+        self._notes, self._evaluated = notes, notes.evaluated
+        self._rate = 0.0
+        self._unsealed: tuple[Path, RunNotes] | None = None
+
+    def join(self, trainer: Any) -> None:
+        """Take part in a trainer's run."""
+        self.trainer = trainer
+        trainer.tallies["record"] = self.tally
+        trainer.add_callback(self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Evaluate a new run before its first step."""
+        require_shards(self.trainer)
+        self.clock.stop()
+        self.watcher.begin("Training", self.settings.steps)
+        self.watcher.advance(state.global_step)
+        if state.global_step == 0:
+            self._evaluate(0)
+        self.clock.start()
+        return control
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Note the learning rate that this step is taken with; the scheduler moves on right after."""
+        self._rate = self.trainer._get_learning_rate()
+        return control
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Evaluate and ask for a checkpoint where it is due."""
+        step, last = state.global_step, state.global_step >= self.settings.steps
+        self._seal(wait=False)
+        self.clock.stop()
+        self.watcher.advance(1)
+        if step % self.settings.eval_every == 0 or last:
+            self._evaluate(step)
+        stop = self._agreed()
+        control.should_training_stop |= stop
+        control.should_save = step % self.settings.save_every == 0 or last or stop
+        if not control.should_save:
+            self.clock.start()
+            return control
+        self.trainer.guard.check()  # before there is a folder
+        self._seal(wait=True)
+        if args.should_save:
+            begin_checkpoint(self._checkpoint(step))
+        return control
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Seal the checkpoint that has just been written, or that is being written as soon as it is."""
+        mine = self._gathered(self._means(reset=False))
+        if together():
+            distributed.barrier()  # every process has written its part, or begun to
+        checkpoint = self._checkpoint(state.global_step)
+        if args.should_save:
+            self.record.keep_in(checkpoint)
+        changes = {"elapsed": self.clock.elapsed, "tally": mine, "evaluated": self._evaluated}
+        self._unsealed = (checkpoint, self._notes.model_copy(update=changes))
+        self._seal(wait=control.should_training_stop or not self.settings.save_in_background)
+        self.clock.start()
+        return control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Wait for what is still being written."""
+        self._seal(wait=True)
+        return control
+
+    def rescue(self) -> None:
+        """Seal what is still being written when a run ends by an error, if that takes no longer than `PATIENCE`."""
+        writing = self.trainer.writing
+        if self._unsealed is not None and (writing is None or writing.completes(PATIENCE)):
+            self._seal(wait=True)
+
+    def _seal(self, *, wait: bool) -> None:
+        """Seal the last checkpoint if it is written to the end; with `wait`, when it is."""
+        writing = self.trainer.writing
+        if self._unsealed is None or (writing is not None and not wait and not writing.done):
+            return
+        (checkpoint, notes), self._unsealed, self.trainer.writing = self._unsealed, None, None
+        if writing is not None:
+            writing.wait()
+        if self.trainer.args.should_save:  # on this process the writing ends when it has ended everywhere
+            seal(checkpoint, notes.model_dump())
+            if self.settings.keep_checkpoints is not None:
+                drop_checkpoints(self.record.folder, self.settings.keep_checkpoints)
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.record.folder / f"checkpoint-{step}"
+
+    def _agreed(self) -> bool:
+        """Whether any process was asked to stop; all hear of it after the same step."""
+        if together():
+            flag = torch.tensor(float(self.stop_asked), device=self.trainer.args.device)
+            distributed.all_reduce(flag)
+            self.stop_asked = bool(flag)
+        return self.stop_asked
+
+    def _evaluate(self, step: int) -> None:
+        self.trainer.guard.check()
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        found = self.evaluator(model)
+        means = self._gathered(self._means(reset=True))
+        seconds, steps = self.clock.lap(), step - self._evaluated
+        self._evaluated = step
+        speed = None
+        if steps and seconds > 0:
+            tokens = steps * self.settings.global_batch_size * self.settings.sequence_length
+            speed = (tokens / seconds, "mean", "tokens/s")
+        facts = {
+            "learning_rate": (self._rate, "value", "1") if step else None,
+            "throughput": speed,
+            "elapsed": (self.clock.elapsed, "value", "s"),
+            "peak_memory": (peak_memory(), "value", "MiB"),
+        }
+        if self.trainer.args.should_save:
+            self.record.add(step, found, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
+            if self.after_evaluation is not None:
+                self.after_evaluation(self.record.folder)
+        self.watcher.say(_line(step, found, means, speed))
+
+    def _means(self, reset: bool) -> dict[str, list[float]]:
+        """Part -> [sum, count] since the last evaluation, the part before a resumption included."""
+        for name, (total, count) in self.tally.take().items():
+            before = self.carried.get(name, [0.0, 0.0])
+            self.carried[name] = [before[0] + total, before[1] + count]
+        means = self.carried
+        if reset:
+            self.carried = {}
+        return means
+
+    def _gathered(self, means: dict[str, list[float]]) -> dict[str, list[float]]:
+        """The same over all processes."""
+        everyone = gathered(means)
+        names = list(dict.fromkeys(name for part in everyone for name in part))
+        return {n: [sum(part.get(n, [0.0, 0.0])[i] for part in everyone) for i in (0, 1)] for n in names}
+
+
+def together() -> bool:
+    """Whether several processes train."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def rank() -> int:
+    """This process's number."""
+    return distributed.get_rank() if together() else 0
+
+
+@contextmanager
+def stopping(conductor: Conductor) -> Iterator[None]:
+    """SIGTERM ends the run after the current step instead of in the middle of it."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        conductor.stop_asked = True
+
+    try:
+        before = signal.signal(signal.SIGTERM, ask)
+    except ValueError:  # not in the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def peak_memory() -> float:
+    """MiB at most so far: of the accelerator, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def _line(step: int, found: Evaluation, means: dict[str, list[float]], speed: tuple[float, str, str] | None) -> str:
+    """One evaluation in one line."""
+    parts = [f"step {step}:", f"validation {found.loss:.4f}"]
+    for name, (total, count) in means.items():
+        parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
+    if found.jump_rates:
+        parts.append(f"jump rate {found.jump_rates[0]:.2f} %")
+    if speed is not None:
+        parts.append(f"{speed[0]:,.0f} tokens/s")
+    return ("  ".join(parts)).replace(":  ", ": ")

@@ -1,0 +1,175 @@
+"""`fulldepth train export`: an ordinary checkpoint out of a training run's, sharded or not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic_folder, locked, read_json, reading, remove_leftovers, temporary_name
+from fulldepth.hf import (
+    WEIGHT_SHARDS,
+    is_sealed,
+    is_sharded,
+    load_checkpoint,
+    load_config,
+    notes_of,
+    pick_dtype,
+    seal,
+    sealed_checkpoints,
+)
+from fulldepth.progress import Watcher
+from fulldepth.training.resume import step_of
+from fulldepth.training.shards import take_weights
+
+NOT_THE_MODEL = {
+    *("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "optimizer.json"),
+    *("training_args.bin", "weights", "optimizer"),
+}
+"""What a checkpoint holds for resuming a run."""
+
+
+def export_run(
+    run: str | Path,
+    output: str | Path | None = None,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    every: bool = False,
+    watcher: Watcher | None = None,
+) -> list[Path]:
+    """Make ordinary checkpoints (configuration, tokenizer, safetensors) of a run's, sharded or not.
+
+    With `output`, the model of one checkpoint goes there. Without, shards are put together in place: the checkpoint
+    then holds `model.safetensors` instead of them, and can still be resumed from. Either way a kill leaves the
+    checkpoint as it was, and one copy of the weights must fit into the CPU's memory.
+
+    Args:
+        run: a training run's folder.
+        output: the new folder, which must not exist; None = in place.
+        step: of the checkpoint; None = the last whole one.
+        dtype: `float32`, `bfloat16` or `float16`, with `output` only; None = that of the checkpoint.
+        every: in place, all checkpoints that are in shards.
+        watcher: told what happens.
+
+    Returns:
+        The folders that now hold a model.
+
+    Raises:
+        FulldepthError: if there is no such run or checkpoint, `output` exists, the arguments do not fit each other,
+            the disk is full, or a file is damaged.
+    """
+    if is_sealed(run) and step is None and not every:  # a checkpoint instead of its run
+        run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
+    watcher, found = watcher or Watcher(), dict(sealed_checkpoints(run))
+    if not found:
+        raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
+    if every and (output is not None or step is not None):
+        raise FulldepthError("--all puts every checkpoint together in place; it goes with neither --output nor --step.")
+    if dtype is not None and output is None:
+        raise FulldepthError("--dtype needs --output: in place, the run's own weights keep their precision.")
+    if step is not None and step not in found:
+        raise FulldepthError(f"{run} has no whole checkpoint-{step}; it has those of steps {_listed(list(found))}.")
+    chosen = found if every else {n: found[n] for n in [max(found) if step is None else step]}
+    with _words_for_a_full_disk():
+        if output is None:
+            for checkpoint in chosen.values():
+                with locked(run):
+                    put_together(checkpoint, watcher)
+            return list(chosen.values())
+        target = Path(output)
+        if target.exists() or target.is_symlink():
+            raise FulldepthError(f"{target} already exists; choose another --output.")
+        (checkpoint,) = chosen.values()
+        watcher.say(f"Exporting {checkpoint}")
+        with atomic_folder(target) as part:
+            _write_model(checkpoint, part, dtype)
+        return [target]
+
+
+def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:
+    """Replace a checkpoint's shards of weights by ordinary safetensors; nothing to do where there are none.
+
+    The shards count until the new seal, which does not name them, is written; after it the safetensors do.
+
+    Raises:
+        FulldepthError: if a shard is damaged.
+    """
+    remove_leftovers(checkpoint)
+    if not is_sharded(checkpoint):
+        return
+    (watcher or Watcher()).say(f"Putting the shards of {checkpoint} together")
+    part, shards = temporary_name(checkpoint / "model"), checkpoint / WEIGHT_SHARDS
+    notes = notes_of(checkpoint)
+    part.mkdir()
+    try:
+        _sharded_model(checkpoint).save_pretrained(part)
+        for path in sorted(part.iterdir()):
+            if path.suffix == ".safetensors" or not (checkpoint / path.name).exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                path.replace(checkpoint / path.name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    seal(checkpoint, notes, without=WEIGHT_SHARDS)
+    shutil.rmtree(shards.rename(temporary_name(shards)))
+
+
+def _write_model(checkpoint: Path, folder: Path, dtype: str | None) -> None:
+    """The model of a checkpoint, its tokenizer and what else is no state of the training."""
+    for path in checkpoint.iterdir():
+        training = path.name in NOT_THE_MODEL or path.name.startswith(("rng_state", "."))
+        if not training and not (path.suffix == ".safetensors" and (dtype or is_sharded(checkpoint))):
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, folder / path.name)
+    if is_sharded(checkpoint):
+        model = _sharded_model(checkpoint)
+        if dtype is not None:
+            model.to(dtype=pick_dtype(dtype))  # type: ignore[call-arg]
+        model.save_pretrained(folder)
+    elif dtype is not None:
+        for index in folder.glob("*.safetensors.index.json"):
+            index.unlink()
+        loaded: PreTrainedModel = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model
+        loaded.save_pretrained(folder)
+
+
+def _sharded_model(checkpoint: Path) -> PreTrainedModel:
+    """The model whose shards a checkpoint holds, on the CPU.
+
+    Raises:
+        FulldepthError: if they do not fit the configuration, or are damaged.
+    """
+    config = load_config(checkpoint)
+    with reading(checkpoint):
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "float32")
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        if (checkpoint / GENERATION_CONFIG_NAME).is_file():
+            model.generation_config = GenerationConfig.from_dict(read_json(checkpoint / GENERATION_CONFIG_NAME))
+    take_weights(model, checkpoint)
+    return model
+
+
+@contextmanager
+def _words_for_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
+            raise
+        raise FulldepthError("The disk is full; nothing was exported, and the checkpoint is as it was.") from error
+
+
+def _listed(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:8]))
+    return f"{shown}, ... {steps[-1]}" if len(steps) > 8 else shown

@@ -1,0 +1,178 @@
+"""The run folder: whose it is, what is whole in it, what a resumed run goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import atomic, locked, read_json, reading
+from fulldepth.hf import UNFINISHED, drop_checkpoints, sealed_checkpoints, settle_checkpoints
+from fulldepth.losses.processes import gathered
+from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
+from fulldepth.settings import layer, read
+from fulldepth.training.settings import TrainSettings
+
+SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
+KIND = "training"
+"""Of a run's results."""
+NOT_OURS = (
+    *(DOCUMENT, TABLE, PAGE, "plan.json", "progress.json", "responses.json*", "config.json", "*.safetensors"),
+    *("checkpoint-*", TOKENIZER, "steps", "fulldepth_skip.json"),
+)
+"""Patterns of what other commands, and runs whose settings are gone, leave in a folder."""
+MAY_DIFFER = {
+    *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
+    *("eval_every", "save_every", "save_in_background", "micro_batch_size", "fsdp"),
+}
+"""Settings that a resumed run may change."""
+
+
+def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None:
+    """The checkpoint to go on from, or None to start at the beginning; nothing is written.
+
+    A run that ended before its first step leaves nothing to go on from: its folder is as good as empty.
+
+    Raises:
+        FulldepthError: if the folder holds a run and `resume` is not set, holds a run of other settings, or anything
+            else that a run would write over.
+    """
+    if (folder / SETTINGS).exists():
+        if _took_no_step(folder):
+            return None
+        if not resume:
+            raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
+        _compare(folder, settings)
+        _check_results(folder)
+        found = sealed_checkpoints(folder)
+        return found[-1][1] if found else None
+    if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
+        raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
+    return None
+
+
+@contextmanager
+def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: bool) -> Iterator[list[Path]]:
+    """Hold a run folder: settings written, half-written checkpoints cleared away, nobody else writing into it.
+
+    Args:
+        folder: the run folder.
+        settings: written into it.
+        resume: whether the run may be there already.
+        is_main: whether this process writes; the others only hear how that went.
+
+    Yields:
+        What was in the way and is now under another name.
+
+    Raises:
+        FulldepthError: in every process, if the folder is in use, holds something else, or cannot be written.
+    """
+    with ExitStack() as stack:
+        said, renamed = None, []
+        if is_main:
+            try:
+                stack.enter_context(locked(folder))
+                open_run(folder, settings, resume)  # another process may have been here since the first look
+                renamed = _claim(folder, settings)
+            except FulldepthError as error:
+                said = str(error)
+        said = next((words for words in gathered(said) if words is not None), None)
+        if said is not None:
+            raise FulldepthError(said)
+        yield renamed
+
+
+def _took_no_step(folder: Path) -> bool:
+    """Whether a run wrote its settings here, and then no row beyond step 0 and no checkpoint.
+
+    Settings in any other form than `dump` gives may be somebody's recipe and are never written over.
+    """
+    others = [pattern for pattern in NOT_OURS if pattern not in (TOKENIZER, DOCUMENT, TABLE, PAGE, "checkpoint-*")]
+    started = [path for path in folder.glob("checkpoint-*") if not (path / UNFINISHED).exists()]
+    if started or any(any(folder.glob(pattern)) for pattern in others):
+        return False
+    try:
+        if (folder / SETTINGS).read_text(encoding="utf-8") != dump(saved_settings(folder)):
+            return False
+        if not (folder / DOCUMENT).exists():
+            return not (folder / TABLE).exists()
+        results = Results.load(folder)
+    except (FulldepthError, OSError, UnicodeDecodeError):
+        return False
+    return results.meta.get("kind") == KIND and bool((results.table.step == 0).all())
+
+
+def _claim(folder: Path, settings: TrainSettings) -> list[Path]:
+    try:
+        if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
+            shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # of another size, or of other text
+        with atomic(folder / SETTINGS) as part:
+            part.write_text(dump(settings), encoding="utf-8")
+        renamed = settle_checkpoints(folder)
+        if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
+            drop_checkpoints(folder, settings.keep_checkpoints)
+        return renamed
+    except OSError as error:
+        raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+
+
+def _check_results(folder: Path) -> None:
+    """Refuse to go on where another command has put its results; broken ones are written anew."""
+    if not (folder / DOCUMENT).exists():
+        return
+    try:
+        document = read_json(folder / DOCUMENT)
+    except FulldepthError:
+        return
+    kind = document.get("kind") if isinstance(document, dict) else None
+    if kind != KIND:
+        raise FulldepthError(
+            f"{folder / DOCUMENT} is not of a training run, but of {one_line(repr(kind), 60)}. Move it elsewhere."
+        )
+
+
+def dump(settings: TrainSettings) -> str:
+    """Settings as YAML that reads back to the same."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def saved_settings(folder: Path) -> TrainSettings:
+    """The settings of the run in a folder.
+
+    Raises:
+        FulldepthError: if the file cannot be read, or does not hold such settings; names the file.
+    """
+    path = folder / SETTINGS
+    try:
+        with reading(path):
+            return layer(TrainSettings, read(path, "train"))
+    except FulldepthError as error:
+        words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
+        raise FulldepthError(words if str(path) in words else f"{path} holds no settings of a run. {words}") from error
+
+
+def _compare(folder: Path, settings: TrainSettings) -> None:
+    before, now = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
+    different = [
+        f"{one_line(key, 60)} was {one_line(repr(before.get(key)), 60)}, is {one_line(repr(now.get(key)), 60)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key not in MAY_DIFFER and key != "data.cache"
+    ]
+    if different:
+        raise FulldepthError(
+            f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
+            f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
+        )
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        flat.update(inner)
+    return flat

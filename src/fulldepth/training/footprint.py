@@ -1,0 +1,182 @@
+"""Memory of one training process, estimated from shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fulldepth.architectures import DepthLlamaConfig
+from fulldepth.training.flops import head_channels, key_value_heads
+from fulldepth.training.settings import TrainSettings
+
+WEIGHT = {"float32": 4, "autocast": 4, "bfloat16": 2}
+"""Precision -> bytes of a weight, a gradient, and each of AdamW's two states."""
+PRODUCT = {"float32": 4, "autocast": 2, "bfloat16": 2}
+"""Precision -> bytes of what linear layers and attention read and write."""
+NORM = {"float32": 12, "autocast": 13, "bfloat16": 8}
+"""Precision -> bytes per channel that a norm keeps: its input, the normalised input, and its output for the products.
+Statistics are float32; autocast makes a copy for each product, three in attention, two in the MLP."""
+
+
+HEADER = {"weight": 106, "moment": 270, "token": 60}
+"""Bytes beside the numbers themselves: for a tensor in a safetensors file, for a tensor in `optimizer.pt`, and for a
+token in `tokenizer.json`."""
+RANDOM_STATE, DOCUMENTS = 15_000, 20_000
+"""Bytes of one process's random states; of the JSON files, the schedule and the record of a short run."""
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of one checkpoint on disk, over all of its files; the same in one file as in shards."""
+
+    weights: int
+    optimiser: int
+    """AdamW's two moments of every trained weight, in the type of the weights."""
+    rest: int
+    """Headers, tokenizer, random states and documents, estimated."""
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.optimiser + self.rest
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process at the start of a backward pass; the fragments that an allocator wastes come on top."""
+
+    weights: int
+    """P weights; under autocast a bfloat16 copy of the matrices more."""
+    gradients: int
+    optimiser: int
+    """AdamW's two moments."""
+    activations: int
+    """What the forward pass keeps for the backward pass, without the logits."""
+    logits: int
+    """B T V of logits, their softmax in float32 and its gradient."""
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.gradients + self.optimiser + self.activations + self.logits
+
+
+def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_batch: int, processes: int = 1) -> Memory:
+    """Estimate the memory of one process.
+
+    Weights, gradients and optimiser are `P` (trainable) parameters times the bytes of the precision; with FSDP2 each
+    process has its share (the layer at work, whose weights are gathered, is left out). Activations, per token, in
+    channels D, MLP width F, heads of d_h channels, c bytes a product:
+
+    - a layer: two norms (8 to 13 bytes D), attention `c (2 H + 2 H_kv) d_h` for queries, keys, values and output
+      (eager: and `H T` weights), MLP `4 c F` (right with a gate; without one, 2 to 8 by activation function);
+    - tree: two norms more for each layer of the tree; hyper: the streams and the branch's output, `(n + 1) D` of the
+      stream's type, twice a layer, and if dynamic `2 n^2 + 6 n` float32 of weights; static and dynamic memory: one
+      normalised state a layer (routed keys and values stand in for the ordinary ones); dynamic: its weights; kv: keys
+      and values before routing too;
+    - the head: one norm.
+
+    For Llama and `depth_llama` that is within a quarter of what autograd keeps, for others within a factor of two
+    (dropout and some activation functions keep more).
+
+    Gradient checkpointing keeps each layer's input, and one layer at a time in full. Penalties are left out: JREG keeps
+    scalars, aligned training chunks of logits, CR up to ten states of each of its layers.
+
+    Args:
+        model: on the meta device.
+        settings: precision, attention, checkpointing, FSDP and sequence length are read.
+        micro_batch: sequences in a forward pass.
+        processes: that take part.
+    """
+    precision = settings.precision
+    shards = processes if settings.fsdp else 1
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    held = WEIGHT[precision]
+    copies = 2 * _matrices(model) if precision == "autocast" else 0
+    config = model.config.get_text_config()
+    tokens = micro_batch * settings.sequence_length
+    return Memory(
+        weights=((trainable + frozen) * held + copies) // shards,
+        gradients=trainable * held // shards,
+        optimiser=2 * trainable * held // shards,
+        activations=int(tokens * _activations(config, settings)),
+        logits=tokens * config.vocab_size * (PRODUCT[precision] + 4 + 4),
+    )
+
+
+def checkpoint_size(model: PreTrainedModel, settings: TrainSettings, *, processes: int = 1) -> CheckpointSize:
+    """Size of a checkpoint: `P` weights and two moments of each trained one, times the bytes of the precision.
+
+    Args:
+        model: on the meta device; tied weights count once, as they are stored once.
+        settings: the precision is read.
+        processes: that take part; each has its random states.
+    """
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    held = WEIGHT[settings.precision]
+    headers = HEADER["weight"] * len(parameters) + 3 * HEADER["moment"] * len(trained)  # two moments and a counter
+    tokenizer = HEADER["token"] * model.config.get_text_config().vocab_size
+    return CheckpointSize(
+        weights=held * sum(p.numel() for p in parameters),
+        optimiser=2 * held * sum(p.numel() for p in trained),
+        rest=headers + tokenizer + RANDOM_STATE * processes + DOCUMENTS,
+    )
+
+
+def _activations(config: PreTrainedConfig, settings: TrainSettings) -> float:
+    """Bytes per token that the forward pass keeps, without the logits."""
+    precision, layers = settings.precision, config.num_hidden_layers
+    layer = _layer(config, settings)
+    extra = _switches(config, precision)
+    last = NORM[precision] * config.hidden_size
+    if settings.gradient_checkpointing:
+        state = WEIGHT[precision] * config.hidden_size * _streams(config)
+        return layers * state + layer + extra / layers + last
+    return layers * layer + extra + last
+
+
+def _layer(config: PreTrainedConfig, settings: TrainSettings) -> float:
+    """Bytes per token that one plain layer keeps."""
+    product, width, channels = PRODUCT[settings.precision], config.hidden_size, head_channels(config)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    attention = product * 2 * (heads + key_value_heads(config)) * channels
+    if settings.attention == "eager":
+        attention += heads * settings.sequence_length * (4 if product == 4 else 4 + product)
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    return 2 * NORM[settings.precision] * width + attention + product * 4 * inner
+
+
+def _switches(config: PreTrainedConfig, precision: str) -> float:
+    """Bytes per token that the switches of `depth_llama` add, over all layers."""
+    if not isinstance(config, DepthLlamaConfig):
+        return 0.0
+    layers, width, stream = config.num_hidden_layers, config.hidden_size, WEIGHT[precision]
+    extra = 0.0
+    if config.residual == "tree":
+        extra += 2 * len(config.tree or {}) * NORM[precision] * width
+    if config.residual == "hyper":
+        streams = config.num_streams
+        weights = 4 * (2 * streams**2 + 6 * streams) if config.hyper_dynamic else 0
+        extra += 2 * layers * ((streams + 1) * width * stream + weights)
+    if config.memory in ("static", "dynamic"):
+        extra += layers * width * PRODUCT[precision]
+    if config.memory == "dynamic":
+        extra += 4 * key_value_heads(config) * layers * (layers + 1) / 2
+    if config.memory == "kv":
+        extra += 2 * layers * key_value_heads(config) * head_channels(config) * PRODUCT[precision]
+    return extra
+
+
+def _streams(config: PreTrainedConfig) -> int:
+    """Residual streams between two layers."""
+    return config.num_streams if getattr(config, "residual", None) == "hyper" else 1
+
+
+def _matrices(model: PreTrainedModel) -> int:
+    """Parameters that autocast copies: those of linear layers."""
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D))

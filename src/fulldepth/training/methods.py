@@ -1,0 +1,45 @@
+"""Presets of the objective by the name of a method, so that one recipe trains with any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fulldepth.errors import unknown
+from fulldepth.hf import checkpoint_of
+from fulldepth.losses import Objective
+from fulldepth.training.settings import ObjectiveSettings, TrainSettings
+
+METHODS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "jreg": {"jump": {"weight": 1.0, "alpha": 1.0}},
+    "cr": {"coherence": {"weight": 0.01}, "orthogonality": {"weight": 0.01}},
+    "aligned": {"aligned": {"weight": 1.0, "weights": "linear", "schedule": "alternate"}},
+    "similarity": {"similarity": {"weight": 1.0, "weights": "linear"}},
+}
+"""Method -> terms with the papers' weights (JREG Eq. 5; CR Sec. 3.3; aligned training Eq. 5 and App. B.3)."""
+
+
+def resolved(settings: TrainSettings) -> TrainSettings:
+    """The settings with the method's terms filled in (a term that is given under `objective` stays as it is), and a run
+    folder to start from replaced by its last checkpoint.
+
+    Raises:
+        FulldepthError: for an unknown method.
+    """
+    if settings.method not in METHODS:
+        raise unknown("method", settings.method, METHODS)
+    given = settings.objective.model_dump(exclude_unset=True)
+    changes: dict[str, Any] = {"objective": ObjectiveSettings(**{**METHODS[settings.method], **given})}
+    if settings.model.checkpoint is not None:
+        start = checkpoint_of(settings.model.checkpoint)
+        changes["model"] = settings.model.model_copy(update={"checkpoint": start})
+    return settings.model_copy(update=changes)
+
+
+def make_objective(settings: TrainSettings) -> Objective:
+    """The objective that the settings describe.
+
+    Raises:
+        FulldepthError: for an unknown option of a term.
+    """
+    return Objective(**settings.objective.model_dump())

@@ -1,0 +1,246 @@
+"""The model of a run: its configuration out of settings, its weights from a seed or a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import load_checkpoint, load_config
+from fulldepth.training.initial import draw_weights
+from fulldepth.training.settings import ModelSettings, TrainSettings
+
+WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
+"""Precision of a run -> type of its weights, gradients and optimiser states."""
+PLAIN = {"residual": "serial", "tree": None, "hyper_dynamic": True, "memory": "none", "kv_init": "identity"}
+PLAIN |= {"router_input": "normed", "router_top_p": None}
+"""Switches of a `depth_llama` that is a Llama."""
+
+COMMON = ("depth_llama", "llama", "qwen3", "gpt2", "mistral")
+NOT_OPTIONS = {
+    "self",
+    "kwargs",
+    "transformers_version",
+    "architectures",
+    "output_hidden_states",
+    "return_dict",
+    "dtype",
+}
+
+
+def build_config(
+    model: ModelSettings,
+    *,
+    vocab_size: int | None = None,
+    positions: int | None = None,
+    special_tokens: Mapping[str, int | None] | None = None,
+) -> PreTrainedConfig:
+    """The configuration that settings describe; every key besides `type` and `checkpoint` is one of its options.
+
+    With a checkpoint its configuration is the base and the keys override it. `type: llama`, the default, then means
+    the checkpoint's own type; `depth_llama` takes a Llama's checkpoint too.
+
+    Args:
+        model: the settings. Their own keys win over the arguments below.
+        vocab_size: tokens of the tokenizer; None = not known yet, and the settings name it.
+        positions: tokens in a sequence; without a checkpoint, the model gets exactly as many.
+        special_tokens: `special_tokens(tokenizer)`: `bos_token_id`, `eos_token_id`, `pad_token_id`.
+
+    Returns:
+        The configuration; nothing is built.
+
+    Raises:
+        FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
+            tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
+    """
+    base = None if model.checkpoint is None else _read(model.checkpoint)
+    kind = _kind(model, base)
+    given = dict(model.model_extra or {})
+    for name in given:
+        if name not in _options(kind):
+            raise unknown(f"option of {kind.model_type} under `model`", name, _options(kind))
+    ids = {name: value for name, value in (special_tokens or {}).items() if value is not None}
+    try:
+        if base is None:
+            config = kind(**_defaults(kind, vocab_size, positions) | ids | given)
+        else:
+            config = _changed(base, kind, ids | given)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
+    _check_sizes(config, vocab_size, positions)
+    return config
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int | None]:
+    """Ids of the beginning, the end and padding, as a configuration wants them.
+
+    Padding is left out where it is one of the other two: the embedding of a padding token is never trained.
+    """
+    ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"]):
+        ids["pad_token_id"] = None
+    return ids
+
+
+def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
+    """The model on the CPU, in the run's precision and in training mode.
+
+    Weights are drawn from the seed, as `initializer` says, or come from the checkpoint that the settings name. Then
+    only weights that the switches of `depth_llama` add (routers, norms, connections) may be missing there; they are
+    drawn from the seed. The caller's random numbers are untouched.
+
+    Args:
+        config: from `build_config`.
+        settings: seed, precision, attention, initializer and checkpoint are read.
+
+    Raises:
+        FulldepthError: if attention of that kind is not there, the initializer has no meaning for the model, or the
+            checkpoint's weights do not fit.
+    """
+    dtype = WEIGHTS[settings.precision]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=False
+            )
+        except (ValueError, ImportError) as error:
+            raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
+        draw_weights(model, settings.initializer)
+    if settings.model.checkpoint is not None:
+        _take_weights(model, settings.model.checkpoint, dtype)
+    trained: PreTrainedModel = model.train()
+    return trained
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without storage, on the meta device: names and shapes only.
+
+    Raises:
+        FulldepthError: if the configuration's class has no causal language model.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise FulldepthError(f"transformers has no causal language model of type {config.model_type!r}.")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
+
+
+def _kind(model: ModelSettings, base: PreTrainedConfig | None) -> type[PreTrainedConfig]:
+    """The configuration class."""
+    if base is not None and model.type in (base.model_type, ModelSettings.model_fields["type"].default):
+        kind: type[PreTrainedConfig] = type(base)
+    elif model.type in CONFIG_MAPPING:
+        kind = CONFIG_MAPPING[model.type]
+    else:
+        kinds = [config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING]
+        raise unknown("model type", model.type, {*COMMON, *get_close_matches(model.type, kinds, n=3)})
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise FulldepthError(f"Model type {kind.model_type!r} is no causal language model; nothing here can train it.")
+    if base is not None and not isinstance(base, kind) and (kind, base.model_type) != (DepthLlamaConfig, "llama"):
+        raise FulldepthError(
+            f"{model.checkpoint} is a {base.model_type}, and the settings want a {kind.model_type}. Only a llama "
+            "becomes something else: a depth_llama. Leave out model.type to keep the checkpoint's."
+        )
+    return kind
+
+
+def _read(checkpoint: str) -> PreTrainedConfig:
+    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+        raise FulldepthError(
+            f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
+            "config.json and weights, or a Hub name (owner/name)."
+        )
+    config: PreTrainedConfig = load_config(checkpoint)
+    return config
+
+
+def _options(kind: type[PreTrainedConfig]) -> set[str]:
+    """Names that a configuration class takes."""
+    named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
+    return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
+
+
+def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: int | None) -> dict[str, Any]:
+    """Sizes that the tokenizer and the data decide, as far as the class has them."""
+    wanted = {"vocab_size": vocab_size, "max_position_embeddings": positions}
+    return {name: size for name, size in wanted.items() if size is not None and name in _options(kind)}
+
+
+def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
+    """A checkpoint's configuration with some values replaced."""
+    if isinstance(base, kind):
+        changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
+        values = {name: value for name, value in base.to_dict().items() if name != "auto_map"}  # the checkpoint's code
+        changed: PreTrainedConfig = kind.from_dict(values | changes)
+        return changed
+    return DepthLlamaConfig.from_llama(base, **changes)
+
+
+def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: int | None) -> None:
+    if getattr(config, "is_decoder", True) is False:
+        raise FulldepthError(
+            f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
+        )
+    if vocab_size is not None and config.vocab_size < vocab_size:
+        raise FulldepthError(
+            f"The tokenizer has {vocab_size:,} tokens and the model embeddings for {config.vocab_size:,} "
+            "(model.vocab_size). They must fit together."
+        )
+    room = getattr(config, "max_position_embeddings", None)
+    if positions is not None and room is not None and room < positions:
+        raise FulldepthError(
+            f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions (max_position_embeddings)."
+        )
+
+
+def _take_weights(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> None:
+    """Copy a checkpoint's weights into a model that has the same ones, and perhaps others that switches add."""
+    source = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.state_dict()
+    target = model.state_dict()
+    name = type(model).__name__
+    if lacking := sorted(target.keys() - source.keys() - _additions(model.config)):
+        raise FulldepthError(
+            f"{checkpoint} lacks {len(lacking)} weights that {name} needs (first: {lacking[0]}); they would be random."
+        )
+    if unused := sorted(source.keys() - target.keys()):
+        raise FulldepthError(
+            f"{checkpoint} holds {len(unused)} weights that {name} has no use for with these settings (first: "
+            f"{unused[0]}); training would start from another model."
+        )
+    for key in sorted(source):
+        if source[key].shape != target[key].shape:
+            raise FulldepthError(
+                f"{key} is {list(source[key].shape)} in {checkpoint} and {list(target[key].shape)} with these "
+                "settings. Keys under `model` must not change the checkpoint's sizes."
+            )
+    model.load_state_dict(source, strict=False)
+
+
+def _additions(config: PreTrainedConfig) -> set[str]:
+    """Names of the weights that the switches of `depth_llama` add to a Llama."""
+    if not isinstance(config, DepthLlamaConfig):
+        return set()
+    plain = DepthLlamaConfig.from_llama(config, **PLAIN)
+    with torch.device("meta"):
+        return set(DepthLlamaForCausalLM(config).state_dict()) - set(DepthLlamaForCausalLM(plain).state_dict())
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an error (strict configurations put the cause there), in one line."""
+    return " ".join(str(error).strip().splitlines()[-1:])[:300].strip() if str(error).strip() else repr(error)

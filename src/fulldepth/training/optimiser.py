@@ -1,0 +1,77 @@
+"""AdamW's parameter groups: what decays, and what has a learning rate of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fulldepth.errors import FulldepthError
+from fulldepth.training.settings import TrainSettings
+
+
+def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
+    """Every trainable parameter in exactly one group; no group is empty.
+
+    A model that knows its own rules (`parameter_groups`, as `DepthLlamaForCausalLM`) is asked. Elsewhere
+    `decay: matrices` leaves vectors and embeddings without weight decay.
+
+    Raises:
+        FulldepthError: for `decay: routers` where no router decays.
+    """
+    if hasattr(model, "parameter_groups"):
+        groups = model.parameter_groups(
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            router_learning_rate=settings.router_learning_rate,
+            decay=settings.decay,
+        )
+    else:
+        groups = _groups(model, settings)
+    if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
+        raise FulldepthError(
+            "decay=routers would let nothing decay: it names dynamic and kv routers, and this model has none."
+        )
+    return [group for group in groups if group["params"]]
+
+
+def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
+    """Groups of a model without routers."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    everything = settings.decay == "all"
+    decayed = [p for p in trained if everything or (p.ndim >= 2 and id(p) not in embeddings)]
+    kept = {id(p) for p in decayed}
+    return [
+        {"params": decayed, "weight_decay": settings.weight_decay, "lr": settings.learning_rate, "name": "decay"},
+        {
+            "params": [p for p in trained if id(p) not in kept],
+            "weight_decay": 0.0,
+            "lr": settings.learning_rate,
+            "name": "no decay",
+        },
+    ]
+
+
+class GroupsMixin:
+    """Gives a Trainer `settings=`, and the optimiser that they describe."""
+
+    def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
+        self.settings = settings
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW over `parameter_groups`."""
+        me: Any = self
+        if me.optimizer is None:
+            plain = me.accelerator.unwrap_model(me.model if model is None else model)
+            kind, options = me.get_optimizer_cls_and_kwargs(me.args, plain)
+            me.optimizer = kind(parameter_groups(plain, self.settings), **options)
+        optimizer: torch.optim.Optimizer = me.optimizer
+        return optimizer

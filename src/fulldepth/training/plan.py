@@ -1,0 +1,333 @@
+"""The dry run: what a recipe would cost, before anything is allocated or downloaded but a tokenizer."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import load_tokenizer, pick_device
+from fulldepth.training.arguments import batch_split
+from fulldepth.training.flops import Flops, forward_flops, objective_flops
+from fulldepth.training.footprint import CheckpointSize, Memory, checkpoint_size, estimate_memory
+from fulldepth.training.initial import check_initializer
+from fulldepth.training.methods import make_objective, resolved
+from fulldepth.training.model import build_config, meta_model
+from fulldepth.training.optimiser import parameter_groups
+from fulldepth.training.settings import TrainSettings
+
+UTILISATION = 0.5
+"""Assumed share of the measured rate of large matrix products that training reaches: the rest goes into norms, sums,
+small products, the optimiser and communication."""
+GPU_SIZES = (16, 24, 40, 48, 80, 141, 192)
+"""GiB of memory of common accelerators (sold as GB)."""
+USABLE = 0.9
+"""Share of an accelerator's memory that the estimate may fill: the rest is the driver's, or lost in fragments."""
+FACTOR = {"float32": torch.float32, "autocast": torch.bfloat16, "bfloat16": torch.bfloat16}
+"""Precision -> type of the factors of matrix products."""
+SIDE = {"cpu": 1024}
+DEVICE_SIDE = 8192
+"""Rows of the square matrices that are multiplied to measure the rate."""
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+DAY = 86400
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run consists of and what it costs."""
+
+    model: str
+    """Class of the model."""
+    parameters: int
+    """Distinct ones; a tied head counts once."""
+    parameters_without_embeddings: int
+    """Without token and position embeddings, and without an output head of its own."""
+    trainable: int
+    flops: Flops
+    """Per token, forward."""
+    objective_flops: float
+    """Per token of training, added by penalties."""
+    recomputed_flops: float
+    """Per token of training, that gradient checkpointing computes again."""
+    memory: Memory
+    """Of one process."""
+    other_memory: Memory | None
+    """Of one process if `fsdp` were the other way round; None for a single process."""
+    checkpoint: CheckpointSize
+    fsdp: bool
+    steps: int
+    tokens_per_step: int
+    processes: int
+    micro_batch: int
+    accumulation: int
+    save_every: int
+    """Steps between checkpoints."""
+    keep_checkpoints: int | None
+    rate: float | None
+    """FLOP/s of matrix products on one process's device; None = not measured."""
+    utilisation: float
+
+    @property
+    def tokens(self) -> int:
+        """In the whole run."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def step_flops(self) -> float:
+        """Operations that one token costs in training, on the device."""
+        return self.flops.training + self.objective_flops + self.recomputed_flops
+
+    @property
+    def total_flops(self) -> float:
+        """Operations of the whole run, without evaluations."""
+        return self.step_flops * self.tokens
+
+    @property
+    def seconds(self) -> float | None:
+        """Expected time of training: operations / (rate * utilisation * processes)."""
+        return None if self.rate is None else self.total_flops / (self.rate * self.utilisation * self.processes)
+
+    @property
+    def save_seconds(self) -> float | None:
+        """Expected time of training between two checkpoints: `save_every` of `steps` parts of the whole."""
+        return None if self.seconds is None else self.seconds * min(self.save_every, self.steps) / self.steps
+
+    @property
+    def checkpoints(self) -> int:
+        """That lie on the disk at the end."""
+        written = math.ceil(self.steps / self.save_every)
+        return written if self.keep_checkpoints is None else min(written, self.keep_checkpoints)
+
+
+def plan(
+    settings: TrainSettings,
+    config: PreTrainedConfig,
+    *,
+    processes: int = 1,
+    rate: float | None = None,
+    utilisation: float = UTILISATION,
+) -> Plan:
+    """Cost of a run. The model exists on the meta device only, so any size can be planned anywhere.
+
+    Args:
+        settings: of the run.
+        config: of the model; any causal language model of transformers.
+        processes: that share each batch.
+        rate: measured FLOP/s of a process (`measure_rate`); None = no expected time.
+        utilisation: share of that rate that training is assumed to reach.
+
+    Raises:
+        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, no class fits, or the
+            initializer or weight decay has no meaning for the model.
+    """
+    settings = resolved(settings)
+    micro, accumulation = batch_split(settings, processes)
+    model = meta_model(config)
+    check_initializer(model, settings.initializer)
+    parameter_groups(model, settings)
+    flops = forward_flops(model, settings.sequence_length)
+    other = settings.model_copy(update={"fsdp": not settings.fsdp})
+    return Plan(
+        model=type(model).__name__,
+        parameters=model.num_parameters(),
+        parameters_without_embeddings=_without_embeddings(model),
+        trainable=model.num_parameters(only_trainable=True),
+        flops=flops,
+        objective_flops=objective_flops(make_objective(settings).terms, model.config, settings.sequence_length),
+        recomputed_flops=flops.checkpointed if settings.gradient_checkpointing else 0.0,
+        memory=estimate_memory(model, settings, micro_batch=micro, processes=processes),
+        other_memory=estimate_memory(model, other, micro_batch=micro, processes=processes) if processes > 1 else None,
+        checkpoint=checkpoint_size(model, settings, processes=processes),
+        fsdp=settings.fsdp,
+        steps=settings.steps,
+        tokens_per_step=settings.global_batch_size * settings.sequence_length,
+        processes=processes,
+        micro_batch=micro,
+        accumulation=accumulation,
+        save_every=settings.save_every,
+        keep_checkpoints=settings.keep_checkpoints,
+        rate=rate,
+        utilisation=utilisation,
+    )
+
+
+def measure_rate(device: str | torch.device, dtype: torch.dtype, *, seconds: float = 1.0) -> float:
+    """FLOP/s of products of large square matrices (1,024 rows on a CPU, 8,192 elsewhere), the first one left out.
+
+    Args:
+        device: where.
+        dtype: of the factors.
+        seconds: how long to measure, at least one product.
+    """
+    where = torch.device(device)
+    side = SIDE.get(where.type, DEVICE_SIDE)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(side, side, generator=generator).to(where, dtype) for _ in range(2))
+    _product(left, right)
+    products, start, elapsed = 0, perf_counter(), 0.0
+    while not products or elapsed < seconds:
+        _product(left, right)
+        products += 1
+        elapsed = perf_counter() - start
+    return products * 2 * side**3 / elapsed
+
+
+def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
+    """What `fulldepth train --dry-run` prints: `(name, value, sentence)` lines for this device and these processes.
+
+    Raises:
+        FulldepthError: if the settings do not fit each other, or a tokenizer or checkpoint that they name is not there.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    config = build_config(settings.model, vocab_size=_vocab_size(settings), positions=settings.sequence_length)
+    rate = measure_rate(pick_device(settings.device), FACTOR[settings.precision])
+    return lines(plan(settings, config, processes=processes, rate=rate))
+
+
+def lines(plan: Plan) -> list[tuple[str, str, str]]:
+    """A plan in words: name, value with its unit, and a sentence that says what it means."""
+    flops, memory = plan.flops, plan.memory
+    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimiser", "activations", "logits")}
+    split = ", ".join(f"{name} {_scaled(size, 1024, 'B')}" for name, size in parts.items())
+    rows = [
+        ("model", plan.model, f"{plan.trainable:,} parameters are trained."),
+        (
+            "parameters",
+            f"{plan.parameters:,}",
+            f"{plan.parameters_without_embeddings:,} without embeddings and output head.",
+        ),
+        ("steps", f"{plan.steps:,}", f"{plan.tokens_per_step:,} tokens each."),
+        ("tokens", f"{plan.tokens:,}", f"{plan.tokens / plan.parameters:,.3g} for each parameter."),
+        (
+            "batch",
+            f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}",
+            "Processes, sequences in a forward pass, forward passes in a step.",
+        ),
+        (
+            "forward",
+            f"{_scaled(flops.forward, 1000, 'FLOP')}/token",
+            f"Matrix products, attention over the causal half; over the full square the sum is "
+            f"{_scaled(flops.forward - flops.attention + flops.attention_full, 1000, 'FLOP')}.",
+        ),
+        (
+            "training",
+            f"{_scaled(plan.step_flops, 1000, 'FLOP')}/token",
+            f"Three forward passes, {_scaled(plan.recomputed_flops, 1000, 'FLOP')} computed again, "
+            f"{_scaled(plan.objective_flops, 1000, 'FLOP')} for penalties.",
+        ),
+        ("total", _scaled(plan.total_flops, 1000, "FLOP"), "The whole run, without evaluations."),
+        ("memory", _scaled(memory.total, 1024, "B"), f"Of one process, estimated: {split}."),
+        ("fits", _fitting(memory), _fitting_sentence(plan)),
+        *_checkpoint_rows(plan),
+    ]
+    if plan.rate is not None and plan.seconds is not None and plan.save_seconds is not None:
+        rows.append(
+            ("rate", f"{_scaled(plan.rate, 1000, 'FLOP')}/s", "Measured just now on products of large matrices.")
+        )
+        rows.append(
+            (
+                "time",
+                _duration(plan.seconds),
+                f"If training reaches {plan.utilisation:.0%} of that rate (an assumption) on each of "
+                f"{plan.processes} such devices.",
+            )
+        )
+        rows.append(
+            (
+                "save",
+                f"every {_duration(plan.save_seconds)}",
+                f"save_every ({plan.save_every:,}) of {plan.steps:,} steps; a failure costs this much at most.",
+            )
+        )
+    return rows
+
+
+def _checkpoint_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """What checkpoints take on the disk."""
+    size, count = plan.checkpoint, plan.checkpoints
+    kept = "all are kept" if plan.keep_checkpoints is None else f"keep_checkpoints={plan.keep_checkpoints}"
+    return [
+        (
+            "checkpoint",
+            _scaled(size.total, 1024, "B"),
+            f"Weights {_scaled(size.weights, 1024, 'B')}, optimiser {_scaled(size.optimiser, 1024, 'B')}, the rest "
+            f"{_scaled(size.rest, 1024, 'B')}.",
+        ),
+        (
+            "checkpoints",
+            _scaled(size.total * count, 1024, "B"),
+            f"{count:,} of them at the end of the run ({kept}), one more while one is written.",
+        ),
+    ]
+
+
+def _fitting(memory: Memory) -> str:
+    """The smallest accelerator for that much memory: `80 GB`."""
+    sizes = [size for size in GPU_SIZES if memory.total <= USABLE * size * 2**30]
+    return f"{sizes[0]} GB" if sizes else "none"
+
+
+def _fitting_sentence(plan: Plan) -> str:
+    sizes = "/".join(map(str, GPU_SIZES))
+    way = {True: "with fsdp", False: "without fsdp"}
+    if plan.other_memory is None:
+        return f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, for one process."
+    return (
+        f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, {way[plan.fsdp]} on {plan.processes} processes; "
+        f"{way[not plan.fsdp]}: {_fitting(plan.other_memory)}."
+    )
+
+
+def _vocab_size(settings: TrainSettings) -> int | None:
+    """Tokens of the tokenizer, where the model's settings do not say how many embeddings it has."""
+    if "vocab_size" in (settings.model.model_extra or {}) or settings.model.checkpoint is not None:
+        return None
+    if settings.tokenizer is None:
+        raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
+    kind, _, size = settings.tokenizer.partition(":")
+    return int(size) if kind == "builtin" and size.isdigit() else len(load_tokenizer(settings.tokenizer))
+
+
+def _without_embeddings(model: PreTrainedModel) -> int:
+    """Parameters that are in no embedding table and not in the output head."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    left_out = {p for module in [*tables, model.get_output_embeddings()] for p in module.parameters()}
+    return sum(p.numel() for p in model.parameters() if p not in left_out)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> None:
+    """One product, waited for."""
+    torch.matmul(left, right)
+    if left.device.type != "cpu":
+        torch.accelerator.synchronize(left.device)
+
+
+def _scaled(number: float, base: int, unit: str) -> str:
+    """`12.3 GFLOP`, `4.50 GiB`."""
+    power = 0
+    while abs(number) >= base and power < len(PREFIXES) - 1:
+        number /= base
+        power += 1
+    prefix = f"{PREFIXES[power].upper()}i" if base == 1024 and power else PREFIXES[power]
+    return f"{_digits(number) if power else round(number)} {prefix}{unit}"
+
+
+def _duration(seconds: float) -> str:
+    """`45 s`, `12.5 min`, `7.50 h`, `11.0 days`, `3.10 years`."""
+    for size, unit, limit in ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", 2 * DAY), (DAY, "days", 730 * DAY)):
+        if seconds < limit:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds / (365.25 * DAY))} years"
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    places = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:,.{places}f}"

@@ -1,0 +1,118 @@
+"""The record of a run: rows at every evaluation, kept in the result folder while the run goes on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fulldepth.results import DOCUMENT, Results, finite, tabulate
+from fulldepth.training.evaluation import Evaluation
+from fulldepth.training.headline import headline
+from fulldepth.training.resume import RECORD, read_rows, step_of
+
+UNITS = {"aligned": "nats"}
+"""Units of the penalties that have one."""
+
+
+@dataclass
+class Record:
+    """Rows of a run, by step; `meta` says what they belong to."""
+
+    folder: Path
+    meta: dict[str, Any]
+    table: pd.DataFrame = field(default_factory=lambda: tabulate([], step=0))
+    complete: bool = False
+    """Whether the run has come to its end."""
+
+    @classmethod
+    def reopen(cls, folder: Path, meta: dict[str, Any], checkpoint: Path) -> Record:
+        """The record of an interrupted run as of a checkpoint.
+
+        Raises:
+            FulldepthError: if its rows cannot be read.
+        """
+        rows = read_rows(checkpoint)
+        if rows is None and (folder / DOCUMENT).exists():  # of a version that kept none in its checkpoints
+            rows = Results.load(folder).table
+        return cls(folder, meta) if rows is None else cls(folder, meta, _until(rows, step_of(checkpoint)))
+
+    def keep_in(self, checkpoint: Path) -> None:
+        """Write the rows into a checkpoint that is being saved."""
+        self.table.to_parquet(checkpoint / RECORD, index=False)
+
+    def add(
+        self, step: int, evaluation: Evaluation, means: dict[str, tuple[float, int]], facts: dict[str, Any]
+    ) -> None:
+        """Rows of one evaluation, on disk when this returns.
+
+        Args:
+            step: optimiser steps taken.
+            evaluation: on the held-out windows.
+            means: part of the loss -> (sum, count) over the micro-batches since the last evaluation.
+            facts: measure -> (value, statistic, unit), or None where it is not known.
+        """
+        rows: list[Any] = [
+            ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, "nats")
+        ]
+        for name, (total, count) in means.items():
+            measure, site = ("train_loss", "model") if name == "ce" else ("penalty", name)
+            unit = "nats" if name == "ce" else UNITS.get(name, "1")
+            rows.append((measure, site, None, None, "mean", total / count, count, unit))
+        for layer, value in enumerate(evaluation.displacement, start=1):
+            rows.append(("displacement", "residual", layer, None, "mean", value, evaluation.tokens, "1"))
+        depth = len(evaluation.displacement)
+        for back, value in enumerate(evaluation.jump_rates):
+            rows.append(("jump_rate", "residual", depth - back, None, "value", value, evaluation.tokens, "%"))
+        for measure, fact in facts.items():
+            if fact is not None:
+                value, statistic, unit = fact
+                rows.append((measure, "model", None, None, statistic, value, None, unit))
+        new = tabulate(rows, step=step)
+        self.table = new if self.table.empty else pd.concat([self.table, new], ignore_index=True)
+        self.save()
+
+    def last(self, measure: str) -> float | None:
+        """The latest value of a measure of the whole model."""
+        rows = self.table[(self.table.measure == measure) & (self.table.site == "model")]
+        return None if rows.empty else float(rows.value.iloc[-1])
+
+    def results(self) -> Results:
+        """What is known so far."""
+        return Results(self.table, finite({**self.meta, "complete": self.complete, "headline": headline(self.table)}))
+
+    def save(self) -> None:
+        """Write the result folder."""
+        self.results().save(self.folder)
+
+
+def _until(table: pd.DataFrame, step: int) -> pd.DataFrame:
+    """The rows up to a step."""
+    return table[table.step <= step].reset_index(drop=True)
+
+
+class Stopwatch:
+    """Training time: runs between `start` and `stop`, and goes on from what an earlier process measured."""
+
+    def __init__(self, elapsed: float = 0.0) -> None:
+        self.elapsed, self._lap = elapsed, elapsed
+        self._since: float | None = None
+
+    def stop(self) -> None:
+        """Evaluation or saving begins."""
+        if self._since is not None:
+            self.elapsed += time.perf_counter() - self._since
+            self._since = None
+
+    def start(self) -> None:
+        """Training goes on."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds of training since the last lap; to be called while stopped."""
+        lap, self._lap = self.elapsed - self._lap, self.elapsed
+        return lap

@@ -1,0 +1,265 @@
+"""`fulldepth train`: from settings to a run folder, resumable, the same numbers on one process or many."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, TrainingArguments
+from transformers import logging as transformers_logging
+
+from fulldepth import __version__
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import sealed_checkpoints
+from fulldepth.losses import DepthTrainer
+from fulldepth.progress import Watcher
+from fulldepth.results import Results
+from fulldepth.training.arguments import training_arguments
+from fulldepth.training.callback import Conductor, stopping
+from fulldepth.training.documents import require_separate_documents
+from fulldepth.training.evaluation import Evaluator
+from fulldepth.training.export import put_together
+from fulldepth.training.folder import KIND, TOKENIZER, holding, open_run
+from fulldepth.training.loading import LoadingMixin, window_collator
+from fulldepth.training.methods import make_objective, resolved
+from fulldepth.training.model import build_config, build_model, special_tokens
+from fulldepth.training.nodes import resuming
+from fulldepth.training.optimiser import GroupsMixin
+from fulldepth.training.origin import check_origin, origin_of
+from fulldepth.training.record import Record
+from fulldepth.training.resume import ResumeMixin, RunNotes, step_of
+from fulldepth.training.settings import TrainSettings
+from fulldepth.training.sft import rows_hash, sft_arguments, sft_data, sft_trainer
+from fulldepth.training.shards import ShardsMixin
+from fulldepth.training.text import packed_text, run_tokenizer
+
+EVALUATION_BATCH = 8
+ADVICE = (
+    "Much text must be tokenised before training starts. `fulldepth data prepare RECIPE` does that beforehand, on any "
+    "number of machines, without an accelerator."
+)
+
+
+class PackedTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, DepthTrainer):
+    """The Trainer of packed text."""
+
+
+def train(
+    settings: TrainSettings,
+    output: str | Path,
+    *,
+    resume: bool = False,
+    recipe: str = "settings",
+    watcher: Watcher | None = None,
+    after_evaluation: Callable[[Path], object] | None = None,
+) -> Results:
+    """Train a model as the settings say, into a run folder.
+
+    The folder holds `settings.yaml`, `checkpoint-N` (weights, tokenizer, optimiser, everything that resuming needs),
+    `results.parquet` and `results.json` (losses, penalties, displacement, jump rates at every evaluation). Under
+    torchrun every process trains its share of each batch, and the first one writes.
+
+    Args:
+        settings: resolved settings.
+        output: the run folder; made if absent.
+        resume: go on after the last whole checkpoint; with none yet, start at the beginning.
+        recipe: name of the recipe, for the record.
+        watcher: told what happens.
+        after_evaluation: called with the folder whenever its results have changed.
+
+    Raises:
+        FulldepthError: if the folder holds another run, the settings do not fit each other, or the loss is not finite.
+    """
+    settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
+    if os.environ.get("RANK", "0") == "0":  # the first process's folder counts, and the others may not see it
+        open_run(folder, settings, resume)
+    with _quiet_library(), _readable_ending(folder):
+        arguments = training_arguments(settings, folder)  # joins the other processes
+        with holding(folder, settings, resume, is_main=arguments.should_save) as renamed:
+            for path in renamed:
+                watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
+            with resuming(folder, settings) as (checkpoint, notes):
+                return _train(settings, arguments, folder, checkpoint, notes, recipe, watcher, after_evaluation)
+
+
+def _train(
+    settings: TrainSettings,
+    arguments: TrainingArguments,
+    folder: Path,
+    checkpoint: Path | None,
+    notes: RunNotes,
+    recipe: str,
+    watcher: Watcher,
+    after_evaluation: Callable[[Path], object] | None,
+) -> Results:
+    tokenizer = _tokenizer(settings, folder, arguments, watcher)
+    config = build_config(
+        settings.model,
+        vocab_size=len(tokenizer),
+        positions=settings.sequence_length,
+        special_tokens=special_tokens(tokenizer),
+    )
+    prepare = _conversations if settings.stage == "sft" else _packed
+    trainer, facts = prepare(settings, folder, tokenizer, config, arguments, watcher)
+    held_out = trainer.eval_dataset
+    meta = _meta(settings, recipe, trainer.model, {**facts, "validation_sequences": len(held_out)})
+    origin = origin_of(settings, facts["hash"], trainer.args)
+    for line in check_origin(origin, notes.origin, trainer.model.config, settings, checkpoint):
+        watcher.say(line)
+        meta["warnings"].append(line)
+    conductor = Conductor(
+        settings,
+        Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta),
+        Evaluator(held_out, trainer.data_collator, EVALUATION_BATCH),
+        watcher,
+        notes.model_copy(update={"origin": origin}),
+        after_evaluation,
+    )
+    return conduct(trainer, conductor, checkpoint)
+
+
+def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Results:
+    """Run a trainer to its end, or to where it was told to stop.
+
+    Raises:
+        FulldepthError: if it was stopped (SIGTERM); the message names the last whole checkpoint.
+    """
+    settings, record, watcher = conductor.settings, conductor.record, conductor.watcher
+    meta = record.meta
+    for callback in list(trainer.callback_handler.callbacks):
+        if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
+            trainer.remove_callback(callback)
+    conductor.join(trainer)
+    watcher.say(
+        f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
+        f"{settings.steps * settings.global_batch_size * settings.sequence_length / 1e6:.2f} M tokens in "
+        f"{settings.steps} steps" + (f"; going on after {checkpoint.name}." if checkpoint else ".")
+    )
+    if checkpoint is None or step_of(checkpoint) < settings.steps:
+        try:
+            with stopping(conductor):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except BaseException:
+            conductor.rescue()
+            raise
+    if conductor.stop_asked and trainer.state.global_step < settings.steps:
+        raise FulldepthError(f"Stopped after step {trainer.state.global_step}. {_last_good(record.folder)}")
+    record.complete = True
+    if trainer.args.should_save:
+        record.save()
+        if whole := sealed_checkpoints(record.folder):
+            put_together(whole[-1][1], watcher)
+    return record.results()
+
+
+def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArguments, watcher: Watcher) -> Any:
+    """The tokenizer of the run; one that is trained here is kept in the run folder."""
+    with arguments.main_process_first(desc="tokenizer"):
+        return run_tokenizer(settings, folder / TOKENIZER, watcher)
+
+
+def _packed(
+    settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of packed text, and what its data are; every process makes some of the tokens that are missing."""
+    packed = packed_text(settings, tokenizer, config.vocab_size, watcher, advice=ADVICE)
+    packed.require_documents(arguments.world_size)
+    collator, model = window_collator(settings), build_model(config, settings)
+    if not settings.data.across_documents:
+        require_separate_documents(model)
+    trainer = PackedTrainer(
+        model,
+        arguments,
+        objective=make_objective(settings),
+        settings=settings,
+        train_dataset=packed.train,
+        eval_dataset=packed.validation,
+        data_collator=collator,
+        processing_class=tokenizer,
+    )
+    facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
+    return trainer, {**facts, "train_sequences": len(packed.train)}
+
+
+def _conversations(
+    settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of conversations, and what its data are."""
+    data = sft_data(settings, tokenizer)
+    trainer = sft_trainer(
+        build_model(config, settings),
+        sft_arguments(settings, folder, data),
+        data,
+        tokenizer,
+        settings,
+        make_objective(settings),
+    )
+    count = len(data["train"])
+    facts = {"hash": rows_hash(trainer.train_dataset, trainer.eval_dataset)}
+    return trainer, {**facts, "documents": count + len(data["validation"]), "train_sequences": count}
+
+
+def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: dict[str, Any]) -> dict[str, Any]:
+    config = model.config
+    return {
+        "kind": KIND,
+        "recipe": recipe,
+        "settings": settings.model_dump(mode="json"),
+        "model": {
+            "name": recipe,
+            "class": type(model).__name__,
+            "model_type": config.model_type,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "num_layers": config.get_text_config().num_hidden_layers,
+        },
+        "data": {"name": settings.data.name, **data},
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "warnings": [],
+    }
+
+
+def _last_good(folder: Path) -> str:
+    found = sealed_checkpoints(folder)
+    if not found:
+        return "There is no whole checkpoint yet; --resume starts at the beginning."
+    return f"The last whole checkpoint is {found[-1][1]}; --resume goes on from it."
+
+
+@contextmanager
+def _readable_ending(folder: Path) -> Iterator[None]:
+    """A full disk ends with what is left, in words."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if not full or isinstance(error, FulldepthError):
+            raise
+        raise FulldepthError(f"The disk is full. {_last_good(folder)}") from error
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Silence the Trainer's own logs and bars; a run has a bar of its own."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,116 @@
+"""Supervised fine-tuning on conversations, through TRL: chat templates, loss on the responses only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fulldepth.data import conversations
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import Objective, ObjectiveMixin
+from fulldepth.training.arguments import training_arguments
+from fulldepth.training.loading import LoadingMixin
+from fulldepth.training.optimiser import GroupsMixin
+from fulldepth.training.resume import ResumeMixin
+from fulldepth.training.settings import TrainSettings
+from fulldepth.training.shards import ShardsMixin
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'].capitalize() + ': ' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""For tokenizers without a chat template of their own; it marks what the assistant says."""
+READ = {"input_ids", "labels", "attention_mask", "assistant_masks", "completion_mask", "position_ids", "seq_lengths"}
+"""Columns of a tokenised data set that decide batches and loss."""
+
+
+def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
+    """`{"train": ..., "validation": ...}`: conversations, a seeded share of them held out.
+
+    A tokenizer without a chat template gets `TEMPLATE`. Under a template that does not mark the assistant's turns each
+    response becomes an example of its own, so that the loss can be kept to it.
+
+    Raises:
+        FulldepthError: if the data hold no conversations, or too few to hold some out.
+    """
+    data = settings.data
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = TEMPLATE
+    marked = "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template
+    found = conversations(data.name, tokenizer, config=data.config, split=data.split, per_response=not marked)
+    if len(found) < 2:
+        raise FulldepthError(f"{data.name} holds {len(found)} conversations; training and validation need two.")
+    held_out = min(max(1, round(len(found) * data.validation_share)), data.validation_sequences)
+    parts = found.train_test_split(test_size=held_out, seed=settings.seed)
+    return {"train": parts["train"], "validation": parts["test"]}
+
+
+def sft_arguments(settings: TrainSettings, folder: Path, data: Any) -> Any:
+    """TRL's arguments for a run: the loss on the responses only.
+
+    Raises:
+        FulldepthError: if trl is not installed.
+    """
+    chats = "messages" in data["train"].column_names
+    return training_arguments(
+        settings,
+        folder,
+        _trl().SFTConfig,
+        max_length=settings.sequence_length,
+        packing=False,
+        assistant_only_loss=chats,
+        completion_only_loss=None if chats else True,
+    )
+
+
+def sft_trainer(
+    model: PreTrainedModel, arguments: Any, data: Any, tokenizer: Any, settings: TrainSettings, objective: Objective
+) -> Any:
+    """TRL's trainer with the objective and the optimiser of the settings."""
+    trainer: Any = _trl().SFTTrainer
+
+    class ConversationTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, ObjectiveMixin, trainer):
+        """TRL's SFTTrainer with an objective."""
+
+    return ConversationTrainer(
+        model,
+        arguments,
+        objective=objective,
+        settings=settings,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+    )
+
+
+def rows_hash(*parts: Any) -> str:
+    """`sha256:...` over the examples that TRL's trainer reads: token ids and masks, row by row, of each part.
+
+    Args:
+        parts: data sets of the trainer, tokenised.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        names = sorted(set(part.column_names) & READ) or sorted(part.column_names)
+        digest.update(f"{len(part)} {names}\n".encode())
+        for rows in part.select_columns(names).with_format(None).iter(1000):
+            for name in names:
+                digest.update(json.dumps(rows[name], separators=(",", ":")).encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _trl() -> Any:
+    try:
+        import trl  # noqa: PLC0415
+    except ImportError as error:
+        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
+    return trl

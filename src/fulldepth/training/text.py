@@ -1,0 +1,132 @@
+"""The packed text of a run and its tokenizer, for the run itself and for `fulldepth data prepare` before it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fulldepth.data import Packed, builtin_texts, open_documents, pack, train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic_folder
+from fulldepth.hf import load_tokenizer
+from fulldepth.progress import Watcher
+from fulldepth.training.model import build_config, special_tokens
+from fulldepth.training.settings import TrainSettings
+
+MOST_TOKENS = 1 << 20
+"""Of a tokenizer that is trained here."""
+SMALL_CORPUS = 1 << 25
+"""Tokens of a corpus that is always read as a whole."""
+
+
+def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher) -> Any:
+    """The tokenizer of a run.
+
+    Args:
+        settings: of the run.
+        home: folder for a tokenizer that is trained here (`builtin:N`); one that is there already is loaded.
+        watcher: told that one is trained.
+
+    Raises:
+        FulldepthError: if the settings name none, or it cannot be loaded.
+    """
+    name = settings.tokenizer or settings.model.checkpoint
+    if name is None:
+        raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
+    if not name.startswith("builtin:"):
+        tokenizer = load_tokenizer(name)
+        tokenizer.init_kwargs.pop("auto_map", None)  # code of the tokenizer's origin, which no checkpoint is to name
+        return tokenizer
+    size = name.partition(":")[2]
+    if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
+        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, 300 to {MOST_TOKENS:,}.")
+    if not home.is_dir():
+        watcher.say(f"Training a tokenizer of {size} tokens")
+        with atomic_folder(home) as part:
+            train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(part)
+    return load_tokenizer(home)
+
+
+def packed_text(
+    settings: TrainSettings,
+    tokenizer: Any,
+    vocab_size: int,
+    watcher: Watcher,
+    *,
+    whole: bool = False,
+    writers: int | None = None,
+    advice: str | None = None,
+) -> Packed:
+    """The text of a run as windows, tokenised where that has not been done.
+
+    Args:
+        settings: of the run.
+        tokenizer: of the run.
+        vocab_size: of the model.
+        watcher: told how far it is.
+        whole: all of the text, also where the run reads less.
+        writers: as for `fulldepth.data.pack`.
+        advice: as for `fulldepth.data.pack`.
+
+    Raises:
+        FulldepthError: as `fulldepth.data.pack`.
+    """
+    data = settings.data
+    return pack(
+        open_documents(data.name, column=data.column, config=data.config, split=data.split, streaming=data.streaming),
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        cache=Path(data.cache).expanduser() if data.cache else None,
+        validation=open_documents(data.validation, column=data.column) if data.validation else None,
+        max_tokens=None if whole else _budget(settings),
+        validation_share=data.validation_share,
+        validation_sequences=data.validation_sequences,
+        seed=settings.seed,
+        across_documents=data.across_documents,
+        vocab_size=vocab_size,
+        writers=writers,
+        advice=advice,
+        watcher=watcher,
+    )
+
+
+def prepare_text(
+    settings: TrainSettings, *, whole: bool = False, writers: int | None = None, watcher: Watcher | None = None
+) -> Packed:
+    """Make the token ids that a run would read, so that the run finds them: `fulldepth data prepare`.
+
+    Any number of processes on any number of machines that share the cache may do this at once; each makes some.
+
+    Args:
+        settings: of the run.
+        whole: tokenise all of the text, also where the run reads less.
+        writers: processes that tokenise, at most; None = one for each core.
+        watcher: told how far it is.
+
+    Returns:
+        The text as the run reads it; with `whole`, all of it.
+
+    Raises:
+        FulldepthError: if the run is one of fine-tuning on conversations, or as `packed_text`.
+    """
+    if settings.stage != "pretrain":
+        raise FulldepthError(
+            "This recipe fine-tunes on conversations (stage: sft), which TRL tokenises when training starts. There is "
+            "nothing to prepare."
+        )
+    watcher = watcher or Watcher()
+    with tempfile.TemporaryDirectory(prefix="fulldepth-") as folder:
+        tokenizer = run_tokenizer(settings, Path(folder) / "tokenizer", watcher)
+    config = build_config(
+        settings.model,
+        vocab_size=len(tokenizer),
+        positions=settings.sequence_length,
+        special_tokens=special_tokens(tokenizer),
+    )
+    return packed_text(settings, tokenizer, config.vocab_size, watcher, whole=whole, writers=writers)
+
+
+def _budget(settings: TrainSettings) -> int:
+    """Training tokens to make at most: all of a small corpus, of a large one as many as the run reads."""
+    return max(SMALL_CORPUS, settings.steps * settings.global_batch_size * settings.sequence_length)

@@ -1,0 +1,351 @@
+"""Comparisons: what stands beside what, in numbers worked out another way, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.interpolate import RegularGridInterpolator
+
+from fulldepth.comparison import compare
+from fulldepth.errors import FulldepthError
+from fulldepth.results import Results, tabulate
+
+
+def measurement(layers: int, rows: list[tuple], name: str = "models/toy", **changes) -> Results:
+    meta = {
+        "kind": "measure",
+        "complete": True,
+        "model": {"name": name, "num_layers": layers, "width": 8},
+        "data": {"name": "text.txt", "kind": "text", "hash": "sha256:aa", "sequences": 4, "sequence_length": 16},
+        "token_policy": {"name": "all", "sentence": "Every token counts."},
+        "headline": {},
+        "lens_grid": None,
+        "left_out": [],
+        "warnings": [],
+    }
+    return Results(tabulate(rows), {**meta, **changes})
+
+
+def displacements(values, statistic: str = "mean") -> list[tuple]:
+    return [("displacement", "residual", n, None, statistic, v, 10, "1") for n, v in enumerate(values, start=1)]
+
+
+def pairs(matrix, measure: str = "cka", statistic: str = "debiased") -> list[tuple]:
+    size = len(matrix)
+    return [(measure, "residual", a, b, statistic, matrix[a, b], 10, "1") for a in range(size) for b in range(size)]
+
+
+def differences(found: Results, label: str) -> pd.DataFrame:
+    return found.table[found.table.model == label].set_index(["layer", "other"])["difference"]
+
+
+def symmetric(rng: np.random.Generator, size: int) -> np.ndarray:
+    half = rng.uniform(size=(size, size))
+    matrix = (half + half.T) / 2
+    np.fill_diagonal(matrix, 1.0)
+    return matrix
+
+
+def test_the_redundancy_change_of_two_models_by_hand() -> None:
+    a = measurement(3, displacements([0.10, 0.20, 0.40]))
+    b = measurement(3, displacements([0.15, 0.18, 0.10]))
+    found = compare([a, b], names=["plain", "jreg"])
+    np.testing.assert_allclose(differences(found, "jreg"), [0.05, -0.02, -0.30], atol=1e-12)
+    assert differences(found, "plain").isna().all()
+    change, greatest = found.headline["redundancy_change:jreg"], found.headline["greatest_redundancy_change:jreg"]
+    assert change["value"] == pytest.approx(-9.0)
+    assert change["unit"] == "x 10^-2"
+    assert change["sentence"] == (
+        "Redundancy is higher in jreg than in plain: displacement changes by -9.00 x 10^-2, averaged over the layers."
+    )
+    assert greatest["value"] == pytest.approx(-30.0)
+    assert greatest["sentence"] == (
+        "Displacement changes most at layer 3 of 3: it is 30.00 x 10^-2 smaller in jreg than in plain."
+    )
+    assert found.is_comparison
+    assert found.meta["depth"] == "layer"
+    assert found.meta["warnings"] == []
+
+
+def test_the_baseline_can_be_any_model_by_place_or_name() -> None:
+    three = [measurement(2, displacements(values)) for values in ([0.1, 0.2], [0.3, 0.5], [0.2, 0.9])]
+    by_name = compare(three, names=["x", "y", "z"], baseline="y")
+    assert by_name.meta["baseline"] == "y"
+    np.testing.assert_allclose(differences(by_name, "x"), [-0.2, -0.3])
+    np.testing.assert_allclose(differences(by_name, "z"), [-0.1, 0.4])
+    by_place = compare(three, names=["x", "y", "z"], baseline=1)
+    pd.testing.assert_frame_equal(by_name.table, by_place.table)
+    assert [model["baseline"] for model in by_name.meta["models"]] == [False, True, False]
+
+
+@settings(max_examples=25)
+@given(
+    deep=st.integers(1, 13),
+    shallow=st.integers(1, 13),
+    seed=st.integers(0, 100),
+)
+def test_relative_depth_interpolates_between_the_baselines_layers(deep: int, shallow: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.uniform(size=shallow), rng.uniform(size=deep)
+    found = compare(
+        [measurement(shallow, displacements(a)), measurement(deep, displacements(b))],
+        names=["a", "b"],
+        depth="relative",
+    )
+    at = np.arange(1, deep + 1) / deep
+    expected = b - np.interp(at, np.arange(1, shallow + 1) / shallow, a)
+    np.testing.assert_allclose(differences(found, "b"), expected, atol=1e-12)
+
+
+@settings(max_examples=25)
+@given(deep=st.integers(1, 9), shallow=st.integers(1, 9), seed=st.integers(0, 100))
+def test_pairs_of_layers_are_interpolated_bilinearly_and_a_layer_stays_itself(
+    deep: int, shallow: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = symmetric(rng, shallow + 1), symmetric(rng, deep + 1)
+    found = compare([measurement(shallow, pairs(a)), measurement(deep, pairs(b))], names=["a", "b"], depth="relative")
+    grid = np.arange(shallow + 1) / shallow
+    oracle = RegularGridInterpolator((grid, grid), a)
+    for (layer, other), value in differences(found, "b").items():  # a layer stays like itself: 1 - 1
+        wanted = 0.0 if layer == other else b[layer, other] - oracle([layer / deep, other / deep]).item()
+        assert value == pytest.approx(wanted, abs=1e-10), (layer, other)
+
+
+def test_pairs_written_once_stand_for_both_orders() -> None:
+    rng = np.random.default_rng(0)
+    a, b = symmetric(rng, 3), symmetric(rng, 3)
+    once = [row for row in pairs(a) if row[2] >= row[3]]
+    found = compare([measurement(2, once), measurement(2, pairs(b))], names=["a", "b"])
+    wanted = (b - a).flatten()
+    np.testing.assert_allclose(differences(found, "b"), wanted, atol=1e-12)
+
+
+def test_percentiles_to_the_last_layer_meet_at_relative_depth() -> None:
+    a = [("cosine", "residual", n, 2, "p50", v, 10, "1") for n, v in enumerate([0.1, 0.5, 1.0])]
+    b = [("cosine", "residual", n, 4, "p50", v, 10, "1") for n, v in enumerate([0.2, 0.3, 0.4, 0.6, 1.0])]
+    found = compare([measurement(2, a), measurement(4, b)], names=["a", "b"])
+    expected = np.array([0.2, 0.3, 0.4, 0.6, 1.0]) - np.interp([0, 0.25, 0.5, 0.75, 1], [0, 0.5, 1], [0.1, 0.5, 1.0])
+    np.testing.assert_allclose(differences(found, "b"), expected, atol=1e-12)
+
+
+def test_jump_rates_meet_from_the_end() -> None:
+    a = [("jump_rate", "residual", n, None, "value", v, 10, "%") for n, v in ((2, 30.0), (3, 20.0))]
+    b = [("jump_rate", "residual", n, None, "value", v, 10, "%") for n, v in ((2, 9.0), (3, 8.0), (4, 7.0), (5, 6.0))]
+    found = compare([measurement(3, a), measurement(5, b)], names=["a", "b"])
+    np.testing.assert_allclose(differences(found, "b"), [np.nan, np.nan, 7 - 30.0, 6 - 20.0])
+
+
+def test_rows_without_a_layer_and_single_layers_meet_directly() -> None:
+    def rows(layers, depth, last):
+        return [
+            ("effective_depth", "residual", None, None, "eps=0.05", depth, 10, "layers"),
+            ("displacement", "final_normed", layers, None, "mean", last, 10, "1"),
+        ]
+
+    found = compare([measurement(4, rows(4, 3.0, 0.25)), measurement(12, rows(12, 7.0, 0.75))], names=["a", "b"])
+    np.testing.assert_allclose(differences(found, "b"), [4.0, 0.5])
+
+
+def test_same_layer_on_request_leaves_what_the_baseline_has_not() -> None:
+    a, b = measurement(2, displacements([0.1, 0.2])), measurement(3, displacements([0.4, 0.4, 0.4]))
+    found = compare([a, b], names=["a", "b"], depth="layer")
+    np.testing.assert_allclose(differences(found, "b"), [0.3, 0.2, np.nan])
+    assert found.meta["depth"] == "layer"
+    assert compare([a, b], names=["a", "b"]).meta["depth"] == "relative"
+
+
+def test_statistics_sites_and_missing_values_do_not_mix() -> None:
+    a = displacements([0.1, 0.2]) + displacements([0.5, np.nan], "std")
+    b = displacements([0.3, 0.3]) + displacements([0.6, 0.6], "std") + displacements([0.9, 0.9], "mean:no-first")
+    b.append(("norm_ratio", "residual", 1, None, "mean", 4.0, 10, "1"))
+    found = compare([measurement(2, a), measurement(2, b)], names=["a", "b"])
+    np.testing.assert_allclose(differences(found, "b"), [0.2, 0.1, 0.1, np.nan, np.nan, np.nan, np.nan], atol=1e-12)
+    assert found.meta["warnings"] == ["a has no norm_ratio; b has."]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_a_model_differs_from_itself_by_nothing(values: list[float]) -> None:
+    one = measurement(len(values), displacements(values))
+    for depth in ("layer", "relative"):
+        found = compare([one, one], depth=depth)
+        assert found.meta["models"][1]["label"] == "toy (2)"
+        np.testing.assert_array_equal(differences(found, "toy (2)"), 0.0)
+        assert "neither higher nor lower" in found.headline["redundancy_change:toy (2)"]["sentence"]
+
+
+def test_headline_numbers_become_differences_with_a_sentence() -> None:
+    def numbers(zeta, depth):
+        return {
+            "zeta_L": {"value": zeta, "unit": "%", "sentence": "..."},
+            "effective_depth": {"value": depth, "unit": "layers", "sentence": "..."},
+            "mean_coherence": {"value": None, "unit": "1", "sentence": "..."},
+        }
+
+    a = measurement(4, displacements([0.1] * 4), headline=numbers(12.5, 3))
+    b = measurement(8, displacements([0.1] * 8), headline=numbers(4.25, 7))
+    found = compare([a, b], names=["a", "b"]).headline
+    assert found["zeta_L:b"]["value"] == -8.25
+    assert found["zeta_L:b"]["sentence"] == "Jump of the last layer (zeta_L): 4.25 % in b against 12.5 % in a (-8.25)."
+    assert (
+        found["effective_depth:b"]["sentence"] == "Effective depth: 7 of 8 layers in b against 3 of 4 layers in a (+4)."
+    )
+    assert "mean_coherence:b" not in found
+
+
+def test_what_makes_numbers_incomparable_is_said() -> None:
+    a = measurement(2, displacements([0.1, 0.2]))
+    data = {"name": "other.txt", "hash": "sha256:bb", "sequences": 4, "sequence_length": 32}
+    b = measurement(3, displacements([0.1, 0.2, 0.3]), data=data, token_policy={"name": "last"}, complete=False)
+    lines = compare([a, b, a], names=["a", "b", "c"]).meta["warnings"]
+    assert lines[0] == (
+        "b and a: the numbers are not comparable because the data differ (b: other.txt, a: text.txt); "
+        "the token policies differ (b: last, a: all); the sequence lengths differ (b: 32, a: 16)."
+    )
+    assert lines[1].startswith("b and a have 3 and 2 layers")
+    assert lines[2] == "b: the measurement is not complete."
+    assert len(lines) == 3
+
+
+def test_what_else_may_make_a_difference_is_said() -> None:
+    def one(**changes) -> Results:
+        sampling = {"reservoir_tokens": 40, "lens_positions": 60, "entropy_sequences": 4, "counted_tokens": 64}
+        found = measurement(2, displacements([0.1, 0.2]), seed=0, sampling=sampling, versions={"fulldepth": "1"})
+        found.meta["model"]["dtype"] = "float32"
+        for path, value in changes.items():
+            part, _, key = path.partition("__")
+            if key:
+                found.meta[part][key] = value
+            else:
+                found.meta[part] = value
+        return found
+
+    assert compare([one(), one()]).meta["warnings"] == []
+    for change, said in (
+        ({"model__dtype": "bfloat16"}, "the precisions differ (b: bfloat16, a: float32)"),
+        ({"seed": 1}, "the seeds differ (b: 1, a: 0)"),
+        ({"sampling__reservoir_tokens": 30}, "the token samples differ in size (b: 30, a: 40)"),
+        ({"sampling__lens_positions": 9}, "the lens reads different numbers of positions (b: 9, a: 60)"),
+        ({"sampling__entropy_sequences": 2}, "different numbers of sequences enter the entropies (b: 2, a: 4)"),
+        ({"sampling__counted_tokens": 60}, "the numbers of counted tokens differ (b: 60, a: 64)"),
+        ({"versions__fulldepth": "2"}, "the versions of fulldepth differ (b: 2, a: 1)"),
+    ):
+        lines = compare([one(), one(**change)], names=["a", "b"]).meta["warnings"]
+        assert lines == [f"b and a: a small difference may have other reasons than the models: {said}."]
+    for change, said in (
+        ({"data__sequences": 9}, "the numbers of sequences differ (b: 9, a: 4)"),
+        (
+            {"token_policy__begin_with_bos": 1},
+            "the numbers of sequences that begin with the BOS token differ (b: 1, a: None)",
+        ),
+    ):
+        lines = compare([one(), one(**change)], names=["a", "b"]).meta["warnings"]
+        assert lines == [f"b and a: the numbers are not comparable because {said}."]
+    unsaid = measurement(2, displacements([0.1, 0.2]))
+    assert compare([one(), unsaid]).meta["warnings"] == [], "what an older result does not say is not held against it"
+
+
+@pytest.mark.parametrize("shift", [-0.2, -4e-5, -1e-12, 0.0, 1e-12, 4e-5, 0.2])
+def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: float) -> None:
+    def entry(value):
+        return {"last_layer_displacement": {"value": value, "unit": "1", "standard_error": 0.0123, "sentence": "..."}}
+
+    a = measurement(2, displacements([0.3, 0.4]), headline=entry(0.4))
+    b = measurement(2, displacements([0.3, 0.4 + shift]), headline=entry(0.4 + shift))
+    found = compare([a, b], names=["a", "b"]).headline
+    change, greatest, number = (
+        found[f"{name}:b"]["sentence"]
+        for name in ("redundancy_change", "greatest_redundancy_change", "last_layer_displacement")
+    )
+    assert not any(zero in change + greatest for zero in ("+0.00", "-0.00"))
+    if abs(shift) < 1e-4:
+        assert "neither higher nor lower" in change
+        assert greatest == "At no layer of 2 do the displacements of b and a differ by 0.01 x 10^-2 or more."
+    else:
+        assert f"is {'lower' if shift > 0 else 'higher'} in b" in change
+        assert f"20.00 x 10^-2 {'larger' if shift > 0 else 'smaller'} in b" in greatest
+    assert "0.4 ± 0.012 in a" in number
+    if abs(shift) < 1e-9:
+        assert number.endswith("(no difference).")
+    else:
+        assert number.endswith(f"({shift:+.3g}).")
+
+
+def test_a_series_enters_with_its_last_step() -> None:
+    early, late = tabulate(displacements([0.9, 0.9]), step=10), tabulate(displacements([0.3, 0.4]), step=20)
+    series = measurement(2, [], headline={"zeta_L": {"value": 10.0, "unit": "%", "sentence": "..."}})
+    series.table = pd.concat([early, late], ignore_index=True)
+    series.meta["steps"] = [
+        {"step": 10, "model": series.meta["model"], "headline": {}, "lens_grid": None, "left_out": []},
+        {"step": 20, "model": {**series.meta["model"], "name": "run/checkpoint-20"}, "headline": {}, "lens_grid": None},
+    ]
+    plain = measurement(2, displacements([0.1, 0.1]))
+    found = compare([plain, series], names=["plain", "run"])
+    np.testing.assert_allclose(differences(found, "run"), [0.2, 0.3])
+    assert "step" not in found.table.columns
+    assert found.meta["models"][1]["model"]["name"] == "run/checkpoint-20"
+    assert found.meta["warnings"] == ["run: a series of checkpoints; the last one, step 20, is compared."]
+
+
+def test_the_room_is_the_function_too() -> None:
+    import fulldepth
+
+    one = measurement(2, displacements([0.1, 0.2]))
+    pd.testing.assert_frame_equal(fulldepth.compare([one, one]).table, compare([one, one]).table)
+
+
+def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
+    a = measurement(2, displacements([0.1, 0.2]))
+    folders = [a.save(tmp_path / where) for where in ("x/run", "y/run", "z/run")]
+    found = compare([str(folders[0]), folders[1], folders[2]])
+    assert [model["label"] for model in found.meta["models"]] == ["x/run", "y/run", "z/run"]
+    again = Results.load(found.save(tmp_path / "out"))
+    pd.testing.assert_frame_equal(again.table, found.table)
+    assert again.meta == json.loads(json.dumps(found.meta))
+    assert set(again.table.columns) == {*a.table.columns, "model", "difference"}
+    with pytest.raises(FulldepthError, match=r"out is a comparison already"):
+        compare([tmp_path / "out", folders[0]])
+
+
+def test_names_are_the_shortest_ends_of_paths_that_differ(tmp_path: Path) -> None:
+    a = measurement(1, displacements([0.1]))
+    one, two = a.save(tmp_path / "one"), a.save(tmp_path / "two")
+    assert [m["label"] for m in compare([one, two]).meta["models"]] == ["one", "two"]
+    assert [m["label"] for m in compare([one, f"{one}/"]).meta["models"]] == ["one (1)", "one (2)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"names": ["a"]}, "1 names were given for 2 results"),
+        ({"names": ["a", "a"]}, "Names must differ"),
+        ({"names": ["a", ""]}, "Names must differ"),
+        ({"names": ["plain", "tuned"], "baseline": "plein"}, "Unknown baseline 'plein'. Did you mean 'plain'"),
+        ({"baseline": 2}, "position from 0 to 1"),
+        ({"baseline": -1}, "position from 0 to 1"),
+        ({"depth": "layers"}, "depth: got \"layers\" \\(text\\), expected 'layer' or 'relative'"),
+        ({"baseline": 0.5}, "baseline: got 0.5"),
+    ],
+)
+def test_bad_options_are_refused(changes: dict, message: str) -> None:
+    one = measurement(1, displacements([0.1]))
+    with pytest.raises(FulldepthError, match=message):
+        compare([one, one], **changes)
+
+
+def test_bad_inputs_are_refused(tmp_path: Path) -> None:
+    one = measurement(1, displacements([0.1]))
+    for few in ([], [one], str(tmp_path)):
+        with pytest.raises(FulldepthError, match="at least two"):
+            compare(few)
+    with pytest.raises(FulldepthError, match="not a result folder"):
+        compare([one, tmp_path])
+    with pytest.raises(FulldepthError, match="not a measurement: its kind is 'train'"):
+        compare([one, Results(one.table, {**one.meta, "kind": "train"})])

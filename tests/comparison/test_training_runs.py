@@ -1,0 +1,237 @@
+"""Training runs at equal steps: differences by pandas, ratios by hand, and what is refused or warned of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fulldepth.comparison import compare
+from fulldepth.comparison.training import time_per_step
+from fulldepth.errors import FulldepthError
+from fulldepth.results import Results, tabulate
+
+STEPS = (0, 10, 20, 30)
+
+
+def run(
+    losses: dict[int, float],
+    profile: list[float],
+    seconds: float = 1.0,
+    memory: float = 100.0,
+    parameters: int = 1000,
+    hash: str = "sha256:aa",
+    targets: int = 64,
+    **settings: Any,
+) -> Results:
+    """A run with a loss for each step, one displacement profile that grows with the step, and steady costs."""
+    tables = []
+    for step, loss in losses.items():
+        means = [value * (1 + step / 100) for value in profile]
+        rows: list[tuple] = [("validation_loss", "model", None, None, "mean", loss, targets, "nats")]
+        if step:
+            rows.append(("train_loss", "model", None, None, "mean", loss - 0.1, 999, "nats"))
+            rows.append(("throughput", "model", None, None, "mean", 64 / seconds, None, "tokens/s"))
+        rows += [("displacement", "residual", n, None, "mean", v, 64, "1") for n, v in enumerate(means, start=1)]
+        last = 100 * max(0.0, means[-1] - means[-2])
+        rows.append(("jump_rate", "residual", len(means), None, "value", last, 64, "%"))
+        rows.append(("elapsed", "model", None, None, "value", seconds * step, None, "s"))
+        rows.append(("peak_memory", "model", None, None, "value", memory, None, "MiB"))
+        tables.append(tabulate(rows, step=step))
+    meta = {
+        "kind": "training",
+        "recipe": "toy",
+        "settings": {"steps": 30, "global_batch_size": 4, "sequence_length": 16, "tokenizer": "t", **settings},
+        "model": {"name": "toy", "num_layers": len(profile), "parameters": parameters},
+        "data": {"name": "text", "hash": hash},
+        "warnings": [],
+    }
+    return Results(pd.concat(tables, ignore_index=True), meta)
+
+
+def losses(*values: float, steps: tuple[int, ...] = STEPS) -> dict[int, float]:
+    return dict(zip(steps, values, strict=False))
+
+
+def plain(**changes: Any) -> Results:
+    return run(losses(7.0, 5.0, 4.0, 3.5), [0.3, 0.1, 0.4], **changes)
+
+
+def jreg(**changes: Any) -> Results:
+    made = {"seconds": 1.25, "memory": 110.0, "parameters": 1500, **changes}
+    return run(losses(7.1, 5.2, 4.1, 3.25), [0.3, 0.2, 0.21], **made)
+
+
+def test_differences_are_taken_at_equal_steps_and_layers() -> None:
+    a, b = plain(), jreg()
+    found = compare([a, b], names=["plain", "jreg"])
+    keys = ["measure", "site", "layer", "statistic", "step"]
+    merged = b.table.merge(a.table, on=keys, suffixes=("", "_base"))
+    expected = (merged["value"] - merged["value_base"]).to_numpy()
+    own = found.table[found.table.model == "jreg"]
+    np.testing.assert_allclose(own["difference"].to_numpy(float), expected, atol=1e-12)
+    assert found.table[found.table.model == "plain"]["difference"].isna().all()
+    assert found.is_comparison
+    assert found.meta["of"] == "training"
+    assert found.meta["step"] == 30
+
+
+def test_the_headline_by_hand() -> None:
+    found = compare([plain(), jreg()], names=["plain", "jreg"])
+    # At step 30 every displacement is 1.3 times its profile: plain 0.39, 0.13, 0.52; jreg 0.39, 0.26, 0.273.
+    expected = {
+        "lowest_validation_loss": 3.25,
+        "lowest_zeta_L": 1.3,
+        "greatest_time_per_step": 1.25,
+        "greatest_peak_memory": 1.1,
+        "validation_loss:jreg": -0.25,
+        "time_per_step:jreg": 1.25,
+        "peak_memory:jreg": 1.1,
+        "parameters:jreg": 1.5,
+        "redundancy_change:jreg": 100 * (0 + 0.13 - 0.247) / 3,
+        "greatest_redundancy_change:jreg": -24.7,
+        "zeta_L:jreg": 1.3 - 39.0,
+        "last_layer_displacement:jreg": 0.273 - 0.52,
+    }
+    assert {name: entry["value"] for name, entry in found.headline.items()} == pytest.approx(expected)
+    said = [found.headline[name]["sentence"] for name in list(expected)[:5]]
+    assert said == [
+        "At step 30 jreg has the lowest validation loss: 3.250 nats, 0.250 below the baseline, plain (3.500).",
+        "The last layer jumps least in jreg: 1.3 % against 39.0 % in the baseline.",
+        "Time per step is 1.25 times that of the baseline.",
+        "Peak memory is 1.10 times that of the baseline.",
+        "Validation loss at step 30: 3.250 nats in jreg against 3.500 in plain (-0.250).",
+    ]
+    reverse = compare([plain(), jreg()], names=["plain", "jreg"], baseline="jreg").headline
+    assert reverse["lowest_validation_loss"]["sentence"] == (
+        "At step 30 the baseline, jreg, has the lowest validation loss: 3.250 nats; plain comes next, 0.250 above it."
+    )
+    assert reverse["time_per_step:plain"]["value"] == pytest.approx(0.8)
+
+
+def test_a_run_does_not_differ_from_itself() -> None:
+    found = compare([plain(), plain(), plain()], names=["a", "b", "c"])
+    assert found.table[found.table.model != "a"]["difference"].abs().max() == 0
+    assert [entry["sentence"] for name, entry in found.headline.items() if ":" not in name] == [
+        "At step 30 the baseline, a, and b have the lowest validation loss: 3.500 nats.",
+        "No run’s last layer jumps less than the baseline’s: 39.0 %.",
+        "Time per step is 1.00 times that of the baseline.",
+        "Peak memory is 1.00 times that of the baseline.",
+    ]
+
+
+@pytest.mark.parametrize("shift", [-0.2, -1e-4, 0.0, 1e-4, 0.2])
+def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: float) -> None:
+    other = run(losses(7.0, 5.0, 4.0, 3.5 + shift), [0.3, 0.1, 0.4 + shift / 10])
+    found = compare([plain(), other], names=["a", "b"]).headline
+    best, jump, loss = (found[n]["sentence"] for n in ("lowest_validation_loss", "lowest_zeta_L", "validation_loss:b"))
+    assert not any(zero in loss for zero in ("+0.000", "-0.000"))
+    assert "0.000" not in best
+    if abs(shift) < 5e-4:
+        assert "have the lowest validation loss: 3.500 nats." in best
+    else:
+        assert "0.200 above it" in best if shift > 0 else "0.200 below the baseline" in best
+    if shift >= 0:
+        assert jump.startswith("No run’s last layer jumps less")
+    else:
+        assert jump.startswith("The last layer jumps least in b")
+        assert ("by less than 0.1 %" in jump) is (abs(shift) < 0.01)
+
+
+def test_the_last_common_step_decides() -> None:
+    short = run(losses(7.0, 5.5, 4.2), [0.3, 0.1, 0.2], seconds=0.5)
+    found = compare([plain(), jreg(), short], names=["plain", "jreg", "short"])
+    assert found.meta["step"] == 20
+    assert found.headline["validation_loss:short"]["value"] == pytest.approx(0.2)
+    assert found.headline["validation_loss:jreg"]["value"] == pytest.approx(0.1)
+    assert found.meta["warnings"] == ["plain, jreg were trained past step 20, the last that all runs have."]
+    assert found.headline["greatest_time_per_step"]["sentence"] == (
+        "Time per step is 0.50 to 1.25 times that of the baseline, most in jreg."
+    )
+
+
+def test_means_since_the_last_evaluation_meet_only_over_the_same_steps() -> None:
+    other = run(losses(7.0, 5.0, 3.0, steps=(0, 20, 30)), [0.3, 0.1, 0.2])
+    found = compare([plain(), other], names=["plain", "other"]).table
+    own = found[found.model == "other"].set_index(["measure", "step"])["difference"]
+    assert own["validation_loss"].to_dict() == pytest.approx({0: 0.0, 20: 1.0, 30: -0.5})
+    assert np.isnan(own["train_loss"][20])  # over steps 1 to 20, where the baseline's is over 11 to 20
+    assert own["train_loss"][30] == pytest.approx(-0.5)
+
+
+def test_depths_that_differ_meet_at_relative_depth() -> None:
+    deep = run(losses(7.0, 5.0), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    found = compare([plain(), deep], names=["plain", "deep"])
+    own = found.table[(found.table.model == "deep") & (found.table.step == 10)]
+    profile = own[own.measure == "displacement"]
+    base = 1.1 * np.array([0.3, 0.1, 0.4])
+    expected = profile["value"] - np.interp(np.arange(1, 7) / 6, np.arange(1, 4) / 3, base)
+    np.testing.assert_allclose(profile["difference"], expected, atol=1e-12)
+    rate = own[own.measure == "jump_rate"]["difference"].item()
+    assert rate == pytest.approx(100 * 1.1 * (0.1 - 0.3))
+    assert found.meta["warnings"][-1].startswith("deep and plain have 6 and 3 layers")
+
+
+def test_one_disturbed_interval_does_not_change_the_time_per_step() -> None:
+    rows = [(0, 0.0), (10, 10.0), (20, 20.0), (30, 90.0)]
+    table = pd.concat(
+        tabulate([("elapsed", "model", None, None, "value", clock, None, "s")], step=step) for step, clock in rows
+    )
+    assert time_per_step(table) == pytest.approx(1.0)
+    assert time_per_step(table[table.step > 0]) == pytest.approx(1.0)  # the clock starts at zero
+    assert time_per_step(table[table.step == 0]) is None
+
+
+def test_what_makes_runs_unequal_is_said() -> None:
+    changed = jreg(hash="sha256:bb", targets=128, sequence_length=32, tokenizer="u", global_batch_size=8, steps=60)
+    lines = compare([plain(), changed], names=["a", "b"]).meta["warnings"]
+    assert lines == [
+        "b and a: the losses are not comparable because the data differ; the tokenizers differ (b: u, a: t); "
+        "the sequence lengths differ (b: 32, a: 16); the numbers of validation targets differ (b: 128, a: 64).",
+        "b and a: equal steps are not equal training because the batch sizes differ (b: 8, a: 4); "
+        "the learning-rate schedules are of different length (b: 60, a: 30).",
+    ]
+    unfinished = jreg()
+    unfinished.meta |= {"complete": False, "warnings": ["hot"]}
+    lines = compare([plain(), unfinished], names=["a", "b"]).meta["warnings"]
+    assert lines == ["b: the run is not complete.", "b: hot"]
+    only_start = run(losses(7.0), [0.3, 0.1, 0.2])
+    found = compare([plain(), only_start], names=["a", "b"])
+    assert found.meta["step"] == 0
+    assert "The only evaluated step that all runs have is 0, before training." in found.meta["warnings"]
+
+
+def test_a_run_and_a_measurement_do_not_mix(tmp_path: Path) -> None:
+    measured = Results(plain().table.drop(columns="step"), {"kind": "measure", "model": {"num_layers": 3}})
+    folders = [plain().save(tmp_path / "run"), measured.save(tmp_path / "out")]
+    with pytest.raises(FulldepthError, match=r"run is a training run, out is a measurement.*fulldepth measure"):
+        compare(folders)
+    with pytest.raises(FulldepthError, match=r"a, c are training runs, b is a measurement"):
+        compare([plain(), measured, jreg()], names=["a", "b", "c"])
+
+
+def test_runs_without_a_common_step_are_refused() -> None:
+    odd = run(losses(7.0, 5.0, steps=(5, 15)), [0.3, 0.1, 0.2])
+    with pytest.raises(FulldepthError, match=r"no evaluated step in common \(plain: 0, 10, 20, 30; odd: 5, 15\)"):
+        compare([plain(), odd], names=["plain", "odd"])
+    lost = plain()
+    lost.table["value"] = lost.table["value"].where(lost.table.measure != "validation_loss")
+    with pytest.raises(FulldepthError, match="lost: none"):
+        compare([plain(), lost], names=["plain", "lost"])
+
+
+def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
+    folders = [plain().save(tmp_path / "plain"), jreg().save(tmp_path / "jreg")]
+    found = compare(folders)
+    again = Results.load(found.save(tmp_path / "both"))
+    pd.testing.assert_frame_equal(again.table, found.table)
+    assert json.loads(json.dumps(found.meta)) == again.meta
+    assert [model["label"] for model in again.meta["models"]] == ["plain", "jreg"]
+    assert again.meta["models"][1]["headline"]["time_per_step"] == {"value": 1.25, "unit": "s"}
+    assert again.meta["models"][1]["settings"]["global_batch_size"] == 4
+    with pytest.raises(FulldepthError, match="is a comparison already"):
+        compare([tmp_path / "both", folders[0]])

@@ -1,0 +1,76 @@
+"""No number depends on the batch: models that mix padding into their tokens, and models that draw random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+import fulldepth
+from families import zoo
+from fulldepth.data.sequences import Batch, Sequences
+from fulldepth.errors import FulldepthError
+from fulldepth.measurement.batching import check_batching
+
+
+def texts(lengths: list[int], seed: int = 0) -> Sequences:
+    """Random token sequences of these lengths, right padded."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, zoo.VOCAB, (length,), generator=generator) for length in lengths]
+
+    def collate(indices: list[int]) -> Batch:
+        chosen = [rows[index] for index in indices]
+        ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in chosen], batch_first=True)
+        order = torch.tensor(list(indices))
+        return Batch({"input_ids": ids, "attention_mask": mask}, mask.bool(), order, token_ids=ids)
+
+    return Sequences("random", "text", "representation", "sha256:0", rows, collate, lengths, 0)
+
+
+def measured(model: tf.PreTrainedModel, batch_size: int) -> tuple[list[float], list[str]]:
+    data = texts([9, 16, 9, 12, 16, 7])
+    results = fulldepth.measure(model, data, measures=["displacement"], batch_size=batch_size)
+    return results.table.query("statistic == 'mean'").value.tolist(), results.meta["warnings"]
+
+
+@pytest.mark.parametrize("model_type", ["fnet", "convbert", "bert"])
+def test_displacement_is_that_of_each_sequence_alone(model_type: str) -> None:
+    model = zoo.build(model_type, "representation")
+    together, warnings = measured(model, 6)
+    alone, _ = measured(model, 1)
+    assert together == pytest.approx(alone, rel=1e-5)
+    mixes = model_type != "bert"
+    assert any("change when a sequence is padded" in line for line in warnings) is mixes
+
+
+def test_a_model_whose_sequences_see_each_other_runs_them_alone() -> None:
+    model = zoo.build("llama", "causal-lm")
+    block = model.model.layers[1]
+    plain = block.forward
+    block.forward = lambda states, *args, **kwargs: plain(states - states.mean(0, keepdim=True), *args, **kwargs)
+    batching, sentence = check_batching(fulldepth.capture.find_anatomy(model), texts([8, 8, 8]), torch.device("cpu"))
+    assert batching == "single"
+    assert sentence is not None
+
+
+def test_a_model_that_draws_random_numbers_is_refused() -> None:
+    """ViT-MAE masks patches at random, in evaluation mode too."""
+    model = zoo.build("vit_mae", "representation")
+    pixels = torch.randn(2, 3, 32, 32)
+
+    def collate(indices: list[int]) -> Batch:
+        return Batch({"pixel_values": pixels[list(indices)]}, None, torch.tensor(list(indices)))
+
+    data = Sequences("noise", "images", "representation", "sha256:0", [0, 1], collate, [0, 0], 0)
+    with pytest.raises(FulldepthError, match="draws random numbers"):
+        fulldepth.measure(model, data, measures=["displacement"])
+
+
+def test_batches_of_one_length_hold_every_sequence_once() -> None:
+    data = texts([9, 16, 9, 12, 16, 7, 9])
+    data.batching = "equal"
+    groups = data.groups(2)
+    assert sorted(index for group in groups for index in group) == list(range(7))
+    assert all(len({data.lengths[index] for index in group}) == 1 for group in groups)
+    assert max(map(len, groups)) == 2

@@ -1,0 +1,205 @@
+"""What a measurement says beside its numbers: policies that fit the model, BOS tokens, gaps, and when it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+
+import tiny_models
+from fulldepth.data import train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.measurement import measure
+from fulldepth.measurement.caveats import gaps, spans
+from fulldepth.results import Results, tabulate
+
+FEW = {"max_sequences": 6, "sequence_length": 12}
+
+
+@pytest.fixture(scope="module")
+def with_bos(corpus):
+    """A tokenizer that puts <s> before every text."""
+    made = train_tokenizer([corpus], vocab_size=320)
+    made.add_special_tokens({"bos_token": "<s>"})
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.bos_token_id)]
+    )
+    return made
+
+
+@pytest.fixture
+def llama(tokenizer):
+    model = tiny_models.build("llama")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model
+
+
+def of(lines, words):
+    return [line for line in lines if words in line]
+
+
+@pytest.mark.parametrize(("texts", "count"), [("windows", 1), ("rows", 12)])
+def test_how_many_sequences_begin_with_bos(with_bos, corpus, texts, count):
+    """Only the first window that is cut from a document has its BOS token."""
+    model = tiny_models.build("llama")
+    model.resize_token_embeddings(len(with_bos), mean_resizing=False)
+    data = [corpus[:800]] if texts == "windows" else [{"text": corpus[n : n + 40], "label": n % 2} for n in range(12)]
+    found = measure(model, data, tokenizer=with_bos, max_sequences=12, sequence_length=48 if count > 1 else 16)
+    policy = found.meta["token_policy"]
+    assert found.meta["data"]["sequences"] == 12
+    assert policy["begin_with_bos"] == count
+    said = "1 of 12 sequences begins" if count == 1 else "Every sequence begins"
+    assert policy["sentence"].endswith(f"{said} with the BOS token (<s>).")
+    assert bool(of(found.meta["warnings"], "BOS token")) is (count == 1)
+
+
+def test_without_a_bos_token_nothing_is_said_of_it(llama, text_file, tokenizer):
+    policy = measure(llama, str(text_file), tokenizer=tokenizer, **FEW).meta["token_policy"]
+    assert policy["begin_with_bos"] is None
+    assert "BOS" not in policy["sentence"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for name in ("LABEL_0", "LABEL_1"):
+        (root / name).mkdir()
+        for number in range(3):
+            Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory):
+    """A vision tower without a class token: 16 patches, 16 positions."""
+    folder = tmp_path_factory.mktemp("siglip")
+    settings = {name: value for name, value in tiny_models.VISION.items() if name != "num_labels"}
+    torch.manual_seed(0)
+    tf.SiglipVisionModel(tf.SiglipVisionConfig(**settings)).save_pretrained(folder)
+    tf.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_a_class_token_counts_its_patches(siglip, pictures):
+    found = measure(siglip, pictures)
+    assert found.meta["token_policy"]["name"] == "all"
+    assert "CLS" not in found.meta["token_policy"]["sentence"]
+    rows = found.table[(found.table.measure == "displacement") & (found.table.statistic == "mean")]
+    assert set(rows["count"]) == {6 * 16}
+    asked = measure(siglip, pictures, token_policy="cls", measures=["displacement"])
+    assert asked.meta["token_policy"]["sentence"] == (
+        "Only the first patch of each image counts; the model has no [CLS] token."
+    )
+
+
+def test_a_model_with_a_class_token_counts_it(checkpoint, pictures, ragged_tsv, tokenizer):
+    for family in ("vit", "deit"):
+        found = measure(checkpoint(family), pictures, measures=["displacement"]).meta["token_policy"]
+        assert (found["name"], found["sentence"]) == ("cls", "Only the first token ([CLS]) of each image counts.")
+    bert = measure(checkpoint("bert-classifier"), ragged_tsv, sequence_length=32, measures=["displacement"])
+    assert bert.meta["token_policy"]["sentence"] == "Only the first token ([CLS]) of each sequence counts."
+    plain = measure(checkpoint("llama"), ragged_tsv, token_policy="cls", measures=["displacement"], sequence_length=32)
+    assert plain.meta["token_policy"]["sentence"] == "Only the first token of each sequence counts."
+
+
+def test_few_tokens_and_a_single_sequence(llama, text_file, tokenizer, corpus):
+    one = measure(llama, str(text_file), tokenizer=tokenizer, max_sequences=1, sequence_length=1)
+    assert of(one.meta["warnings"], "Only one token counts, fewer than 1,000")
+    entry = one.headline["last_layer_displacement"]
+    assert entry["standard_error"] is None
+    assert entry["no_standard_error"] == "it takes 2 sequences or more, there is 1"
+    many = measure(
+        llama, [corpus], tokenizer=tokenizer, max_sequences=80, sequence_length=16, measures=["displacement"]
+    )
+    assert not of(many.meta["warnings"], "fewer than 1,000")
+    assert 0 < many.headline["last_layer_displacement"]["standard_error"] < 0.05
+
+
+def test_standard_errors_are_printed_and_on_the_page(main, checkpoint, text_file, tmp_path):
+    out = tmp_path / "out"
+    outcome = main("measure", checkpoint("llama"), "--data", text_file, "--output", out, "--max-sequences", 6)
+    assert outcome.code == 0, outcome.err
+    headline = Results.load(out).headline
+    page = (out / "report.html").read_text()
+    for name, entry in headline.items():
+        assert entry["standard_error"] is not None, name
+        error = f"± {entry['standard_error']:.2g}"
+        assert error in " ".join(outcome.out.split()), name
+        assert f'"error":{json.dumps(error)}' in page, name
+
+
+def test_weights_that_are_all_zero_are_named_with_what_they_undo(llama, text_file, tokenizer):
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.zero_()
+    found = measure(llama, str(text_file), tokenizer=tokenizer, **FEW)
+    lines = found.meta["warnings"]
+    assert of(lines, "23 of 23 weight matrices hold only zeros (first: model.embed_tokens.weight)")
+    assert of(lines, "displacement is not a number at layers 1-3: every state there")
+    assert of(lines, "cosine is not a number at layers 0-3")
+    left_out = {entry["measure"]: entry["reason"] for entry in found.meta["left_out"]}
+    assert left_out["coherence"] == "the states do not vary along the sequence at any layer"
+    assert "mean_coherence" not in found.headline, "what is 1 by construction copies nothing"
+    assert "last_layer_displacement" not in found.headline
+
+
+def test_nothing_finite_is_refused_before_anything_is_written(refused, checkpoint, text_file, tmp_path):
+    folder = tmp_path / "zero"
+    model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.save_pretrained(folder)
+    tf.AutoTokenizer.from_pretrained(checkpoint("llama")).save_pretrained(folder)
+    out = tmp_path / "out"
+    refused(
+        *("measure", folder, "--data", text_file, "--output", out, "--measures", "displacement,jump_rate"),
+        says=["is a finite number", "only zeros", "displacement is not a number at layers 1-3"],
+    )
+    assert not list(out.glob("*"))
+
+
+def test_one_token_repeated_is_said(llama, tokenizer, corpus):
+    found = measure(llama, [" the" * 80], tokenizer=tokenizer, **FEW)
+    assert of(found.meta["warnings"], "The data hold a single token, repeated")
+    assert not of(measure(llama, [corpus], tokenizer=tokenizer, **FEW).meta["warnings"], "The data hold")
+
+
+def test_gaps_are_named_by_layer_and_statistic():
+    nan = float("nan")
+    rows = [("nc1", "residual", n, None, "value", nan if n in (0, 1, 3) else 1.0, 4, "1") for n in range(5)]
+    rows += [
+        ("cka", "residual", a, b, "debiased", nan if 2 in (a, b) else 1.0, 4, "1") for a in range(4) for b in range(4)
+    ]
+    rows += [
+        ("separability", "value", n, None, s, nan if s == "std" else 0.5, 4, "1")
+        for n in (1, 2)
+        for s in ("mean", "std")
+    ]
+    rows += [("norm_ratio", "residual", 1, None, "mean", float("inf"), 4, "1")]
+    rows += [("displacement", "residual", n, None, "mean", 0.1, 4, "1") for n in (1, 2)]
+    rows += [("coherence", "residual", n, None, "mean", 0.1, 4, "1") for n in (1, 3, 4)]
+    assert gaps(tabulate(rows), 4) == [
+        "nc1 is not a number at layers 0-1, 3: the means of the classes coincide there.",
+        "cka is not a number at layer 2: the states there are equal for all tokens, or too few to estimate their "
+        "similarity.",
+        "separability (std) is not a number at layers 1-2: nothing finite came out there.",
+        "norm_ratio is not a number at layer 1: the layer adds exactly nothing to any state, or the states are zero.",
+        "coherence has no number at layer 2: the states there do not vary along the sequence.",
+    ]  # fmt: skip
+    assert spans([0, 1, 2, 5, 7, 8]) == "layers 0-2, 5, 7-8"
+
+
+def test_a_table_of_nothing_is_refused(llama, text_file, tokenizer):
+    with torch.no_grad():
+        llama.model.embed_tokens.weight.zero_()
+        for parameter in llama.model.layers.parameters():
+            parameter.zero_()
+    with pytest.raises(FulldepthError, match="finite number"):
+        measure(llama, str(text_file), tokenizer=tokenizer, measures=["norm_ratio", "cosine"], **FEW)

@@ -1,0 +1,100 @@
+"""Sentences of the headline, over grids of values: true for nothing, for what rounds to nothing, and at each border."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from fulldepth.measurement.headline import headline
+from fulldepth.metrics.jump_rate import describe_jump
+from fulldepth.results import tabulate
+from fulldepth.training.headline import headline as training_headline
+
+RATES = (-3.0, -0.01, 0.0, 1e-12, 0.03, 0.049, 0.051, 0.94, 9.94, 9.951, 10.0, 55.5)
+
+
+def numbers(sentence):
+    return [float(found) for found in re.findall(r"\d+\.\d+", sentence)]
+
+
+def said(layers=4, sequences=8, **statistics):
+    """The headline of a table of `measure__statistic=value` at the last layer (or at none)."""
+    rows = []
+    for name, (layer, value, unit) in statistics.items():
+        measure, statistic = name.split("__")
+        rows.append((measure, "residual", layer, None, statistic.replace("_EQ_", "="), value, 100, unit))
+    return headline(tabulate(rows), layers, sequences)
+
+
+@pytest.mark.parametrize("value", RATES)
+def test_jumps_are_told_as_they_are(value):
+    last = said(jump_rate__value=(4, value, "%"))["zeta_L"]
+    before = said(jump_rate__value=(3, value, "%"))["zeta_L-1"]
+    assert last["sentence"] == describe_jump(value)
+    for entry in (last, before):
+        sentence = entry["sentence"]
+        assert " 0.0 " not in sentence, "0.0 more is not more"
+        assert "-" not in sentence
+        grows = value > 0
+        assert ("no more than" in sentence or "no layer displaces more" in sentence) is not grows
+        if printed := [n for n in numbers(sentence) if n != 0.1]:
+            assert printed == [pytest.approx(value, abs=0.05)]
+            assert ("a large jump" in sentence) is (printed[0] >= 10), "the verdict fits the number that is printed"
+        else:
+            assert value < 0.15
+            assert "large jump" not in sentence or "no large jump" in sentence
+
+
+@pytest.mark.parametrize("value", [value for value in RATES if value >= 0])
+def test_training_tells_jumps_in_the_same_words(value):
+    rows = [("jump_rate", "residual", 4, None, "value", value, 100, "%")]
+    assert training_headline(tabulate(rows, step=10))["zeta_L"]["sentence"] == describe_jump(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [(0.0, "little is kept"), (0.304, "little is kept"), (0.306, "effective work"), (0.557, "effective work"),
+     (0.694, "effective work"), (0.696, "mostly copies"), (1.0, "mostly copies")],
+)  # fmt: skip
+def test_coherence_is_judged_by_the_corrected_mean(value, verdict):
+    """Of two texts: a raw mean of 0.73 is a corrected one of 0.557, which copies nothing."""
+    raw = {"coherence__mean": (1, 0.73, "1")}
+    entry = said(sequences=2, **raw, coherence__mean_corrected_of_layers=(None, value, "1"))["mean_coherence"]
+    assert entry["value"] == value
+    assert verdict in entry["sentence"]
+    assert "bias of 2 sequences" in entry["sentence"]
+    assert "mean_coherence" not in said(**raw), "a raw mean alone is no verdict"
+
+
+def test_standard_errors_or_why_there_is_none():
+    found = said(displacement__mean=(4, 0.25, "1"), displacement__standard_error=(4, 0.01, "1"))
+    assert found["last_layer_displacement"]["standard_error"] == 0.01
+    assert "no_standard_error" not in found["last_layer_displacement"]
+    coherence = {"coherence__mean_corrected_of_layers": (None, 0.4, "1")}
+    reasons = [
+        said(sequences=n, displacement__mean=(4, 0.25, "1"), **coherence)[name]["no_standard_error"]
+        for n, name in ((1, "last_layer_displacement"), (2, "mean_coherence"), (5, "mean_coherence"))
+    ]
+    assert reasons == [
+        "it takes 2 sequences or more, there is 1",
+        "it takes 3 sequences or more, there are 2",
+        "without one group of sequences the number is not defined",
+    ]
+
+
+def test_no_sentence_says_nan():
+    nan = math.nan
+    found = said(
+        displacement__mean=(4, 0.25, "1"),
+        jump_rate__value=(4, nan, "%"),
+        effective_depth__relative_eps_EQ_0=(None, 2.0, "layers"),
+        **{
+            "effective_depth__relative_eps_EQ_0.05": (None, 3.0, "layers"),
+            "effective_depth__eps_EQ_0.05": (None, nan, "layers"),
+        },
+        saturation__median=(None, nan, "layers"),
+    )
+    assert set(found) == {"last_layer_displacement", "effective_depth"}
+    assert not any("nan" in entry["sentence"] for entry in found.values())

@@ -1,0 +1,264 @@
+"""Models with a tree, streams or a memory, measured from a checkpoint folder, against the model in plain loops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from architectures import combinations
+from architectures import oracle as plain
+from fulldepth.measurement import measure
+from fulldepth.results import Results
+from measurement import oracle
+
+T, N, LAYERS = 12, 6, 5
+EXACT = {"rtol": 1e-9, "atol": 1e-10}
+PRUNED = "static-pruned"
+"""A model that lost most weights of its routers by top-p pruning: their logits are -inf."""
+MEMORY = [
+    "static",
+    PRUNED,
+    "static-mha",
+    "dynamic",
+    "dynamic-raw",
+    "dynamic-pruned",
+    "kv-public",
+    "tree-static",
+    "tree-kv",
+]
+KINDS = ["serial", "tree", "tree-skipping", "hyper", "hyper-static", *MEMORY]
+ASKED = ["displacement", "norm_ratio", "renyi_entropy", "lens_loss", "coherence"]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory, tokenizer):
+    """name -> a checkpoint folder of that combination in float64, and the model."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            model = combinations.build("static" if name == PRUNED else name, vocab_size=len(tokenizer))
+            if name == PRUNED:
+                assert model.prune_routers(p=0.6)["share"] > 0.2
+            folder = tmp_path_factory.mktemp("depth_llama") / name
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[name] = folder, model
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def measured(folder_of, text_file, tokenizer):
+    """name -> results, the model, the trace of the same windows."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder, model = folder_of(name)
+            extra = ["retrieval_weight", "expected_retrieval"] if model.config.memory != "none" else []
+            extra += ["stream_mixing"] if model.config.residual == "hyper" else []
+            results = measure(
+                folder, text_file, measures=ASKED + extra, max_sequences=N, sequence_length=T, batch_size=4, seed=3
+            )
+            ids, frequencies = windows(tokenizer, text_file), combinations.frequencies(model)
+            made[name] = results, model, plain.run(model.state_dict(), model.config, ids, frequencies=frequencies)
+        return made[name]
+
+    return get
+
+
+def windows(tokenizer, text_file):
+    """[N, T] ids."""
+    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+
+
+def streams(trace, config):
+    """[L+1, N, T, D] the residual stream, several of them summed; the embedding stands in each."""
+    if config.residual != "hyper":
+        return torch.stack(trace.states).numpy()
+    return torch.stack([config.num_streams * trace.states[0], *(h.sum(2) for h in trace.states[1:])]).numpy()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_states_and_routed_values(measured, name, text_file, tokenizer):
+    results, model, trace = measured(name)
+    states = streams(trace, model.config)
+    psi = oracle.psi(states[:-1], states[1:])
+    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean((1, 2)), **EXACT)
+    ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
+    np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio.mean((1, 2)), **EXACT)
+    for site, where in (("residual", states), ("value", [value.flatten(2).numpy() for value in trace.values])):
+        expected = [np.mean([oracle.entropy(z) for z in layer]) for layer in where]
+        np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", site), expected, rtol=1e-8)
+    loss = float(plain.loss(trace.logits, windows(tokenizer, text_file)))
+    assert results.values("lens_loss", "mean")[LAYERS] == pytest.approx(loss, rel=1e-6)
+    assert results.meta["model"]["family"] == "depth_llama"
+
+
+def distributions(weights):
+    """Tokens' absolute shares and masses [tokens][H][r] of one layer's weights."""
+    weights = weights.double().numpy()
+    if weights.ndim == 3:  # over key and value heads
+        size, mass = np.abs(weights).sum(-1)[None], weights.sum(-1)[None]
+    else:
+        mass = weights.reshape(-1, *weights.shape[-2:])
+        size = np.abs(mass)
+    return size / size.sum(-1, keepdims=True), mass
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_retrieval(measured, name):
+    results, model, trace = measured(name)
+    table = results.table[results.table.measure == "retrieval_weight"]
+    keyed = table.set_index(["site", "layer", "other", "statistic"]).value.to_dict()
+    expected, depth = {}, {}
+    for index in range(1, LAYERS):
+        layer = index + 1
+        shares, masses = (found.mean(0) for found in distributions(trace.routing[index]))
+        for statistic, heads in (("share", shares), ("mean", masses)):
+            expected |= {("routing", layer, m, statistic): heads[:, m].mean() for m in range(layer)}
+            expected |= {(f"head_{h}", layer, index, statistic): heads[h, index] for h in range(len(heads))}
+        w_o = model.model.layers[index].self_attn.o_proj.weight.detach().numpy()
+        norms = [np.linalg.norm(w_o[:, 6 * h : 6 * h + 6]) for h in range(4)]
+        group = 4 // len(shares)
+        depth[layer] = sum(p * (shares[h // group] @ np.arange(layer)) for h, p in enumerate(norms)) / sum(norms)
+    assert keyed.keys() == expected.keys()
+    np.testing.assert_allclose([keyed[key] for key in expected], list(expected.values()), **EXACT)
+    assert np.isfinite(table.value).all()
+    if name == PRUNED:
+        assert (table.value == 0).any(), "what was pruned is never read"
+    found = results.values("expected_retrieval", "value", "routing")
+    assert found.to_dict() == pytest.approx(depth, rel=1e-9)
+    assert set(table["count"]) == {N * T}
+
+
+@pytest.mark.parametrize("name", ["hyper", "hyper-static"])
+def test_stream_mixing(measured, name, text_file, tokenizer):
+    results, model, _ = measured(name)
+    seen = {}
+    for index, layer in enumerate(model.model.layers):
+        for branch in ("attention", "mlp"):
+            connection = layer.get_submodule(f"{branch}_connection")
+            connection.register_forward_pre_hook(lambda _, args, at=(branch, index + 1): seen.update({at: args[0]}))
+    with torch.no_grad():
+        model(windows(tokenizer, text_file))
+    for (branch, layer), given in seen.items():
+        parts = model.model.layers[layer - 1].get_submodule(f"{branch}_connection").state_dict()
+        alpha, beta = parts["static_alpha"], parts["static_beta"]
+        if name == "hyper":
+            normed = plain.layer_norm(given)
+            alpha = alpha + parts["dynamic_alpha_scale"] * (normed @ parts["dynamic_alpha"]).tanh()
+            beta = beta + parts["dynamic_beta_scale"] * (normed @ parts["dynamic_beta"]).tanh()
+        n = beta.shape[-1]
+        alpha, beta = alpha.reshape(-1, n, n + 1).mean(0).numpy(), beta.reshape(-1, n).mean(0).numpy()
+        for i in range(n):
+            site = f"{branch}_stream_{i}"
+            values = {s: results.values("stream_mixing", s, site)[layer] for s in ("input", "kept", "given", "output")}
+            others = sum(alpha[i, 1 + j] for j in range(n) if j != i)
+            expected = {"input": alpha[i, 0], "kept": alpha[i, 1 + i], "given": others, "output": beta[i]}
+            assert values == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tree", "tree-static", "serial"])
+def test_coherence_of_attention_is_that_of_what_it_read(measured, name, text_file, tokenizer):
+    results, model, trace = measured(name)
+    after, tree = {}, model.config.tree or {}
+    for index, layer in enumerate(model.model.layers):
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args, at=index: after.update({at: args[0]}))
+    with torch.no_grad():
+        model(windows(tokenizer, text_file))
+    for index, layer in enumerate(model.model.layers):
+        x = trace.states[index]
+        if index in tree:
+            ends = [trace.states[source + 1] for source in tree[index]]
+            norms = [norm.weight.detach() for norm in layer.tree_norms]
+            x = sum(plain.rms_norm(h, gain, model.config.rms_norm_eps) for h, gain in zip(ends, norms, strict=True))
+        expected = oracle.coherence_cells(x.numpy(), after[index].numpy()).mean()
+        assert results.values("coherence", "mean", "attention")[index + 1] == pytest.approx(expected, abs=1e-9)
+
+
+def test_nearest_tokens_of_dynamic_routers(measured, tokenizer):
+    results, model, _ = measured("dynamic")
+    listed = results.meta["router_tokens"]
+    heads, embeddings = 2, model.model.embed_tokens.weight.detach().numpy()
+    assert listed["of"] == heads * (2 + 3 + 4 + 5)
+    seen, strength = set(), []
+    for entry in listed["routers"]:
+        layer, source, head = entry["layer"], entry["source"], entry["head"]
+        seen.add((layer, source, head))
+        router = model.model.layers[layer - 1].self_attn.router
+        with torch.no_grad():  # log-weights of unit vectors: the columns of P, up to a constant of head and channel
+            logits = router(torch.eye(24, dtype=torch.float64)[None]).log()[0, :, head]
+        (weight,) = router.state_dict().values()
+        column = weight.view(heads, layer, 24)[head, source].numpy()
+        differences = logits[:, source] - logits[:, 0]
+        np.testing.assert_allclose(differences, column - weight.view(heads, layer, 24)[head, 0].numpy(), atol=1e-9)
+        cosines = oracle.cosines(embeddings, column[None])
+        best = np.argsort(-cosines)[:30]
+        assert [token for token, _ in entry["tokens"]] == [tokenizer.decode([i]) for i in best]
+        np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], cosines[best], atol=6e-5)
+        strength.append(cosines[best].mean())
+    assert len(seen) == listed["of"]
+    assert strength == sorted(strength, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["static", "kv-public", "hyper"])
+def test_other_routers_have_no_tokens(measured, name):
+    assert measured(name)[0].meta["router_tokens"] is None
+
+
+def test_padding_and_batches_change_no_weight(folder_of, ragged_tsv):
+    folder, _ = folder_of("dynamic")
+    runs = [
+        measure(folder, ragged_tsv, measures=["retrieval_weight"], sequence_length=32, batch_size=size)
+        for size in (1, 5)
+    ]
+    np.testing.assert_allclose(runs[0].table.value, runs[1].table.value, **EXACT)
+    assert runs[0].table["count"].tolist() == runs[1].table["count"].tolist()
+
+
+def test_a_model_without_a_memory_says_nothing_of_it(folder_of, text_file):
+    folder, _ = folder_of("serial")
+    results = measure(folder, text_file, max_sequences=2, sequence_length=T)
+    mentioned = {entry["measure"] for entry in results.meta["left_out"]} | set(results.table.measure)
+    assert not mentioned & {"retrieval_weight", "expected_retrieval", "stream_mixing"}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reason"),
+    [
+        ("serial", "retrieval_weight", "DepthLlamaForCausalLM has no memory of earlier layers"),
+        ("hyper", "expected_retrieval", "DepthLlamaForCausalLM has no memory of earlier layers"),
+        ("static", "stream_mixing", "DepthLlamaForCausalLM has a single residual stream"),
+    ],
+)
+def test_what_a_model_has_not_cannot_be_asked_for(refused, folder_of, text_file, tmp_path, name, asked, reason):
+    folder, _ = folder_of(name)
+    refused("measure", folder, "--data", text_file, "--output", tmp_path / "out", "--measures", asked, says=[reason])
+
+
+def test_the_command_needs_no_foreign_code(main, folder_of, text_file, tmp_path):
+    """The checkpoint carries its modelling files; this package does not run them, nor ask for leave to."""
+    folder, _ = folder_of("tree-kv")
+    assert list(folder.glob("modeling_*.py"))
+    outcome = main("measure", folder, "--data", text_file, "--output", tmp_path / "out", "--max-sequences", 3)
+    assert outcome.code == 0, outcome
+    results = Results.load(tmp_path / "out")
+    assert {"retrieval_weight", "expected_retrieval"} <= set(results.table.measure)
+    assert {"retrieval_weight", "expected_retrieval", "self_retrieval"} <= set(results.figures())
+
+
+@pytest.mark.slow
+def test_in_a_new_process_too(folder_of, text_file):
+    folder, _ = folder_of("static")
+    program = (
+        f"import fulldepth; print(fulldepth.measure({str(folder)!r}, {str(text_file)!r}, max_sequences=2).headline)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "last_layer_displacement" in done.stdout, done.stderr

@@ -1,0 +1,128 @@
+"""Two processes under torchrun give what one gives, whatever the share of the batches that each takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from fulldepth.measurement import MeasureSettings, measure_into
+from fulldepth.results import Results
+
+pytestmark = pytest.mark.slow
+KEYS = ["measure", "site", "layer", "other", "statistic"]
+
+
+def torchrun(*arguments):
+    """`torchrun --nproc-per-node 2 -m fulldepth measure ...`, on this machine alone."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*program, "-m", "fulldepth", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=300,
+    )
+
+
+def compare(model, data, folder, flags=(), **settings):
+    """Both ways, into two folders; the tables must be equal to 1e-6."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    done = torchrun("measure", model, "--data", data, "--output", folder / "two", *given, *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lists = {name: value.split(",") for name, value in settings.items() if name in ("words", "measures")}
+    one = measure_into(model, str(data), folder / "one", MeasureSettings(**(settings | lists)))
+    two = Results.load(folder / "two")
+    keys = [*KEYS, "step"] if one.is_series else KEYS
+    left, right = (r.table.set_index(keys)[["value", "count", "unit"]].sort_index() for r in (one, two))
+    pd.testing.assert_frame_equal(left, right, rtol=1e-6, atol=1e-6)
+    assert two.meta["headline"].keys() == one.meta["headline"].keys()
+    for key in ("sampling", "left_out", "warnings", "token_policy", "model", "data", "lens_grid"):
+        assert two.meta[key] == one.meta[key], key
+    return one, two, done
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory, corpus):
+    """Ragged labelled texts with look-alike words in them."""
+    path = tmp_path_factory.mktemp("two") / "rows.tsv"
+    pieces = [corpus[n * 53 : n * 53 + 15 + 3 * n].split() for n in range(21)]
+    rows = [
+        f"{' '.join(words)} {('the', 'and')[n % 2]} {('the', 'and')[n // 2 % 2]}\t{n % 3}"
+        for n, words in enumerate(pieces)
+    ]
+    path.write_text("text\tlabel\n" + "\n".join(rows) + "\n", "utf-8")
+    return path
+
+
+def test_uneven_number_of_batches_and_samples_that_overflow(trained, sentences, checkpoint, tmp_path):
+    """Three batches over two processes; reservoir, lens and entropy samples smaller than the data."""
+    one, _, done = compare(
+        trained,
+        sentences,
+        tmp_path,
+        batch_size=7,
+        sequence_length=48,
+        reservoir_tokens=60,
+        lens_tokens=50,
+        entropy_sequences=6,
+        words="the,and",
+        reference=str(checkpoint("llama", 1)),
+        dtype="float64",
+    )
+    assert {"separability", "renyi_entropy", "cka", "spectral_norm", "mmd", "nc1", "saturation"} <= set(
+        one.table.measure
+    )
+    assert done.stdout.count("Page: ") == 1, "only the first process prints"
+    assert (tmp_path / "two" / "report.html").is_file()
+    assert not list((tmp_path / "two").glob(".*"))
+
+
+def test_one_batch_over_two_processes(trained, text_file, tmp_path):
+    """The second process sees no data at all."""
+    one, *_ = compare(trained, text_file, tmp_path, batch_size=8, max_sequences=6, sequence_length=16, words="the,and")
+    assert "coherence" in set(one.table.measure)
+
+
+def test_a_classifier(checkpoint, picture_folder, tmp_path):
+    compare(checkpoint("vit"), picture_folder, tmp_path, batch_size=4)
+
+
+def test_a_series(checkpoint, text_file, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for seed, step in ((0, 10), (1, 20)):
+        (run / f"checkpoint-{step}").symlink_to(checkpoint("llama", seed), target_is_directory=True)
+    _, two, _ = compare(run, text_file, tmp_path, max_sequences=5, sequence_length=12, batch_size=2)
+    assert [entry["step"] for entry in two.meta["steps"]] == [10, 20]
+    again = torchrun(
+        "measure",
+        run,
+        "--data",
+        text_file,
+        "--output",
+        tmp_path / "two",
+        *("--max-sequences", "5", "--sequence-length", "12", "--batch-size", "2"),
+    )
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "nothing to do" in again.stdout + again.stderr
+
+
+@pytest.mark.parametrize("mistake", ["no data", "overflow in the share of one process"])
+def test_mistakes_end_both_processes(overflowing, text_file, tmp_path, mistake):
+    """With one readable message, not with a process that waits for ever."""
+    model, data, says = overflowing, text_file, "NaN or infinite in sequences 4..5"
+    if mistake == "no data":
+        data, says = tmp_path / "absent.txt", "absent.txt"
+    few = ["--max-sequences", "6", "--sequence-length", "16", "--batch-size", "2", "--measures", "displacement,cka"]
+    done = torchrun("measure", model, "--data", data, "--output", tmp_path / "out", *few)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
+    assert said, done.stderr[-2000:]
+    assert says in said[0]
+    assert not (tmp_path / "out" / "results.json").exists()

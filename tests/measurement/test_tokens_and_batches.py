@@ -1,0 +1,195 @@
+"""What must change no number (batching, padding, the seed of what is not sampled), and which tokens count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fulldepth
+from fulldepth.errors import FulldepthError
+from fulldepth.measurement import measure
+from measurement import oracle
+
+KEYS = ["measure", "site", "layer", "other", "statistic"]
+
+
+def assert_same(left, right, *, rtol=1e-9, atol=1e-9, but=()):
+    """Two tables hold the same rows with the same numbers, apart from the measures in `but`."""
+    tables = [table[~table.measure.isin(but)].set_index(KEYS)[["value", "count", "unit"]] for table in (left, right)]
+    pd.testing.assert_frame_equal(*tables, check_like=True, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "bert-classifier"])
+def test_padding_and_batch_size_change_nothing(checkpoint, ragged_tsv, family):
+    """Alone, no text is padded; in batches of five, most are."""
+    options = {"sequence_length": 48, "words": ["the", "I"]}
+    single = measure(checkpoint(family), ragged_tsv, batch_size=1, dtype="float64", **options).table
+    for size in (5, 12):
+        assert_same(single, measure(checkpoint(family), ragged_tsv, batch_size=size, dtype="float64", **options).table)
+    plain = measure(checkpoint(family), ragged_tsv, batch_size=1, **options).table
+    batched = measure(checkpoint(family), ragged_tsv, batch_size=5, **options).table
+    # float32 forward passes differ with the shape of the batch, in the seventh digit
+    assert_same(plain, batched, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_on_the_left_changes_nothing_either(checkpoint, ragged_tsv, tokenizer):
+    left = tf.AutoTokenizer.from_pretrained(checkpoint("llama"), padding_side="left")
+    model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float64)
+    right = measure(model, str(ragged_tsv), tokenizer=tokenizer, batch_size=5, sequence_length=48)
+    other = measure(model, str(ragged_tsv), tokenizer=left, batch_size=5, sequence_length=48)
+    assert_same(right.table, other.table)
+
+
+def test_batch_size_changes_nothing_for_pictures_and_full_windows(checkpoint, picture_folder, text_file):
+    options = {"dtype": "float64"}
+    for family, data in (("vit", picture_folder), ("qwen3", text_file), ("bert", text_file)):
+        tables = [
+            measure(checkpoint(family), data, batch_size=size, max_sequences=11, **options).table for size in (1, 4, 64)
+        ]
+        assert_same(tables[0], tables[1])
+        assert_same(tables[0], tables[2])
+
+
+@pytest.mark.parametrize("policy", ["all", "no-first", "last", "cls"])
+def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer, policy):
+    """Against states of every text alone, cut by hand."""
+    results = measure(
+        checkpoint("llama"), ragged_tsv, token_policy=policy, batch_size=5, sequence_length=64, dtype="float64"
+    )
+    model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float64).eval()
+    cut = {"all": slice(None), "no-first": slice(1, None), "last": slice(-1, None), "cls": slice(0, 1)}[policy]
+    states = []
+    for text, _ in ragged_texts:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        states.append(oracle.taps(model, "model.layers", {"input_ids": ids})[0][:, 0, cut])
+    kept = np.concatenate(states, axis=1)
+    psi = oracle.psi(kept[:-1], kept[1:])
+    rows = results.table[(results.table.measure == "displacement") & (results.table.site == "residual")]
+    assert set(rows["count"][~rows.statistic.str.contains("no-first")]) == {kept.shape[1]}
+    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean(1), rtol=1e-9)
+    cosine = oracle.cosines(kept[0], kept[2]).mean()
+    assert results.values("cosine", "mean_raw", other=2)[0] == pytest.approx(cosine, rel=1e-9)
+    assert bool(results.table.statistic.str.endswith(":no-first").any()) is (policy == "all")
+    assert results.meta["token_policy"]["name"] == policy
+    assert results.meta["sampling"]["counted_tokens"] == kept.shape[1]
+
+
+def test_all_without_the_first_is_what_no_first_gives(checkpoint, ragged_tsv):
+    everything = measure(checkpoint("llama"), ragged_tsv, token_policy="all", sequence_length=64).table
+    beside = everything[everything.statistic.str.endswith(":no-first")].copy()
+    beside["statistic"] = beside.statistic.str.removesuffix(":no-first")
+    alone = measure(checkpoint("llama"), ragged_tsv, token_policy="no-first", sequence_length=64).table
+    assert_same(beside, alone[alone.measure.isin(beside.measure.unique())], rtol=1e-6, atol=1e-7)
+
+
+def test_end_of_sequence_policy(checkpoint, tokenizer, corpus):
+    texts = [{"text": corpus[n * 30 : n * 30 + 10 + n], "label": n % 2} for n in range(6)]
+    ended = [{**entry, "text": entry["text"] + tokenizer.eos_token} for entry in texts]
+    options = {"sequence_length": 64, "measures": ["displacement"], "dtype": "float64"}
+    eos = measure(checkpoint("llama"), ended, token_policy="eos", **options).table
+    last = measure(checkpoint("llama"), ended, token_policy="last", **options).table
+    assert_same(eos, last)
+    with pytest.raises(FulldepthError, match=r"end-of-sequence token"):
+        measure(checkpoint("llama"), texts, token_policy="eos", **options)
+
+
+def test_max_sequences_takes_the_first_windows(checkpoint, text_file):
+    few = measure(checkpoint("llama"), text_file, max_sequences=3, sequence_length=16)
+    many = measure(checkpoint("llama"), text_file, max_sequences=1000, sequence_length=16)
+    assert few.meta["data"]["sequences"] == 3
+    assert few.meta["data"]["tokens"] == 48
+    assert many.meta["data"]["sequences"] > 20
+    assert few.meta["lens_grid"]["samples"][0]["tokens"] == many.meta["lens_grid"]["samples"][0]["tokens"]
+
+
+def test_default_length_is_256_or_the_models_positions(checkpoint, text_file):
+    assert measure(checkpoint("gpt2"), text_file, measures=["displacement"]).meta["data"]["sequence_length"] == 64
+
+
+def test_the_seed_changes_only_what_is_sampled(trained, text_file):
+    options = {"max_sequences": 12, "sequence_length": 16}
+    whole = [measure(trained, text_file, seed=seed, **options).table for seed in (0, 1)]
+    assert_same(*whole, but={"separability"})
+    capped = [measure(trained, text_file, seed=seed, reservoir_tokens=40, **options).table for seed in (0, 1)]
+    assert_same(*capped, but={"cosine", "cka"})
+    for sampled in ("cka", "cosine"):
+        values = [table[table.measure == sampled]["value"].to_numpy() for table in capped]
+        assert not np.allclose(*values)
+    again = measure(trained, text_file, seed=1, reservoir_tokens=40, **options).table
+    assert_same(capped[1], again, rtol=0, atol=0)
+
+
+def test_a_capped_sample_does_not_depend_on_the_batches(trained, text_file):
+    options = {"max_sequences": 12, "sequence_length": 16, "reservoir_tokens": 50, "lens_tokens": 30}
+    options |= {"entropy_sequences": 5, "dtype": "float64"}
+    results = [measure(trained, text_file, batch_size=size, **options) for size in (1, 5, 12)]
+    for other in results[1:]:
+        assert_same(results[0].table, other.table)
+    sampling = results[0].meta["sampling"]
+    assert sampling == {
+        "reservoir_tokens": 50,
+        "counted_tokens": 192,
+        "lens_positions": 30,
+        "lens_targets": 180,
+        "entropy_sequences": 5,
+    }
+    counts = results[0].table.groupby(["measure", "statistic"])["count"].max()
+    assert counts["cka", "debiased"] == counts["cosine", "mean"] == 50
+    assert counts["cosine", "mean_raw"] == 192
+    assert counts["lens_loss", "mean"] == counts["lens_accuracy", "mean"] == 30
+    assert counts["renyi_entropy", "mean:plain:1"] == 5
+
+
+def test_sampled_lens_is_near_the_whole(trained, text_file):
+    options = {"max_sequences": 30, "sequence_length": 16, "measures": ["lens_accuracy", "saturation"]}
+    whole = measure(trained, text_file, **options)
+    half = measure(trained, text_file, lens_tokens=whole.meta["sampling"]["lens_targets"] // 2, **options)
+    difference = whole.values("lens_accuracy", "mean") - half.values("lens_accuracy", "mean")
+    assert 0 < difference.abs().max() < 0.1
+    assert half.values("saturation", "count").sum() == half.meta["sampling"]["lens_positions"]
+
+
+def words_only(**special):
+    """Whole words, split at white space: no special tokens unless named."""
+    names = ["[UNK]", *special.values(), "the", "of", "and", "a", "to", "in"]
+    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(names))}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **special)
+
+
+@pytest.mark.parametrize("special", [{}, {"eos_token": "[E]"}, {"bos_token": "[B]"}, {"pad_token": "[P]"}])
+def test_tokenizers_without_bos_eos_or_pad(checkpoint, ragged_texts, special):
+    made = words_only(**special)
+    results = fulldepth.measure(
+        tf.LlamaForCausalLM.from_pretrained(checkpoint("llama")),
+        [{"text": text, "label": label} for text, label in ragged_texts],
+        tokenizer=made,
+        batch_size=5,
+    )
+    assert results.meta["data"]["tokens"] == sum(len(text.split()) for text, _ in ragged_texts)
+    assert np.isfinite(results.values("displacement", "mean", "residual")).all()
+
+
+@pytest.mark.parametrize("options", [{"sequence_length": 1}, {"sequence_length": 2}, {"max_sequences": 1}])
+def test_the_smallest_data_leave_out_what_they_cannot_carry(checkpoint, text_file, options):
+    results = measure(checkpoint("llama"), text_file, **({"max_sequences": 5, "sequence_length": 8} | options))
+    assert np.isfinite(results.values("displacement", "mean", "residual")).all()
+    left_out = {entry["measure"] for entry in results.meta["left_out"]}
+    assert ("coherence" in left_out) is (options != {"sequence_length": 2})
+
+
+def test_a_policy_that_leaves_no_token_says_so(checkpoint):
+    one_token_each = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+    with pytest.raises(FulldepthError, match="no-first"):
+        measure(checkpoint("llama"), one_token_each, token_policy="no-first")
+
+
+def test_a_batch_larger_than_the_data_needs_no_memory_for_the_rest(checkpoint, text_file):
+    options = {"max_sequences": 4, "sequence_length": 8, "measures": ["displacement"]}
+    huge = measure(checkpoint("llama"), text_file, batch_size=10**9, **options).table
+    assert_same(huge, measure(checkpoint("llama"), text_file, **options).table, rtol=1e-6, atol=1e-7)

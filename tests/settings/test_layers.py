@@ -1,0 +1,299 @@
+"""Layered settings: what overrides what, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulldepth.errors import FulldepthError
+from fulldepth.settings import Settings, assignments, layer, names, read
+from fulldepth.settings import layers as recipes
+
+
+class Optimiser(Settings):
+    rate: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+class Sample(Settings):
+    measures: list[str] | None = None
+    words: tuple[str, ...] = ()
+    seed: int = 0
+    limit: int | str = pydantic.Field(default=8, union_mode="left_to_right")
+    tokens: Literal["all", "no-first"] = "all"
+    folder: Path | None = None
+    optimiser: Optimiser = Optimiser()
+    stages: tuple[Optimiser, ...] = ()
+
+
+def test_a_later_source_wins_key_by_key_also_inside_mappings() -> None:
+    settings = layer(
+        Sample,
+        {"seed": 1, "optimiser": {"rate": 0.5, "betas": [0.8, 0.9]}},
+        {"optimiser": {"rate": 0.25}},
+        assignments(["seed=3"]),
+    )
+    assert settings == Sample(seed=3, optimiser=Optimiser(rate=0.25, betas=(0.8, 0.9)))
+
+
+def test_null_in_a_later_source_overrides() -> None:
+    assert layer(Sample, {"measures": ["cka"]}, assignments(["measures=null"])).measures is None
+
+
+def test_no_source_gives_the_defaults_and_sources_stay_untouched() -> None:
+    first = {"optimiser": {"rate": 0.5}}
+    layer(Sample, first, {"optimiser": {"rate": 0.1}})
+    assert first == {"optimiser": {"rate": 0.5}}
+    assert layer(Sample) == Sample()
+
+
+def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
+    settings = layer(Sample, {"folder": Path("a/b"), "words": ["is", "are"]})
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        settings.seed = 4  # type: ignore[misc]
+    assert layer(Sample, json.loads(settings.model_dump_json())) == settings
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ({"sed": 1}, [r"Unknown setting 'sed'. Did you mean 'seed'? Available: folder, limit, measures, optimiser, "]),
+        ({"optimiser": {"rat": 1}}, ["Unknown setting 'optimiser.rat'. Did you mean 'optimiser.rate'"]),
+        ({"stages": [{"rat": 1}]}, ["Unknown setting 'stages.0.rat'. Did you mean 'stages.0.rate'"]),
+        ({"seed": "3"}, ['seed: got "3" (text), expected an integer.']),
+        ({"seed": True}, ["seed: got true (true/false), expected an integer."]),
+        (
+            {"seed": 1.5, "tokens": "al"},
+            ["seed: got 1.5 (number)", "tokens: got \"al\" (text), expected 'all' or 'no-f"],
+        ),
+        ({"words": ["a", 7]}, ["words.1: got 7 (integer), expected text. Put it in quotes."]),
+        ({"measures": "cka"}, ['measures: got "cka" (text), expected a list.']),
+        ({"limit": []}, ["limit: got [] (list), expected an integer or text."]),
+        ({"optimiser": 3}, ["optimiser: got 3 (integer), expected a mapping."]),
+        ({"words": ["x" * 100, None]}, ["words.1: got null (nothing), expected text."]),
+        ({"seed": object()}, ["Settings hold plain values"]),
+    ],
+)
+def test_what_is_wrong_is_said_one_line_each(source: dict, lines: list[str]) -> None:
+    with pytest.raises(FulldepthError) as caught:
+        layer(Sample, source)
+    said = str(caught.value).splitlines()
+    assert len(said) == len(lines)
+    for wanted, line in zip(lines, said, strict=True):
+        assert wanted in line
+
+
+def test_a_missing_value_is_named() -> None:
+    class Needs(Settings):
+        model: str
+
+    with pytest.raises(FulldepthError, match=r"^model: a value is required\.$"):
+        layer(Needs)
+
+
+def test_assignments_parse_yaml_and_open_mappings() -> None:
+    got = assignments(
+        ["a.b.c=[1, x]", "a.d=1e-3", "e=", "f=a=b", "g=no", "h='1'", "i=2026-01-01", "j=012", "k=.5", "l=-3"]
+    )
+    assert got == {
+        "a": {"b": {"c": [1, "x"]}, "d": 0.001},
+        "e": None,
+        "f": "a=b",
+        "g": "no",
+        "h": "1",
+        "i": "2026-01-01",
+        "j": "012",
+        "k": 0.5,
+        "l": -3,
+    }
+
+
+@pytest.mark.parametrize("argument", ["seed", "=3", "a..b=3", ".a=1", ""])
+def test_what_is_no_assignment_is_refused(argument: str) -> None:
+    with pytest.raises(FulldepthError, match="Expected key=value"):
+        assignments([argument])
+
+
+def test_a_broken_value_is_refused_in_one_line() -> None:
+    with pytest.raises(FulldepthError, match="not valid YAML") as caught:
+        assignments(["a=[1"])
+    assert "\n" not in str(caught.value)
+
+
+numbers = st.integers() | st.floats(allow_nan=False)
+
+
+@given(st.recursive(numbers | st.booleans() | st.none(), lambda inner: st.lists(inner, max_size=3), max_leaves=6))
+def test_assignments_read_every_json_value_back(value: object) -> None:
+    text = json.dumps(value).replace("-Infinity", "-.inf").replace("Infinity", ".inf")
+    assert assignments([f"a={text}"]) == {"a": value}
+
+
+@given(numbers)
+def test_numbers_survive_a_yaml_file(value: float) -> None:
+    got = assignments([f"a={yaml.safe_dump(value).splitlines()[0]}"])["a"]
+    assert got == value
+    assert isinstance(got, type(value))
+
+
+def test_every_shipped_recipe_is_found_by_name() -> None:
+    assert {"quick", "full"} <= set(names("measure"))
+    quick = read("quick", "measure")
+    assert quick == {"measures": ["displacement", "jump_rate", "norm_ratio"], "max_sequences": 32}
+
+
+@pytest.mark.parametrize("name", names("measure"))
+def test_every_shipped_recipe_fits_its_verb(name: str) -> None:
+    from fulldepth.measurement import MeasureSettings
+
+    recipe = read(name, "measure")
+    assert layer(MeasureSettings, recipe).model_dump(include=set(recipe)) == recipe
+
+
+def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("seed: 3\nwords: [no, yes]\n", encoding="utf-8")
+    assert read(path, "measure") == {"seed": 3, "words": ["no", "yes"]}
+    path.write_text("# nothing\n", encoding="utf-8")
+    assert read(str(path), "measure") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- 1\n", "must hold `key: value` lines, got \\[1\\]"),
+        (b"a: [1\n", "cannot be read: .*line 2"),
+        (b"a: 1\na: 2\n", "'a' appears twice"),
+        (b"[a]: 2\n", "a key must be plain text"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    with pytest.raises(FulldepthError, match=message) as caught:
+        read(path, "measure")
+    assert "\n" not in str(caught.value)
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in itertools.pairwise("abcdefghijk")
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BOMB, "alias"),
+        ("a: &x 1\nb: *x\n", "'x'; write the value again"),
+        ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
+        ("a: " + "{a: " * 300 + "1" + "}" * 300, "nested deeper than 32 levels"),
+        ("- " * 5000, "nested deeper than 32 levels"),
+        ("a: " + "9" * 100_000, "a number of 100,000 digits"),
+        ("# " + "x" * (1 << 20), "larger than 1 MiB"),
+        ('"' + "x" * 900 + '": 1\n"' + "x" * 900 + '": 2\n', "appears twice"),
+        ("x" * 500_000, "must hold"),
+        ("? [1]\n: 2\n", "a key must be plain text"),
+    ],
+    ids=[
+        "bomb",
+        "alias",
+        "deep",
+        "deep mappings",
+        "deep block",
+        "digits",
+        "large",
+        "long key",
+        "long text",
+        "list key",
+    ],
+)
+def test_a_hostile_file_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "hostile.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(FulldepthError, match=message) as caught:
+        read(path, "measure")
+    assert len(str(caught.value)) < 1000
+    assert str(path) in str(caught.value)
+
+
+def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for name in (tmp_path / "pipe.yaml", tmp_path, Path("/dev/zero"), "a\0b", "x" * 100_000):
+        with pytest.raises(FulldepthError) as caught:
+            read(name, "measure")
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        ".".join("a" * 10_000) + "=1",
+        "a=" + "[" * 10_000,
+        "a=&x [*x]",
+        "a=" + "9" * 10_000,
+        "x" * 100_000,
+        "a" * 100_000 + "=[",
+        "seed=" + "[1," * 40 + "]" * 40,
+    ],
+    ids=["keys", "nested", "alias", "digits", "no value", "long key", "nested and broken"],
+)
+def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
+    with pytest.raises(FulldepthError) as caught:
+        assignments([argument])
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"x" * 100_000: 1},
+        {f"unknown_{i}": i for i in range(1000)},
+        {"words": "y" * 100_000},
+        {"words": list(range(10_000))},
+        {"seed": [[[[1]]]] * 1000},
+    ],
+    ids=["long", "many", "long text", "long list", "nested"],
+)
+def test_what_is_wrong_with_settings_is_said_in_few_characters(settings: dict[str, object]) -> None:
+    from fulldepth.measurement import MeasureSettings
+
+    with pytest.raises(FulldepthError) as caught:
+        layer(MeasureSettings, settings)
+    assert len(str(caught.value)) < 1000
+
+
+def test_settings_that_contain_themselves_are_refused() -> None:
+    endless: dict[str, object] = {}
+    endless["seed"] = endless
+    deep: object = 1
+    for _ in range(100_000):
+        deep = {"seed": deep}
+    for settings in (endless, deep):
+        with pytest.raises(FulldepthError, match="plain values"):
+            layer(Sample, settings, settings)  # type: ignore[arg-type]
+
+
+def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path: Path) -> None:
+    with pytest.raises(FulldepthError, match=r"Unknown measure recipe 'quik'. Did you mean 'quick'\?"):
+        read("quik", "measure")
+    with pytest.raises(FulldepthError, match=r"no recipe file .*nothing\.yaml"):
+        read(tmp_path / "nothing.yaml", "measure")
+
+
+def test_a_wheel_carries_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "measure").mkdir()
+    (tmp_path / "measure" / "other.yaml").write_text("seed: 5\n", encoding="utf-8")
+    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
+    assert names("measure") == ["other"]
+    assert read("other", "measure") == {"seed": 5}

@@ -1,0 +1,188 @@
+"""Weights at the start of a run: their distribution, their exact scale, and that nothing else of the model changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+import yaml
+from scipy import stats
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fulldepth.errors import FulldepthError
+from fulldepth.settings import layer
+from fulldepth.training.folder import dump, open_run
+from fulldepth.training.model import build_config, build_model
+from fulldepth.training.plan import plan
+from fulldepth.training.settings import TrainSettings
+
+WIDTH, FFN, HEADS, KV_HEADS, HEAD, VOCAB = 64, 160, 4, 2, 16, 128
+SIZES = {"hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": 3, "vocab_size": VOCAB}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"type": "llama", **SIZES, "pad_token_id": 3},
+    "tied": {"type": "llama", **SIZES, "tie_word_embeddings": True},
+    "dynamic": {"type": "depth_llama", **SIZES, "memory": "dynamic", "residual": "tree", "tree": {"2": [0, 1]}},
+    "hyper": {"type": "depth_llama", **SIZES, "residual": "hyper"},
+    "gpt2": {"type": "gpt2", "hidden_size": WIDTH, "num_hidden_layers": 2, "n_head": 4, "vocab_size": VOCAB},
+}
+
+
+def asked(model: dict[str, Any], seed: int = 5, **initializer: Any) -> TrainSettings:
+    return layer(TrainSettings, {"model": model, "seed": seed, "sequence_length": 16, "initializer": initializer})
+
+
+def made(settings: TrainSettings) -> tf.PreTrainedModel:
+    return build_model(build_config(settings.model, positions=16), settings)
+
+
+def inputs(model: nn.Module) -> dict[str, int]:
+    """Name of each matrix of products and embeddings -> its inputs; an embedding has as many as channels."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+            found[f"{name}.weight"] = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_truncated_normal_weights_have_the_formulas_distribution(name: str) -> None:
+    """scipy's truncated normal: support, standard deviation of each matrix, and all of them together."""
+    plain, model = made(asked(MODELS[name])), made(asked(MODELS[name], distribution="truncated-normal"))
+    law, widths, pooled = stats.truncnorm(-3, 3), inputs(model), []
+    for key, parameter in model.named_parameters():
+        if key not in widths:  # norms, biases, routers, connections
+            assert torch.equal(parameter, plain.get_parameter(key)), key
+            continue
+        drawn = parameter.detach() * math.sqrt(widths[key])
+        if getattr(model.config, "pad_token_id", None) is not None and "embed_tokens" in key:
+            assert not drawn[3].any()
+            drawn = torch.cat([drawn[:3], drawn[4:]])
+        drawn = drawn.flatten().double()
+        assert drawn.abs().max() <= 3 + 1e-6
+        spread = law.std() * math.sqrt((law.stats("k") + 2) / (4 * drawn.numel()))  # of an estimated deviation
+        assert abs(drawn.std().item() - law.std()) < 4.5 * spread, key
+        pooled.append(drawn)
+    assert stats.kstest(torch.cat(pooled).numpy(), law.cdf).pvalue > 1e-3
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (name in ("tied", "gpt2"))
+
+
+def test_standard_deviations_are_those_of_meta_lingua() -> None:
+    """Its `reset_parameters`: dim**-0.5 everywhere but for the MLP's last matrix, hidden_dim**-0.5."""
+    model = made(asked(MODELS["llama"], distribution="truncated-normal"))
+    for key in inputs(model):
+        nominal = FFN**-0.5 if "down_proj" in key else WIDTH**-0.5
+        largest = model.get_parameter(key).abs().max().item()
+        assert 2.4 * nominal < largest <= 3 * nominal * (1 + 1e-6), key
+
+
+def test_weights_come_from_the_seed_and_leave_the_callers_numbers_alone() -> None:
+    before = torch.random.get_rng_state()
+    first, same, other = (made(asked(MODELS["tied"], seed, distribution="truncated-normal")) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for key in inputs(first):
+        assert torch.equal(first.state_dict()[key], same.state_dict()[key])
+        assert not torch.equal(first.state_dict()[key], other.state_dict()[key])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("distribution", ["model", "truncated-normal"])
+def test_output_scale_multiplies_what_writes_into_the_stream_and_nothing_else(name: str, distribution: str) -> None:
+    plain = made(asked(MODELS[name], distribution=distribution)).state_dict()
+    scaled = made(asked(MODELS[name], distribution=distribution, output_scale=0.5)).state_dict()
+    outputs = [key for key in plain if key.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))]
+    assert len(outputs) == 2 * (2 if name == "gpt2" else 3)
+    for key, weight in plain.items():
+        assert torch.equal(scaled[key], 0.5 * weight if key in outputs else weight), key
+
+
+def test_scaled_by_the_root_of_n_a_branch_adds_n_times_the_variance_of_one_stream() -> None:
+    """n equal streams are summed at the end: a branch y = W x with W ~ N(0, s^2 sigma^2) adds n y, of variance
+    (n s sigma)^2 |x|^2, and a plain network's sigma^2 |x|^2; their ratio is n^2, or n with s = n^-1/2."""
+    wide = {**MODELS["hyper"], "hidden_size": 512, "num_hidden_layers": 1, "num_streams": 4}
+    ids = torch.arange(16).view(2, 8)
+    for scale, ratio in ((1.0, 16.0), (0.5, 4.0)):
+        model, seen = made(asked(wide, output_scale=scale)).eval(), {}
+        attention = model.model.layers[0].self_attn
+        attention.o_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(x=args[0], y=out))
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: torch.zeros(2, 8, 512))
+        with torch.no_grad():
+            *_, before, _ = model(ids, output_hidden_states=True).hidden_states
+            states = []
+            model.model.norm.register_forward_pre_hook(lambda _, args, states=states: states.append(args[0]))
+            model(ids)
+        added = (states[0] - before).square().mean(-1)
+        torch.testing.assert_close(states[0] - before, 4 * seen["y"], atol=1e-5, rtol=1e-4)
+        expected = ratio * 0.02**2 * seen["x"].square().sum(-1)
+        assert ((added / expected).mean() - 1).abs() < 0.1
+
+
+@pytest.mark.parametrize("memory", ["static", "dynamic", "kv"])
+def test_key_and_value_projections_that_read_a_memory_are_uniform(memory: str) -> None:
+    """kaiming_uniform_(a = sqrt 5): bound sqrt(6 / ((1 + a^2) inputs)), with the inputs that torch counts."""
+    shape = {**MODELS["llama"], "type": "depth_llama", "memory": memory, "hidden_size": 128, "num_attention_heads": 8}
+    whole = nn.init._calculate_fan_in_and_fan_out(torch.empty(1, KV_HEADS, 128, 16))[0]
+    plain = made(asked(shape)).state_dict()
+    for start, counted in (("fan-in", 128), *([("pseudocode", whole)] if memory != "kv" else [])):
+        bound = math.sqrt(6 / ((1 + 5) * counted))
+        found = made(asked(shape, memory=start)).state_dict()
+        first = 0 if memory == "kv" else 1  # layer 1 has no memory; with kv its keys and values are others' memory
+        drawn = {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in range(first, 3) for p in "kv"}
+        assert {key for key in plain if not torch.equal(plain[key], found[key])} == drawn
+        weights = torch.cat([found[key].flatten() for key in sorted(drawn)]).double()
+        assert 0.999 * bound < weights.abs().max() <= bound * (1 + 1e-6)
+        assert stats.kstest(weights.numpy(), stats.uniform(-bound, 2 * bound).cdf).pvalue > 1e-3
+    assert whole == KV_HEADS * 128 * 16
+
+
+@pytest.mark.parametrize(
+    ("model", "initializer", "words"),
+    [
+        (MODELS["llama"], {"memory": "fan-in"}, ["initializer.memory", "model.memory"]),
+        (MODELS["hyper"], {"memory": "fan-in"}, ["initializer.memory", "model.memory"]),
+        ({**MODELS["llama"], "type": "depth_llama", "memory": "kv"}, {"memory": "pseudocode"}, ["static", "dynamic"]),
+        ({"type": "phi", **SIZES}, {"output_scale": 2.0}, ["output_scale", "phi"]),
+        ({"type": "mixtral", **SIZES, "num_local_experts": 2}, {"distribution": "truncated-normal"}, ["mlp.gate"]),
+    ],
+)
+def test_a_start_that_the_model_cannot_have_is_refused_and_by_the_dry_run_too(
+    model: dict[str, Any], initializer: dict[str, Any], words: list[str]
+) -> None:
+    settings = asked(model, **initializer)
+    config = build_config(settings.model, positions=16)
+    for refused in (lambda: build_model(config, settings), lambda: plan(settings, config)):
+        with pytest.raises(FulldepthError) as caught:
+            refused()
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_checkpoints_weights_are_never_drawn_again(tmp_path) -> None:
+    made(asked(MODELS["llama"], 9)).save_pretrained(tmp_path)
+    stored = tf.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    settings = asked({"checkpoint": str(tmp_path)}, distribution="truncated-normal", output_scale=0.5)
+    assert all(torch.equal(weight, stored[key]) for key, weight in made(settings).state_dict().items())
+
+
+def test_half_precision_weights_are_the_rounded_ones() -> None:
+    half = asked(MODELS["llama"], distribution="truncated-normal").model_copy(update={"precision": "bfloat16"})
+    full = made(asked(MODELS["llama"], distribution="truncated-normal"))
+    for key, weight in made(half).state_dict().items():
+        if key in inputs(full):
+            assert weight.dtype == torch.bfloat16
+            assert weight.float().abs().max() <= 3.02 * (FFN if "down" in key else WIDTH) ** -0.5
+            assert weight.unique().numel() > 200, key
+
+
+def test_a_run_goes_on_with_its_own_start_only_and_older_runs_had_the_default(tmp_path) -> None:
+    run = asked(MODELS["llama"])
+    document = yaml.safe_load(dump(run))
+    older = {key: value for key, value in document.items() if key not in ("initializer", "decay")}
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(older))
+    assert open_run(tmp_path, run, resume=True) is None
+    for changed in (asked(MODELS["llama"], output_scale=0.5), run.model_copy(update={"decay": "all"})):
+        with pytest.raises(FulldepthError, match=r"another recipe: (initializer\.output_scale was 1\.0|decay was)"):
+            open_run(tmp_path, changed, resume=True)

@@ -1,0 +1,90 @@
+"""What a run reads: the seeded order in full batches, whatever the number of workers, processes and resumptions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from torch.utils.data import DataLoader, TensorDataset
+
+from fulldepth.data import ShuffledSampler
+from fulldepth.settings import layer, read
+from fulldepth.training import TrainSettings, train
+from fulldepth.training.loading import worker_count
+from fulldepth.training.run import PackedTrainer
+
+
+def settings(path: Path) -> TrainSettings:
+    return layer(TrainSettings, read(path, "train"))
+
+
+def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[torch.Tensor] = []
+    windows: list[Any] = []
+    compute = PackedTrainer.compute_loss
+
+    def note(self: Any, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+        seen.append(inputs["input_ids"].clone())
+        windows[:] = [self.train_dataset]
+        return compute(self, model, inputs, *more, **options)
+
+    monkeypatch.setattr(PackedTrainer, "compute_loss", note)
+    path = recipe(sequence_length=96, steps=40, global_batch_size=12, micro_batch_size=4, eval_every=40, save_every=40)
+    train(settings(path), tmp_path / "run")
+    (data,) = windows
+    assert len(data) < 40 * 12  # more than one epoch
+    assert len(data) % 12
+    order = ShuffledSampler(len(data), seed=0).indices(0, 40 * 12)
+    assert [len(batch) for batch in seen] == [4] * 120
+    assert torch.equal(torch.cat(seen), torch.stack([data[int(i)]["input_ids"] for i in order]))
+
+
+def test_workers_change_no_number_and_leave_sigterm_alone(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    changes = {"steps": 12, "eval_every": 6, "save_every": 12, "model": {"attention_dropout": 0.1}}
+    alone = train(settings(recipe(**changes, workers=0)), tmp_path / "alone")
+    step = PackedTrainer.training_step
+
+    def with_signal(self: Any, *arguments: Any) -> Any:
+        if self.state.global_step == 2:  # as a scheduler does to every process of a job
+            for worker in torch.multiprocessing.active_children():
+                subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(PackedTrainer, "training_step", with_signal)
+    shared = train(settings(recipe(**changes, workers=2)), tmp_path / "shared")
+    timed = ("throughput", "elapsed", "peak_memory")
+    tables = [results.table[~results.table.measure.isin(timed)].reset_index(drop=True) for results in (alone, shared)]
+    pd.testing.assert_frame_equal(*tables)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_processes_share_each_batch_and_skip_alike(world: int) -> None:
+    """accelerate's own sharding and skipping, one process after the other."""
+    size, micro, steps, done = 31, 2, 10, 7
+    data = TensorDataset(torch.arange(size))
+    sampler = ShuffledSampler(size, seed=4, length=steps * micro * world)
+    order = sampler.indices(0, steps * micro * world).reshape(steps, world, micro)
+    for rank in range(world):
+        whole, rest = (
+            prepare_data_loader(
+                DataLoader(data, batch_size=micro, sampler=sampler), num_processes=world, process_index=rank
+            )
+            for _ in range(2)
+        )
+        assert [batch[0].tolist() for batch in whole] == order[:, rank].tolist()
+        assert [batch[0].tolist() for batch in skip_first_batches(rest, done)] == order[done:, rank].tolist()
+
+
+def test_workers_start_by_themselves_where_reading_is_long(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    long = TrainSettings(steps=100_000, global_batch_size=64, sequence_length=1024)
+    assert [worker_count(long, processes) for processes in (1, 4, 8, 16)] == [4, 3, 1, 0]
+    assert worker_count(TrainSettings(), 1) == 0
+    assert worker_count(long.model_copy(update={"workers": 0}), 1) == 0
+    assert worker_count(TrainSettings(workers=7), 4) == 7

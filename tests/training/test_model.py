@@ -1,0 +1,183 @@
+"""The model of a run: options, sizes and tokens that fit, and weights that are exactly those asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from fulldepth.errors import FulldepthError
+from fulldepth.settings import layer
+from fulldepth.training.model import build_config, build_model, special_tokens
+from fulldepth.training.settings import TrainSettings
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2}
+VOCAB, TIME = 96, 24
+
+
+def asked(over: dict[str, Any] | None = None, **model: Any) -> TrainSettings:
+    return layer(TrainSettings, {"model": model, "sequence_length": TIME, **(over or {})})
+
+
+def made(settings: TrainSettings, vocab_size: int | None = VOCAB, **more: Any) -> tf.PreTrainedModel:
+    return build_model(build_config(settings.model, vocab_size=vocab_size, positions=TIME, **more), settings)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, TIME), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> str:
+    """A saved Llama whose norms and embeddings are not at their start."""
+    torch.manual_seed(3)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "llama")
+    return str(tmp_path / "llama")
+
+
+def test_weights_from_a_seed_are_those_of_transformers() -> None:
+    before = torch.random.get_rng_state()
+    model = made(asked({"seed": 7}, **SIZES))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(7)
+    stock = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=TIME)).state_dict()
+    assert model.state_dict().keys() == stock.keys()
+    assert all(torch.equal(weight, stock[name]) for name, weight in model.state_dict().items())
+    assert model.training
+    other = made(asked({"seed": 8}, **SIZES))
+    assert not torch.equal(other.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("float32", torch.float32), ("autocast", torch.float32), ("bfloat16", torch.bfloat16)],
+)
+def test_precision_decides_the_weights(precision: str, dtype: torch.dtype, checkpoint: str) -> None:
+    assert {p.dtype for p in made(asked({"precision": precision}, **SIZES)).parameters()} == {dtype}
+    continued = made(asked({"precision": precision}, checkpoint=checkpoint))
+    assert {p.dtype for p in continued.parameters()} == {dtype}
+
+
+def test_other_families_take_their_own_names_or_the_common_ones() -> None:
+    config = build_config(asked(type="gpt2", n_embd=32, n_layer=2, n_head=2).model, vocab_size=VOCAB, positions=TIME)
+    assert (config.n_positions, config.vocab_size, config.n_embd) == (TIME, VOCAB, 32)
+    config = build_config(asked(type="gpt2", hidden_size=32, num_hidden_layers=2).model, vocab_size=VOCAB)
+    assert (config.n_embd, config.n_layer) == (32, 2)
+    config = build_config(asked(type="qwen3", head_dim=8, **SIZES).model, vocab_size=VOCAB, positions=TIME)
+    assert (config.head_dim, config.max_position_embeddings) == (8, TIME)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "words"),
+    [
+        ({"hiden_size": 8}, {}, ["hiden_size", "'hidden_size'"]),
+        ({"type": "depth_llama", "residul": "tree"}, {}, ["residul", "'residual'"]),
+        ({"type": "lama"}, {}, ["'lama'", "'llama'"]),
+        ({"type": "bert"}, {}, ["bert", "is_decoder"]),
+        ({"type": "vit"}, {}, ["vit", "no causal language model"]),
+        ({**SIZES, "num_attention_heads": 5}, {}, ["hidden size (32)", "attention heads (5)"]),
+        ({**SIZES, "hidden_size": "wide"}, {}, ["hidden_size", "int"]),
+        ({**SIZES, "type": "depth_llama", "residual": "hyper", "memory": "kv"}, {}, ["no meaning"]),
+        ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["refers forward"]),
+        ({**SIZES, "vocab_size": 50}, {"vocab_size": 51}, ["51 tokens", "for 50"]),
+        ({**SIZES, "max_position_embeddings": 8}, {"positions": 9}, ["9 tokens", "8 positions"]),
+    ],
+)
+def test_what_makes_no_model_is_said(model: dict[str, Any], sizes: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(FulldepthError) as caught:
+        build_config(asked(**model).model, **{"vocab_size": VOCAB} | sizes)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_padding_never_costs_the_end_of_text_its_embedding() -> None:
+    tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    assert special_tokens(tokenizer) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    model = made(asked(**SIZES), special_tokens=special_tokens(tokenizer))
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (1, 2, None)
+    ids = torch.tensor([[5, 2, 7, 2]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.get_input_embeddings().weight.grad[2].norm() > 0
+    tokenizer.pad_token_id = 0
+    assert special_tokens(tokenizer)["pad_token_id"] == 0
+
+
+def test_a_checkpoint_goes_on_as_it_is(checkpoint: str) -> None:
+    stock = tf.LlamaForCausalLM.from_pretrained(checkpoint)
+    model = made(asked(checkpoint=checkpoint, attention_dropout=0.1))
+    assert model.config.attention_dropout == 0.1
+    assert model.config.max_position_embeddings == 64
+    assert all(torch.equal(weight, stock.state_dict()[name]) for name, weight in model.state_dict().items())
+    torch.testing.assert_close(model.eval()(tokens()).logits, stock(tokens()).logits, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("switches", [{}, {"memory": "kv"}])
+def test_a_llama_goes_on_as_depth_llama_from_the_same_loss(checkpoint: str, switches: dict[str, Any]) -> None:
+    stock = tf.LlamaForCausalLM.from_pretrained(checkpoint)
+    settings = asked({"seed": 5}, type="depth_llama", checkpoint=checkpoint, **switches)
+    model = made(settings)
+    assert isinstance(model, DepthLlamaForCausalLM)
+    ids = tokens()
+    ours, theirs = (m.eval()(input_ids=ids, labels=ids).loss for m in (model, stock))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    added = model.state_dict().keys() - stock.state_dict().keys()
+    assert all(".router." in name for name in added)
+    assert len(added) == (3 if switches else 0)  # layers 2 to 4 read a memory
+
+
+def test_added_weights_are_drawn_from_the_seed_and_the_rest_is_the_checkpoints(checkpoint: str) -> None:
+    stock = tf.LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
+    first, same, other = (
+        made(asked({"seed": seed}, type="depth_llama", checkpoint=checkpoint, memory="static")).state_dict()
+        for seed in (1, 1, 2)
+    )
+    added = {name for name in first if "router" in name}
+    assert added
+    assert all(torch.equal(first[name], stock[name]) for name in stock)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert all(not torch.equal(first[name], other[name]) for name in added)
+    tree = made(asked(type="depth_llama", checkpoint=checkpoint, residual="tree", tree={"2": [0, 1]})).state_dict()
+    assert {name for name in tree.keys() - stock.keys() if "tree_norms" in name} == tree.keys() - stock.keys()
+
+
+def test_a_head_that_is_untied_from_its_embeddings_is_a_weight_of_its_own(tmp_path) -> None:
+    config = tf.LlamaConfig(**SIZES, vocab_size=VOCAB, tie_word_embeddings=True)
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = made(asked(checkpoint=str(tmp_path), tie_word_embeddings=False))
+    head, table = model.lm_head.weight, model.model.embed_tokens.weight
+    assert torch.equal(head, table)
+    assert head.data_ptr() != table.data_ptr()
+    tied = made(asked(checkpoint=str(tmp_path)))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_checkpoints_that_do_not_fit_are_refused(checkpoint: str, tmp_path) -> None:
+    with pytest.raises(FulldepthError, match=r"must not change the checkpoint's sizes"):
+        made(asked(checkpoint=checkpoint, intermediate_size=64))
+    with pytest.raises(FulldepthError, match=r"lacks 9 weights .* would be random"):
+        made(asked(checkpoint=checkpoint, num_hidden_layers=5))
+    with pytest.raises(FulldepthError, match=r"holds 9 weights .* no use for"):
+        made(asked(checkpoint=checkpoint, num_hidden_layers=3))
+    with pytest.raises(FulldepthError, match=r"There is no folder .*nowhere"):
+        made(asked(checkpoint=str(tmp_path / "nowhere")))
+    memory = DepthLlamaConfig(**SIZES, vocab_size=VOCAB, memory="kv")
+    DepthLlamaForCausalLM(memory).save_pretrained(tmp_path / "memory")
+    assert made(asked(checkpoint=str(tmp_path / "memory"))).config.memory == "kv"
+    with pytest.raises(FulldepthError, match=r"holds 3 weights .*router"):
+        made(asked(checkpoint=str(tmp_path / "memory"), memory="none"))
+    gpt2 = tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=TIME)
+    tf.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
+    assert isinstance(made(asked(checkpoint=str(tmp_path / "gpt2"))), tf.GPT2LMHeadModel)
+    with pytest.raises(FulldepthError, match=r"is a gpt2, and the settings want a depth_llama"):
+        made(asked(type="depth_llama", checkpoint=str(tmp_path / "gpt2")))
+    with pytest.raises(FulldepthError, match=r"97 tokens .* for 96"):
+        made(asked(checkpoint=checkpoint), vocab_size=97)

@@ -1,0 +1,77 @@
+"""Which parameters weight decay acts on: one step of AdamW without gradients shrinks those that the rule names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fulldepth.errors import FulldepthError
+from fulldepth.settings import layer
+from fulldepth.training.model import build_config, build_model
+from fulldepth.training.optimiser import parameter_groups
+from fulldepth.training.plan import plan
+from fulldepth.training.settings import TrainSettings
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"type": "llama", **SIZES},
+    "gpt2": {"type": "gpt2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
+    **{name: {"type": "depth_llama", **SIZES, "memory": name} for name in ("static", "dynamic", "kv")},
+    "hyper": {"type": "depth_llama", **SIZES, "residual": "hyper", "tie_word_embeddings": True},
+}
+RATE, ROUTERS, DECAY = 0.25, 0.5, 0.125  # powers of two: the factors are exact
+
+
+def asked(name: str, decay: str) -> TrainSettings:
+    rates = {"learning_rate": RATE, "router_learning_rate": ROUTERS, "weight_decay": DECAY, "decay": decay}
+    return layer(TrainSettings, {"model": MODELS[name], "sequence_length": 16, **rates})
+
+
+def shrinks(key: str, name: str, decay: str) -> bool:
+    """The rules as the papers say them, by the parameters' names."""
+    if decay == "all":
+        return True
+    if decay == "routers" or ".router." in key:
+        return ".router." in key and name != "static"
+    return not any(part in key for part in ("norm", "ln_", "embed", "wte", "wpe", "bias", "static_"))
+
+
+@pytest.mark.parametrize("decay", ["matrices", "all", "routers"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_without_gradients_shrinks_what_the_rule_names(name: str, decay: str) -> None:
+    settings = asked(name, decay)
+    config = build_config(settings.model, positions=16)
+    model = build_model(config, settings)
+    if decay == "routers" and name not in ("dynamic", "kv"):
+        for refused in (lambda: parameter_groups(model, settings), lambda: plan(settings, config)):
+            with pytest.raises(FulldepthError, match=r"decay=routers.*nothing"):
+                refused()
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(parameter_groups(model, settings), lr=1.0).step()
+    for key, parameter in model.named_parameters():
+        rate = ROUTERS if ".router." in key else RATE
+        expected = 1 - rate * DECAY if shrinks(key, name, decay) else 1.0
+        assert (parameter == expected).all(), key
+
+
+def test_frozen_parameters_are_left_out_whatever_decays() -> None:
+    settings = asked("llama", "all")
+    model = build_model(build_config(settings.model, positions=16), settings)
+    model.get_input_embeddings().requires_grad_(False)
+    held = [p for group in parameter_groups(model, settings) for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_a_model_without_a_decay_rule_of_its_own_has_no_empty_group() -> None:
+    settings = asked("llama", "all")
+    model = build_model(build_config(settings.model, positions=16), settings)
+    assert [group["name"] for group in parameter_groups(model, settings)] == ["decay"]
+    assert isinstance(model, nn.Module)

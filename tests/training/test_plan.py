@@ -1,0 +1,274 @@
+"""The dry run: operations against torch's counter, bytes against what autograd and AdamW hold, time by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch.utils.flop_counter import FlopCounterMode
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import Objective
+from fulldepth.settings import layer
+from fulldepth.settings import layers as recipes
+from fulldepth.training import plan as planning
+from fulldepth.training import train
+from fulldepth.training.flops import Flops, forward_flops, objective_flops
+from fulldepth.training.footprint import estimate_memory
+from fulldepth.training.model import build_config, build_model, meta_model
+from fulldepth.training.plan import dry_run_lines, lines, measure_rate, plan
+from fulldepth.training.settings import TrainSettings
+
+BATCH, TIME, VOCAB = 2, 32, 256
+SIZES = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+TREE = {"1": [-1, 0], "2": [0, 1], "4": [0, 3]}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "untied": SIZES | {"tie_word_embeddings": False},
+    "wide-heads": SIZES | {"type": "qwen3", "head_dim": 24},
+    "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.0},
+    "tree": SIZES | {"type": "depth_llama", "residual": "tree", "tree": TREE},
+    "static": SIZES | {"type": "depth_llama", "memory": "static"},
+    "dynamic": SIZES | {"type": "depth_llama", "memory": "dynamic"},
+    "kv": SIZES | {"type": "depth_llama", "memory": "kv"},
+    "hyper": SIZES | {"type": "depth_llama", "residual": "hyper"},
+    "hyper-static": SIZES | {"type": "depth_llama", "residual": "hyper", "hyper_dynamic": False},
+}
+
+
+def asked(name: str, **over: Any) -> TrainSettings:
+    tokens = {"bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else {}
+    return layer(TrainSettings, {"model": MODELS[name] | tokens, "sequence_length": TIME, **over})
+
+
+def config_of(settings: TrainSettings) -> tf.PreTrainedConfig:
+    return build_config(settings.model, vocab_size=VOCAB, positions=settings.sequence_length)
+
+
+def tokens(length: int = TIME) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(0))
+
+
+def counted(run: Any, length: int = TIME) -> tuple[float, Any]:
+    """Operations of a call as torch counts them, per token, and its result."""
+    with FlopCounterMode(display=False) as counter:
+        result = run()
+    return counter.get_total_flops() / (BATCH * length), result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_are_exactly_those_that_torch_counts(name: str) -> None:
+    settings = asked(name, attention="eager")
+    model, ids = build_model(config_of(settings), settings), tokens()
+    flops = forward_flops(model, TIME)
+    full = flops.forward - flops.attention + flops.attention_full
+    forward, outputs = counted(lambda: model(input_ids=ids, labels=ids))
+    assert forward == full
+    backward, _ = counted(outputs.loss.backward)
+    if name in ("static", "dynamic"):  # mixtures are made again, a tile at a time; no order of products is promised
+        assert backward == pytest.approx(2 * full, rel=0.05)
+    else:
+        assert backward == 2 * full
+    assert flops.training == 3 * flops.forward
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers is about to rename it
+def test_gradient_checkpointing_repeats_everything_but_the_head() -> None:
+    settings = asked("kv", attention="eager")
+    model, ids = build_model(config_of(settings), settings), tokens()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    flops = forward_flops(model, TIME)
+    full = Flops(**vars(flops) | {"attention": flops.attention_full})
+    step, _ = counted(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
+    # The last product of a block, down_proj, is not needed again, and checkpointing stops before it.
+    assert step == full.training + full.checkpointed - 6 * 2 * 64 * 172
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, TIME, 2 * TIME])
+def test_attention_counts_the_keys_that_the_mask_shows(window: int | None) -> None:
+    config = tf.MistralConfig(**SIZES, head_dim=16, vocab_size=VOCAB, sliding_window=window)
+    config.layer_types = ["full_attention", "sliding_attention"] * 3
+    distance = torch.arange(TIME)[:, None] - torch.arange(TIME)
+    seen = distance >= 0
+    near = seen if window is None else seen & (distance < window)
+    pairs = 3 * (seen.sum() + near.sum()).item()
+    assert forward_flops(meta_model(config), TIME).attention == pytest.approx(4 * 4 * 16 * pairs / TIME, rel=1e-12)
+
+
+def test_published_operations_of_the_four_models_of_lime() -> None:
+    """Table 6, in teraoperations of a sequence. The authors count a multiplication with its addition once in linear
+    layers and twice in attention, and some operations besides products (so theirs are a little higher)."""
+    table_6 = {"llama-1.2b": 2.97, "lime-1.2b": 2.98, "lime-dynamic-1.2b": 3.01, "hyper-1.2b": 2.98}
+    for name, published in table_6.items():
+        settings = layer(TrainSettings, recipes.read(name, "train"))
+        model = meta_model(build_config(settings.model, positions=settings.sequence_length))
+        flops = forward_flops(model, settings.sequence_length)
+        ours = ((flops.forward - flops.attention) / 2 + flops.attention_full) * settings.sequence_length
+        assert ours / 1e12 == pytest.approx(published, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("terms", "length"),
+    [
+        ({"aligned": {"schedule": "always"}}, 32),
+        ({"orthogonality": {"layers": [1, 3]}}, 32),
+        ({"orthogonality": {"layers": [0]}, "coherence": {"layers": [2]}}, 40),
+        ({"jump": 1.0, "similarity": 0.5}, 32),
+    ],
+)
+def test_operations_of_penalties_are_those_that_torch_counts(terms: dict[str, Any], length: int) -> None:
+    settings = asked("llama", attention="eager", sequence_length=length)
+    model, ids = build_model(config_of(settings), settings), tokens(length)
+    batch = {"input_ids": ids, "labels": ids}
+    plain, _ = counted(lambda: model(**batch).loss.backward(), length)
+    objective = Objective(**terms).attach(model)
+    with_penalty, _ = counted(lambda: objective(model(**batch), batch)[0].backward(), length)
+    objective.detach()
+    assert with_penalty - plain == objective_flops(objective.terms, model.config, length)
+
+
+def test_aligned_training_that_alternates_costs_half() -> None:
+    config = tf.LlamaConfig(**SIZES, vocab_size=VOCAB)
+    always, alternate = (Objective(aligned={"schedule": kind}).terms for kind in ("always", "alternate"))
+    assert objective_flops(alternate, config, TIME) == objective_flops(always, config, TIME) / 2 > 0
+
+
+def kept_for_backward(model: tf.PreTrainedModel, ids: torch.Tensor, autocast: bool) -> int:
+    """Bytes of distinct storages, weights left out, that autograd holds after a forward pass."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        model(input_ids=ids, labels=ids)
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize(("name", "attention"), [*((name, "sdpa") for name in MODELS), ("llama", "eager")])
+def test_activations_are_what_autograd_keeps(name: str, attention: str, precision: str) -> None:
+    settings = asked(name, attention=attention, precision=precision)
+    model = build_model(config_of(settings), settings)
+    memory = estimate_memory(model, settings, micro_batch=BATCH)
+    copies = 0
+    if precision == "autocast":
+        copies = memory.weights - 4 * model.num_parameters()
+    softmax = 4 * BATCH * TIME * VOCAB  # of the logits; the rest of `logits` is not kept by autograd
+    estimated = memory.activations + copies + softmax
+    factor = {"gpt2": 2.0, "wide-heads": 2.0, "hyper": 1.05, "hyper-static": 1.05}.get(name, 1.25)
+    assert estimated / factor < kept_for_backward(model, tokens(), precision == "autocast") < estimated * factor
+
+
+def test_checkpointing_keeps_a_state_for_each_layer_and_one_layer_whole() -> None:
+    plain, less = (
+        estimate_memory(meta_model(config_of(s)), s, micro_batch=BATCH).activations
+        for s in (asked("llama"), asked("llama", gradient_checkpointing=True))
+    )
+    one = asked("llama", model={**SIZES, "num_hidden_layers": 1})
+    single = estimate_memory(meta_model(config_of(one)), one, micro_batch=BATCH).activations
+    assert less == single + 6 * BATCH * TIME * 64 * 4
+    assert less < plain / 2
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_gradients_and_optimiser_are_what_a_step_holds(precision: str) -> None:
+    settings = asked("dynamic", precision=precision)
+    model = build_model(config_of(settings), settings)
+    optimiser = torch.optim.AdamW(model.parameters())
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimiser.step()
+    held = [p.numel() * p.element_size() for p in model.parameters()]
+    states = [s.numel() * s.element_size() for state in optimiser.state.values() for s in state.values() if s.ndim]
+    memory = estimate_memory(meta_model(model.config), settings, micro_batch=BATCH)
+    assert memory.weights == sum(held)
+    assert memory.gradients == sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
+    assert memory.optimiser == sum(states)
+    halves = estimate_memory(
+        meta_model(model.config), asked("dynamic", precision=precision, fsdp=True), micro_batch=BATCH, processes=2
+    )
+    assert (halves.weights, halves.gradients, halves.optimiser) == (
+        memory.weights // 2,
+        memory.gradients // 2,
+        memory.optimiser // 2,
+    )
+    assert halves.activations == memory.activations
+
+
+def test_parameters_steps_tokens_and_time_of_a_run() -> None:
+    settings = asked("gpt2", steps=10, global_batch_size=8, micro_batch_size=2, gradient_checkpointing=True)
+    made = plan(settings, config_of(settings), processes=2, rate=1e9, utilisation=0.25)
+    block = 12 * 64**2 + 13 * 64  # GPT-2: matrices, biases and norms of one block
+    assert made.parameters_without_embeddings == 3 * block + 2 * 64
+    assert made.parameters == made.trainable == 3 * block + 2 * 64 + (VOCAB + TIME) * 64
+    assert (made.tokens_per_step, made.tokens, made.steps) == (8 * TIME, 80 * TIME, 10)
+    assert (made.micro_batch, made.accumulation, made.processes) == (2, 2, 2)
+    blocks, head = 3 * (24 * 64**2 + 4 * 64 * (TIME + 1) / 2), 2 * 64 * VOCAB
+    assert made.step_flops == 3 * (blocks + head) + blocks
+    assert made.seconds == pytest.approx(80 * TIME * (4 * blocks + 3 * head) / (1e9 * 0.25 * 2), rel=1e-12)
+    assert plan(settings, config_of(settings)).seconds is None
+    with pytest.raises(FulldepthError, match="cannot share evenly"):
+        plan(settings, config_of(settings), processes=3)
+
+
+@pytest.mark.parametrize("change", [{}, {"precision": "bfloat16", "model": {"tie_word_embeddings": True}}])
+def test_a_checkpoint_takes_what_the_dry_run_says(change: dict[str, Any], recipe: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 344}
+    path = recipe(**change | {"model": sizes | change.get("model", {})}, steps=5, save_every=2, eval_every=5)
+    settings = layer(TrainSettings, recipes.read(path, "train"))
+    made = plan(settings, build_config(settings.model, vocab_size=400, positions=24), rate=1e12)
+    train(settings, tmp_path / "run")
+    files = [path for path in (tmp_path / "run").glob("checkpoint-*/*") if path.is_file()]
+    assert made.checkpoints == 3 == len(list((tmp_path / "run").glob("checkpoint-*")))
+    for measured, told in (
+        (sum(path.stat().st_size for path in files), made.checkpoint.total * 3),
+        (sum(path.stat().st_size for path in files if path.name == "model.safetensors"), made.checkpoint.weights * 3),
+        (sum(path.stat().st_size for path in files if path.name == "optimizer.pt"), made.checkpoint.optimiser * 3),
+    ):
+        assert told == pytest.approx(measured, rel=0.03)
+    assert made.save_seconds == pytest.approx(made.seconds * 2 / 5)
+    kept = plan(settings.model_copy(update={"keep_checkpoints": 2}), build_config(settings.model, vocab_size=400))
+    assert kept.checkpoints == 2
+
+
+def test_the_rate_is_operations_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.4, 10.8, 11.2])
+    monkeypatch.setattr(planning, "perf_counter", lambda: next(clock))
+    monkeypatch.setitem(planning.SIDE, "cpu", 32)
+    assert measure_rate("cpu", torch.float32, seconds=1.0) == pytest.approx(3 * 2 * 32**3 / 1.2)
+
+
+def test_the_dry_run_says_it_in_words_without_making_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "measure_rate", lambda device, dtype: 1e11)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    settings = layer(TrainSettings, recipes.read("tiny-aligned", "train"))
+    told = {name: (value, sentence) for name, value, sentence in dry_run_lines(settings)}
+    assert told["parameters"][0] == "2,636,928"
+    assert told["tokens"][0] == f"{300 * 16 * 128:,}"
+    assert "50%" in told["time"][1]
+    assert "assumption" in told["time"][1]
+    assert "12.0 MFLOP for penalties" in told["training"][1]  # (24 x 127 / 128 - 1) x 2 x 128 x 2048
+    large = layer(TrainSettings, recipes.read("jreg-3.4b", "train"))
+    made = plan(large, build_config(large.model, positions=large.sequence_length), processes=8, rate=1e15)
+    said = {name: value for name, value, _ in lines(made)}
+    assert said["parameters"] == "3,594,181,632"
+    assert said["batch"] == "8 x 16 x 4"
+    assert said["total"].endswith(" ZFLOP")
+    assert said["time"].endswith(" days")
+    assert said["checkpoint"] == "40.2 GiB"  # 3 x 4 bytes x 3,594,181,632
+    gib = made.memory.total / 2**30
+    assert said["fits"] == next(f"{size} GB" for size in planning.GPU_SIZES if size * 0.9 >= gib)
+    whole = 4 * 4 * 3594181632 / 2**30  # weights, gradients and two moments of float32, before the bfloat16 copies
+    assert (
+        whole < made.other_memory.total / 2**30 - (made.memory.activations + made.memory.logits) / 2**30 < whole * 1.2
+    )

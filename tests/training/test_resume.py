@@ -1,0 +1,166 @@
+"""Killed at any moment and resumed, a run ends with the very weights of the run that was left alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fulldepth.cli import main
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import find_checkpoints, is_sealed
+from fulldepth.progress import Watcher
+from fulldepth.settings import layer, read
+from fulldepth.training import TrainSettings, train
+
+EVERYTHING = {
+    "jump": 0.5,
+    "aligned": {"schedule": "alternate"},
+    "coherence": {"weight": 0.1, "layers": [1]},
+    "energy_warmup": 5,
+}
+"""Terms with a schedule: odd and even steps, and a warm-up that ends between two checkpoints."""
+
+
+def settings(path: Path) -> TrainSettings:
+    return layer(TrainSettings, read(path, "train"))
+
+
+def weights(run: Path, step: int = 8) -> dict[str, torch.Tensor]:
+    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    left, right = weights(one), weights(two)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def without_times(table: pd.DataFrame) -> pd.DataFrame:
+    timed = ("throughput", "elapsed", "peak_memory")
+    return table[~table.measure.isin(timed)].reset_index(drop=True)
+
+
+def start(recipe: Path, run: Path, *more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "fulldepth", "train", str(recipe), "--output", str(run), *more]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    for _ in range(3000):
+        if path.exists():
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    pytest.fail(f"{path} never came: {process.communicate()[0][-2000:]}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_kill_and_resume_is_bit_equal(recipe: Any, tmp_path: Path, dropout: float) -> None:
+    extra = {"model": {"attention_dropout": dropout}, "objective": EVERYTHING}
+    path = recipe(**extra, global_batch_size=4, micro_batch_size=2)
+    whole = train(settings(path), tmp_path / "whole")
+    process = start(path, tmp_path / "cut")
+    wait_for(tmp_path / "cut" / "checkpoint-3" / "complete.json", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = train(settings(path), tmp_path / "cut", resume=True)
+    assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    pd.testing.assert_frame_equal(without_times(resumed.table), without_times(whole.table))
+
+
+@pytest.mark.slow
+def test_a_half_written_checkpoint_is_skipped(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(objective={"jump": 0.5})
+    train(settings(path), tmp_path / "whole")
+    for damage in ("cut short", "no seal", "file gone"):
+        run = tmp_path / damage.replace(" ", "-")
+        shutil.copytree(tmp_path / "whole", run)
+        shutil.rmtree(run / "checkpoint-8")
+        broken = run / "checkpoint-6"
+        if damage == "cut short":
+            file = broken / "optimizer.pt"
+            file.write_bytes(file.read_bytes()[:-100])
+        elif damage == "no seal":
+            (broken / "complete.json").unlink()
+        else:
+            (broken / "model.safetensors").unlink()
+        assert not is_sealed(broken)
+        assert [step for step, _ in find_checkpoints(run)] == [3]
+        lines: list[str] = []
+        train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
+        assert any("checkpoint-3" in line for line in lines)
+        assert same_weights(tmp_path / "whole", run)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_says_where_and_resumes_bit_equal(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(steps=400, eval_every=400, save_every=400)
+    process = start(path, tmp_path / "run")
+    wait_for(tmp_path / "run" / "results.parquet", process)  # the evaluation before step 1 is over
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    assert is_sealed(checkpoint)
+    assert str(checkpoint) in output.replace("\n", "")
+    assert "Traceback" not in output
+
+
+def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(steps=2, eval_every=2, save_every=2)
+    first = train(settings(path), tmp_path / "run", resume=True)
+    stamp = (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns
+    again = train(settings(path), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns == stamp
+    pd.testing.assert_frame_equal(first.table, again.table)
+
+
+def test_a_folder_in_use_is_refused(recipe: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    path = recipe(steps=2, eval_every=2, save_every=2)
+    run = tmp_path / "run"
+    train(settings(path), run)
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(FulldepthError, match="--resume"):
+        train(settings(path), run)
+    with pytest.raises(FulldepthError, match=r"learning_rate was 0.003, is 0.001"):
+        train(settings(recipe(steps=2, eval_every=2, save_every=2, learning_rate=1e-3)), run, resume=True)
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(path), "--output", str(run)])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_full_disk_names_the_last_whole_checkpoint(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    save, path = torch.save, recipe()
+
+    def full(what: Any, file: Any, *more: Any, **options: Any) -> None:
+        if "checkpoint-6" in str(file) and "optimizer" in str(file):
+            Path(file).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(what, file, *more, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(FulldepthError, match=r"disk is full.*checkpoint-3; --resume"):
+        train(settings(path), tmp_path / "run")
+    assert not is_sealed(tmp_path / "run" / "checkpoint-6")
+    monkeypatch.undo()
+    train(settings(path), tmp_path / "run", resume=True)
+    train(settings(path), tmp_path / "whole")
+    assert same_weights(tmp_path / "run", tmp_path / "whole")

@@ -1,0 +1,194 @@
+"""What a run writes down, against the same numbers computed from its checkpoints by other means."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fulldepth.architectures  # noqa: F401  registers depth_llama
+from fulldepth.cli import main
+from fulldepth.data import open_documents, pack
+from fulldepth.errors import FulldepthError
+from fulldepth.measurement import MeasureSettings, measure_into
+from fulldepth.results import Results
+from fulldepth.settings import layer, read
+from fulldepth.training import TrainSettings, train
+
+
+def settings(path: Path) -> TrainSettings:
+    return layer(TrainSettings, read(path, "train"))
+
+
+def values(results: Results, measure: str, step: int, site: str | None = None) -> list[float]:
+    rows = results.table[(results.table.measure == measure) & (results.table.step == step)]
+    rows = rows if site is None else rows[rows.site == site]
+    return rows.sort_values("layer").value.tolist()
+
+
+def held_out(path: Path, run: Path) -> torch.Tensor:
+    """The validation windows, packed anew."""
+    chosen = settings(path)
+    packed = pack(
+        open_documents(chosen.data.name),
+        AutoTokenizer.from_pretrained(chosen.tokenizer),
+        sequence_length=chosen.sequence_length,
+        cache=run / "again",
+        validation_share=chosen.data.validation_share,
+        validation_sequences=chosen.data.validation_sequences,
+        seed=chosen.seed,
+    )
+    return torch.stack([packed.validation[i]["input_ids"] for i in range(len(packed.validation))])
+
+
+def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(objective={"jump": 0.5})
+    results = train(settings(path), tmp_path / "run")
+    windows = held_out(path, tmp_path)
+    assert sorted(set(results.table.step)) == [0, 3, 6, 8]
+    for step in (3, 6, 8):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"checkpoint-{step}").double().eval()
+        model.config.tie_last_hidden_states = False
+        with torch.no_grad():
+            out = model(windows, output_hidden_states=True)
+        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())
+        assert values(results, "validation_loss", step) == pytest.approx([float(loss)], rel=1e-5)
+        pairs = pairwise(out.hidden_states)
+        psi = [float((1 - torch.cosine_similarity(a, b, dim=-1)).mean() / 2) for a, b in pairs]
+        assert values(results, "displacement", step) == pytest.approx(psi, rel=1e-4)
+        rises = [max(0.0, after - before) for before, after in pairwise(psi)]
+        zetas = [100 * sum(rises[start:]) for start in (0, 1, 2)]  # layers 2, 3, 4
+        assert values(results, "jump_rate", step) == pytest.approx(zetas, rel=1e-3, abs=1e-6)
+    rates = [values(results, "learning_rate", step)[0] for step in (3, 6, 8)]
+    # Trainer reports the rate after step n, before its scheduler moves on: warm-up of 2, then half a cosine over 6.
+    assert rates == pytest.approx([3e-3 * (1 + math.cos(math.pi * k / 6)) / 2 for k in (0, 3, 5)], rel=1e-6)
+    assert Results.load(tmp_path / "run").meta["kind"] == "training"
+    assert values(results, "penalty", 8, "jump")[0] > 0
+
+
+def test_a_run_can_be_measured_as_a_series(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(model={"type": "depth_llama", "memory": "kv"})
+    results = train(settings(path), tmp_path / "run")
+    chosen = MeasureSettings(measures=["displacement", "lens_loss"], sequence_length=24)
+    series = measure_into(tmp_path / "run", str(settings(path).data.name), tmp_path / "measured", chosen)
+    assert sorted(set(series.table.step)) == [3, 6, 8]
+    assert len(values(results, "displacement", 8)) == 4
+
+
+def test_training_learns_and_the_penalty_does_what_it_says(recipe: Any, tmp_path: Path) -> None:
+    plain = train(settings(recipe(steps=30, eval_every=30, save_every=30)), tmp_path / "plain")
+    jreg = recipe(steps=30, eval_every=30, save_every=30, objective={"jump": 5.0})
+    turned = train(settings(jreg), tmp_path / "jreg")
+    for results in (plain, turned):
+        assert values(results, "validation_loss", 30)[0] < values(results, "validation_loss", 0)[0] - 0.3
+    assert values(plain, "validation_loss", 0) == values(turned, "validation_loss", 0)  # the same model, the same text
+    assert values(turned, "displacement", 30)[-1] < 0.5 * values(plain, "displacement", 30)[-1]
+
+
+def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
+    """`kv` at its initial value reads each layer's own keys and values: no jump in the loss at step 0."""
+    path = recipe(model={"num_key_value_heads": 2})
+    before = train(settings(path), tmp_path / "llama")
+    chosen = yaml.safe_load(path.read_text())
+    chosen["model"] = {"type": "depth_llama", "checkpoint": str(tmp_path / "llama"), "memory": "kv"}
+    path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
+    after = train(settings(path), tmp_path / "kv")
+    assert values(after, "validation_loss", 0) == pytest.approx(values(before, "validation_loss", 8), rel=1e-6)
+    assert values(after, "validation_loss", 8)[0] < values(after, "validation_loss", 0)[0]
+    names = list(AutoModelForCausalLM.from_pretrained(tmp_path / "kv" / "checkpoint-8").state_dict())
+    assert sum("router" in name for name in names) == 3  # layers 2 to 4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from fulldepth.training import run as room
+
+    build = room.build_model
+
+    def broken(*arguments: Any) -> Any:
+        model = build(*arguments)
+
+        def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output * float("inf") if model.training or model.spoilt else output
+
+        model.spoilt = False
+        model.model.layers[1].mlp.register_forward_hook(spoil)
+        monkeypatch.setattr(model, "eval", lambda: torch.nn.Module.train(model, False))
+        return model
+
+    monkeypatch.setattr(room, "build_model", broken)
+    with pytest.raises(FulldepthError, match=r"Step 1: .*ce.*layer 2") as stopped:
+        train(settings(recipe(objective={"jump": 0.5})), tmp_path / "run")
+    assert "not taken" in str(stopped.value)
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+BAD = {
+    "unknown recipe": (["tiny-lama"], "Did you mean 'tiny-llama'"),
+    "unknown key": (["tiny-llama", "lerning_rate=1"], "learning_rate"),
+    "unknown model key": (["tiny-llama", "model.hiden_size=8"], "hidden_size"),
+    "unknown method": (["tiny-llama", "method=jerg"], "jreg"),
+    "unknown term option": (["tiny-llama", "objective.jump.alhpa=1"], "alpha"),
+    "hyper with memory": (["tiny-hyper", "model.memory=static"], "memory"),
+    "tree that refers forward": (["tiny-tree", "model.tree={2: [5, 1]}"], "tree"),
+    "positions": (["tiny-llama", "model.max_position_embeddings=64"], "positions"),
+    "vocabulary": (["tiny-llama", "model.vocab_size=100"], "token"),
+    "batch": (["tiny-llama", "micro_batch_size=5"], "does not divide"),
+    "no data": (["tiny-llama", "data.name=/nowhere.txt"], "nowhere"),
+    "no tokenizer": (["tiny-llama", "tokenizer=null"], "tokenizer"),
+    "warm-up": (["tiny-llama", "steps=5"], "warmup_steps"),
+    "no output": (["tiny-llama"], "--output"),
+    "coherence layers": (["tiny-llama", "objective.coherence.layers=[40]"], "0 to 11"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message_and_code_2(case: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    arguments, message = BAD[case]
+    output = [] if case == "no output" else ["--output", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments, *output])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    error = capsys.readouterr().err
+    assert leaving.value.code == 2
+    assert message in error, error
+    assert "Traceback" not in error
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
+def test_an_empty_corpus_is_refused(recipe: Any, tmp_path: Path, content: str) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(content, encoding="utf-8")
+    with pytest.raises(FulldepthError, match="empty"):
+        train(settings(recipe(data={"name": str(empty)})), tmp_path / "run")
+
+
+def test_list_and_dry_run(recipe: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", "--list"])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("tiny-llama", "jreg-3.4b", "lime-depth-128"))
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe()), "--dry-run"])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 0
+    assert "parameters" in capsys.readouterr().out
+
+
+def test_the_saved_settings_start_the_same_run_again(recipe: Any, tmp_path: Path) -> None:
+    path = recipe(steps=2, eval_every=2, save_every=2, method="jreg")
+    train(settings(path), tmp_path / "run")
+    saved = tmp_path / "run" / "settings.yaml"
+    assert yaml.safe_load(saved.read_text())["objective"]["jump"] == {"weight": 1.0, "alpha": 1.0}
+    again = train(settings(saved), tmp_path / "again")
+    first = Results.load(tmp_path / "run")
+    assert values(first, "validation_loss", 2) == values(again, "validation_loss", 2)
