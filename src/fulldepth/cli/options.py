@@ -25,7 +25,7 @@ NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
 """The end of a docstring that says what None stands for."""
 
 Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting by name; may be given often.")
+    list[str] | None, typer.Option("--set", metavar="<key=value>", help="Any setting by name; may be given often.")
 ]
 
 

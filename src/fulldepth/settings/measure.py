@@ -44,9 +44,8 @@ class MeasureSettings(Settings):
     batch_size: Count = 8
     """Sequences in one forward pass; no number depends on it."""
     tokens: TokenPolicy = "auto"
-    """Which tokens count: all, no-first, last, cls (the first), eos; padding never does. auto: all for language models,
-    cls for encoders that classify and for vision with a class token (all without one), last for decoders that classify,
-    eos for CLIP's text tower."""
+    """Which tokens count: all, no-first, last, cls (the first), eos; padding never does. auto: all for language models
+    and vision without a class token; cls, last or eos for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
     lens_tokens: Count | None = None
