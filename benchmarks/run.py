@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from fulldepth.capture import body_inputs, capture
+from fulldepth.distributed import Processes
 from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
-from fulldepth.measurement.processes import Processes
 from fulldepth.measurement.run import make_setup
 from fulldepth.metrics import cka_matrix, linear_cka, separability
 from subjects import BATCH, SIZES, subject

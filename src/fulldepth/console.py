@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fulldepth import launch
 from fulldepth.errors import one_line
 from fulldepth.progress import Watcher
 
@@ -21,18 +21,7 @@ PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 def is_main() -> bool:
     """Whether this process prints (under torchrun, only the first does)."""
-    return rank() == "0"
-
-
-def rank() -> str:
-    """The number of this process under torchrun, `0` without."""
-    return os.environ.get("RANK", "0")
-
-
-def world() -> int:
-    """How many processes torchrun started."""
-    words = os.environ.get("WORLD_SIZE", "1")
-    return int(words) if words.isdecimal() else 1
+    return launch.rank() == 0
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import pytest
 from torch import distributed
 
 from fulldepth import files, measure
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.measurement import MeasureSettings, measure_into
-from fulldepth.measurement.processes import Processes
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, TABLE, Results, TableMismatchError
 

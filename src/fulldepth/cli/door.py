@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fulldepth import console
+from fulldepth import console, launch
 from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
 
 
@@ -193,7 +193,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{reason}: {error.filename}" if error.filename else reason
-    if console.world() > 1 and any(words in str(error) for words in LOST):
+    if launch.world() > 1 and any(words in str(error) for words in LOST):
         return f"Another process ended, and this one cannot go on without it ({one_line(error, 200)})."
     said = one_line(error, 500)
     return (
@@ -209,6 +209,6 @@ def _fail(message: str, error: BaseException) -> None:
     if not console.is_main():
         # What is wrong for all processes, the first one says; torchrun ends this one as soon as that one has left.
         time.sleep(PATIENCE)
-        message = f"process {console.rank()}: {message}"
+        message = f"process {launch.rank()}: {message}"
     console.error(brief(message))
     sys.exit(2)

@@ -11,6 +11,7 @@ from time import monotonic
 
 from filelock import FileLock
 
+from fulldepth import launch
 from fulldepth.data import shards as layout
 from fulldepth.data.documents import Documents
 from fulldepth.data.encoder import Encoder
@@ -43,8 +44,7 @@ def default_cache() -> Path:
 def default_writers() -> int:
     """Processes that write: this process's share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cores // (int(processes) if processes.isdecimal() and int(processes) else 1))
+    return max(1, cores // max(1, launch.local_world()))
 
 
 def tokens_folder(documents: Documents, encoder: Encoder, cache: Path) -> Path:

@@ -33,7 +33,6 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.shards import (
     OPTIMIZER_SHARDS,
     WEIGHT_SHARDS,
-    cpu_group,
     first_failure,
     is_sharded,
     read_shards,
@@ -58,7 +57,6 @@ __all__ = [
     "anatomy_candidates",
     "begin_checkpoint",
     "checkpoint_of",
-    "cpu_group",
     "device_of",
     "drop_checkpoints",
     "find_checkpoints",

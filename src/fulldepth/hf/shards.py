@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -101,10 +100,3 @@ def first_failure(error: BaseException) -> Exception:
     failures = getattr(error, "failures", {})
     cause = next((wrapped[0] for _, wrapped in sorted(failures.items())), error)
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
-
-
-def cpu_group() -> Any:
-    """A new group of all processes that talk through the CPU; None for a single process."""
-    return (
-        distributed.new_group(backend="gloo") if distributed.is_available() and distributed.is_initialized() else None
-    )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fulldepth.capture import capture, find_anatomy
+from fulldepth.distributed import any_process
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import first_broken_weight
-from fulldepth.losses.processes import any_process
 
 STREAMS = ("cuda", "xpu")
 """Devices that run behind the host, so that reading a number from them waits for everything before it."""

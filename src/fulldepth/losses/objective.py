@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fulldepth.capture import Tape, capture, find_anatomy
+from fulldepth.distributed import sum_over_processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses.aligned_loss import aligned_loss
@@ -19,7 +20,6 @@ from fulldepth.losses.counts import IGNORE, aligned_labels, token_count, token_m
 from fulldepth.losses.displacement import Displacements
 from fulldepth.losses.jump_penalty import jump_penalty
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
-from fulldepth.losses.processes import sum_over_processes
 from fulldepth.losses.similarity_penalty import similarity_penalty
 from fulldepth.losses.terms import (
     Aligned,

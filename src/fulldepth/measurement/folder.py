@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fulldepth.data import Sequences, open_source
+from fulldepth.distributed import processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
 from fulldepth.measurement.fingerprint import contents, digest, fingerprints
-from fulldepth.measurement.processes import processes
 from fulldepth.measurement.run import measure_with
 from fulldepth.measurement.series import STEPS, Point, extends, measure_series, series_points
 from fulldepth.progress import Watcher

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fulldepth.capture import COEFFICIENTS, Tape, Verified, body_inputs, capture, feed_projections, read_layers
 from fulldepth.data import Batch
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement.grid import lens_grid
 from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.plan import Plan
-from fulldepth.measurement.processes import Processes
 from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics import Observation, Readout, SpectralNorm

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from fulldepth import __version__
 from fulldepth.capture import Verified, projection_names, verify
 from fulldepth.data import MASKED_SHARE
+from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates, unwrapped
 from fulldepth.measurement import tokens
@@ -31,7 +32,6 @@ from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.memory import check_memory
 from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
-from fulldepth.measurement.processes import Processes, processes
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, small_batch
 from fulldepth.metrics import Setup

@@ -11,10 +11,10 @@ import pandas as pd
 import pydantic
 
 from fulldepth.data import Sequences, Source
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, has_weights, is_sharded, trained_steps
 from fulldepth.measurement.fingerprint import contents, fingerprints
-from fulldepth.measurement.processes import Processes
 from fulldepth.measurement.run import measure_with
 from fulldepth.progress import Watcher
 from fulldepth.results import COLUMNS, Results

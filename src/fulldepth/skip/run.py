@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import load_tokenizer
 from fulldepth.progress import Watcher
@@ -23,7 +24,6 @@ from fulldepth.skip.inputs.responses import FILE as RESPONSES
 from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
 from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.proof.outcome import KIND, outcome
 from fulldepth.skip.selection.ready import prepared
 from fulldepth.skip.selection.search import search_with
@@ -79,7 +79,7 @@ def search_into(
     if responses is not None and not 1 <= responses <= MOST:
         raise FulldepthError(f"The number of responses must be 1 to {MOST:,}, got {one_line(responses, 30)}.")
     with processes() as me, me.holding(folder):
-        me.on_main(lambda: _check_folder(folder, resume))
+        me.first(lambda: _check_folder(folder, resume))
         owner, tokenizer = _open(model, data, settings, me)
         opened, made = {"tokenizer": tokenizer, "heldout": heldout}, None
         if responses is not None:
@@ -91,7 +91,7 @@ def search_into(
         if me.is_main and not _is_there(folder, plan):
             with prepared(owner, data, settings, me, **opened) as ready:
                 outcome(plan, ready, watcher=watcher).save(folder)
-        me.gather(None)
+        me.wait()
     return plan
 
 
@@ -167,4 +167,4 @@ def _respond(
             ),
         )
 
-    return me.on_main(stored)
+    return me.first(stored)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
 from fulldepth.capture import verify
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import (
     Anatomy,
@@ -23,7 +24,6 @@ from fulldepth.hf import (
     load_tokenizer,
 )
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.score import Batch
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
+from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import pick_device
 from fulldepth.training.loading import worker_count
@@ -27,7 +27,7 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
     Raises:
         FulldepthError: if batch sizes do not divide, the device is not there, or these processes cannot shard.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launch.world()
     micro, accumulation = batch_split(settings, world)
     on_cpu = pick_device(settings.device).type == "cpu"
     if settings.warmup_steps > settings.steps:
@@ -62,7 +62,7 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         logging_nan_inf_filter=False,
         report_to=settings.report_to or "none",
         disable_tqdm=True,
-        dataloader_num_workers=worker_count(settings, int(os.environ.get("LOCAL_WORLD_SIZE", world))),
+        dataloader_num_workers=worker_count(settings, launch.local_world()),
         dataloader_pin_memory=not on_cpu,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,

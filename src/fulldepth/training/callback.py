@@ -12,12 +12,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fulldepth.distributed import any_process, current
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
-from fulldepth.losses.processes import gathered
 from fulldepth.progress import Watcher
 from fulldepth.training.evaluation import Evaluation, Evaluator
 from fulldepth.training.record import Record, Stopwatch
@@ -53,7 +52,7 @@ class Conductor(TrainerCallback):
         self.settings, self.record, self.evaluator, self.watcher = settings, record, evaluator, watcher
         self.after_evaluation = after_evaluation
         self.tally = Tally()
-        self.carried: dict[str, list[float]] = dict(notes.tally) if rank() == 0 else {}
+        self.carried: dict[str, list[float]] = dict(notes.tally) if current().is_main else {}
         self.clock = Stopwatch(notes.elapsed)
         self.trainer: Any = None
         self.stop_asked = False
@@ -114,8 +113,7 @@ class Conductor(TrainerCallback):
     ) -> TrainerControl:
         """Seal the checkpoint that has just been written, or that is being written as soon as it is."""
         mine = self._gathered(self._means(reset=False))
-        if together():
-            distributed.barrier()  # every process has written its part, or begun to
+        current().wait()  # every process has written its part, or begun to
         checkpoint = self._checkpoint(state.global_step)
         if args.should_save:
             self.record.keep_in(checkpoint)
@@ -156,10 +154,9 @@ class Conductor(TrainerCallback):
 
     def _agreed(self) -> bool:
         """Whether any process was asked to stop; all hear of it after the same step."""
-        if together():
+        if current().world > 1:
             flag = torch.tensor(float(self.stop_asked), device=self.trainer.args.device)
-            distributed.all_reduce(flag)
-            self.stop_asked = bool(flag)
+            self.stop_asked = bool(any_process(flag))
         return self.stop_asked
 
     def _evaluate(self, step: int) -> None:
@@ -197,19 +194,9 @@ class Conductor(TrainerCallback):
 
     def _gathered(self, means: dict[str, list[float]]) -> dict[str, list[float]]:
         """The same over all processes."""
-        everyone = gathered(means)
+        everyone = current().gather(means)
         names = list(dict.fromkeys(name for part in everyone for name in part))
         return {n: [sum(part.get(n, [0.0, 0.0])[i] for part in everyone) for i in (0, 1)] for n in names}
-
-
-def together() -> bool:
-    """Whether several processes train."""
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def rank() -> int:
-    """This process's number."""
-    return distributed.get_rank() if together() else 0
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from fulldepth.capture import capture, find_anatomy
+from fulldepth.distributed import add_up, current
 from fulldepth.hf import Anatomy
 from fulldepth.losses.counts import target_count, token_mask
 from fulldepth.metrics import displacement, jump_rate
@@ -59,14 +60,12 @@ class Evaluator:
                     tape.clear()
         finally:
             model.train(training)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(sums)
+        add_up(sums)
         return _evaluation(sums.tolist())
 
     def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's batches, and whether each counts: all processes run equally many, as sharding needs."""
-        together = distributed.is_available() and distributed.is_initialized()
-        rank, world = (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
+        rank, world = current().rank, current().world
         starts = range(0, len(self.data), self.batch_size)
         for first in range(0, len(starts), world):
             counts = first + rank < len(starts)

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, locked, read_json, reading
 from fulldepth.hf import UNFINISHED, drop_checkpoints, sealed_checkpoints, settle_checkpoints
-from fulldepth.losses.processes import gathered
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import layer, read
 from fulldepth.training.settings import TrainSettings
@@ -81,7 +81,7 @@ def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: boo
                 renamed = _claim(folder, settings)
             except FulldepthError as error:
                 said = str(error)
-        said = next((words for words in gathered(said) if words is not None), None)
+        said = next((words for words in current().gather(said) if words is not None), None)
         if said is not None:
             raise FulldepthError(said)
         yield renamed

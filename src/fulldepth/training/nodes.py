@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed
 
+from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError
 from fulldepth.files import remove_leftovers, temporary_name
-from fulldepth.losses.processes import gathered
 from fulldepth.training.folder import open_run
 from fulldepth.training.resume import RunNotes, resume_notes
 from fulldepth.training.settings import TrainSettings
@@ -22,8 +21,6 @@ from fulldepth.training.settings import TrainSettings
 PIECE = 64 << 20
 """Bytes that are sent at once."""
 RECEIVED = "received"
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def resuming(folder: Path, settings: TrainSettings) -> Iterator[tuple[Path | Non
         FulldepthError: in every process, if the first one cannot go on from the folder, `fsdp` is on and not all
             processes share the folder, or a copy cannot be written.
     """
-    name, notes = first_decides(lambda: _last(folder, settings))
+    name, notes = current().first(lambda: _last(folder, settings))
     sharing = shares(folder)
     if settings.fsdp and not all(sharing):
         raise FulldepthError(
@@ -60,38 +57,16 @@ def resuming(folder: Path, settings: TrainSettings) -> Iterator[tuple[Path | Non
         shutil.rmtree(home, ignore_errors=True)
 
 
-def first_decides(decide: Callable[[], T]) -> T:
-    """What a function gives in the first process, in all of them.
-
-    Raises:
-        FulldepthError: in every process, if it raises one.
-    """
-    if not _several():
-        return decide()
-    answer: list[Any] = [None, None]
-    if distributed.get_rank() == 0:
-        try:
-            answer[0] = decide()
-        except FulldepthError as error:
-            answer[1] = str(error)
-    distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise FulldepthError(answer[1])
-    result: T = answer[0]
-    return result
-
-
 def shares(folder: Path) -> list[bool]:
     """For every process, whether its folder of this name is the first process's."""
-    if not _several():
-        return [True]
-    probe = [temporary_name(folder / "shared").name if distributed.get_rank() == 0 else None]
-    if distributed.get_rank() == 0:
-        (folder / str(probe[0])).touch()
-    distributed.broadcast_object_list(probe, src=0)
-    seen = gathered((folder / str(probe[0])).exists())
-    if distributed.get_rank() == 0:
-        (folder / str(probe[0])).unlink()
+    me = current()
+    probe = folder / me.agree(temporary_name(folder / "shared").name)
+    if me.world > 1 and me.is_main:
+        probe.touch()
+    me.wait()
+    seen = me.gather(me.world == 1 or probe.exists())
+    if me.world > 1 and me.is_main:
+        probe.unlink()
     return seen
 
 
@@ -102,20 +77,20 @@ def _last(folder: Path, settings: TrainSettings) -> tuple[str | None, RunNotes]:
 
 def _sent(folder: Path, name: str, home: Path, sharing: list[bool]) -> Path:
     """Send a checkpoint's files to one process of every machine that does not see them; where this process reads it."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    needy = gathered(not sharing[distributed.get_rank()] and local == 0)
+    me = current()
+    needy = me.gather(not sharing[me.rank] and me.local_rank == 0)
     group = distributed.new_group([0, *[rank for rank, needs in enumerate(needy) if needs]], backend="gloo")
     said = None
-    if distributed.get_rank() == 0:
+    if me.is_main:
         _send(folder / name, group)
-    elif needy[distributed.get_rank()]:
+    elif needy[me.rank]:
         said = _receive(home / name, group)
-    everyone = gathered((str(home.absolute() / name), said))
+    everyone = me.gather((str(home.absolute() / name), said))
     if problem := next((words for _, words in everyone if words is not None), None):
         raise FulldepthError(problem)
-    if sharing[distributed.get_rank()]:
+    if sharing[me.rank]:
         return folder / name
-    return Path(everyone[distributed.get_rank() - local][0])
+    return Path(everyone[me.rank - me.local_rank][0])
 
 
 def _send(checkpoint: Path, group: Any) -> None:
@@ -151,7 +126,3 @@ def _receive(checkpoint: Path, group: Any) -> str | None:
             except OSError as error:
                 problem = error
     return None if problem is None else f"Cannot write {checkpoint}: {problem.strerror or problem}."
-
-
-def _several() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from fulldepth import __version__
 from fulldepth.data import ORDER
+from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json, reading
-from fulldepth.losses.processes import gathered
 from fulldepth.training.resume import Origin
 from fulldepth.training.settings import TrainSettings
 
@@ -72,7 +72,7 @@ def check_origin(
     """
     lines: list[str] = []
     said = None
-    everyone = gathered(now.data)
+    everyone = current().gather(now.data)
     try:
         if len(set(everyone)) > 1:
             raise FulldepthError(
@@ -85,7 +85,7 @@ def check_origin(
             lines = _compared(now, before, settings, checkpoint)
     except FulldepthError as error:
         said = str(error)
-    said, lines = gathered((said, lines))[0]  # process 0 has seen what the others may not: its own disk
+    said, lines = current().gather((said, lines))[0]  # process 0 has seen what the others may not: its own disk
     if said is not None:
         raise FulldepthError(said)
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_tokenizer, pick_device
 from fulldepth.training.arguments import batch_split
@@ -185,7 +185,7 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     Raises:
         FulldepthError: if the settings do not fit each other, or a tokenizer or checkpoint that they name is not there.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = launch.world()
     config = build_config(settings.model, vocab_size=_vocab_size(settings), positions=settings.sequence_length)
     rate = measure_rate(pick_device(settings.device), FACTOR[settings.precision])
     return lines(plan(settings, config, processes=processes, rate=rate))

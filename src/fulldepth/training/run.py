@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainingArguments
 from transformers import logging as transformers_logging
 
-from fulldepth import __version__
+from fulldepth import __version__, launch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import sealed_checkpoints
 from fulldepth.losses import DepthTrainer
@@ -80,7 +79,7 @@ def train(
         FulldepthError: if the folder holds another run, the settings do not fit each other, or the loss is not finite.
     """
     settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
-    if os.environ.get("RANK", "0") == "0":  # the first process's folder counts, and the others may not see it
+    if launch.rank() == 0:  # the first process's folder counts, and the others may not see it
         open_run(folder, settings, resume)
     with _quiet_library(), _readable_ending(folder):
         arguments = training_arguments(settings, folder)  # joins the other processes

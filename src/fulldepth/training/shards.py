@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import CONFIG_NAME
 
+from fulldepth.distributed import cpu_group, current
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document
 from fulldepth.hf import (
     OPTIMIZER_SHARDS,
     WEIGHT_SHARDS,
-    cpu_group,
     first_failure,
     is_sharded,
     load_checkpoint,
@@ -34,7 +34,6 @@ from fulldepth.hf import (
     stored_shapes,
     write_shards,
 )
-from fulldepth.losses.processes import gathered
 
 NUMBERS = "optimizer.json"
 """In a sharded checkpoint: what the optimiser keeps beside tensors of the weights' shapes."""
@@ -196,7 +195,7 @@ class ShardsMixin:
         with tempfile.TemporaryDirectory() as scratch:
             super()._save_rng_state(scratch)  # type: ignore[misc]
             mine = {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
-        everyone = gathered(mine)
+        everyone = current().gather(mine)
         if me.args.should_save:
             for files in everyone:
                 for name, content in files.items():

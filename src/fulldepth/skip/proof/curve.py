@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fulldepth import __version__
 from fulldepth.capture import find_anatomy
+from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
@@ -27,7 +28,6 @@ from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.proof.breakpoint import Breakpoint, find_breakpoint
 from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ready import Ready, prepared
@@ -109,7 +109,7 @@ def curve(
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
     with processes() as me, me.holding(output):
-        me.on_main(partial(_check_folder, output, resume))
+        me.first(partial(_check_folder, output, resume))
         owner = open_for(model, settings, me).model
         if settings.search != "given":
             settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
@@ -120,7 +120,7 @@ def curve(
         results = _results(plan, read, settings, (max_blocks, tolerance), find_anatomy(owner).num_layers)
         if output is not None and me.is_main:
             results.save(output)
-        me.gather(None)
+        me.wait()
     return Curve(plan, results)
 
 

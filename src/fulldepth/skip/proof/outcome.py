@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.progress import Watcher
@@ -27,7 +28,6 @@ from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import PLACES, SearchSettings
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.processes import Processes
 from fulldepth.skip.proof.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
 from fulldepth.skip.proof.outcome_headline import headline
 from fulldepth.skip.selection.flops import Variant

@@ -13,7 +13,6 @@ round, in an order that changes.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fulldepth import __version__
+from fulldepth import __version__, launch
 from fulldepth.capture import find_anatomy
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.hf.surgery import skipping
@@ -39,7 +39,6 @@ from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.processes import Processes
 from fulldepth.skip.proof.bench import order
 from fulldepth.skip.proof.calibrated import calibrated
 from fulldepth.skip.proof.outcome import settings_of
@@ -108,7 +107,7 @@ def quantise(
             model here, or a context with its new tokens exceeds the model's positions.
     """
     check_method(method)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launch.world() > 1:
         raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     settings = settings_of(plan, options)

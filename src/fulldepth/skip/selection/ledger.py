@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.skip.plan import Factors
-from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.flops import Costs, Variant, candidates
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
 from fulldepth.skip.selection.stored import SCHEMA_VERSION, StoredProgress, check_task, damaged, read_progress

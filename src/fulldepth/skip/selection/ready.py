@@ -12,13 +12,13 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from fulldepth.capture import find_anatomy
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Checkpoint, first_broken_weight, load_tokenizer
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples, read_examples
-from fulldepth.skip.processes import Processes
 from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
 from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit
 from fulldepth.skip.selection.flops import Variant

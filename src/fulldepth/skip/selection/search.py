@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
+from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
@@ -28,7 +29,6 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.search import PLACES, SearchSettings, parse_budget
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.plan import FILE, Factors, Loss, Plan
-from fulldepth.skip.processes import Processes, processes
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
 from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
 from fulldepth.skip.selection.exact import exact
@@ -163,7 +163,7 @@ def search_with(
         if folder is not None and me.is_main:
             plan.save(folder)
             (folder / PROGRESS).unlink(missing_ok=True)
-        me.gather(None)
+        me.wait()
     return plan
 
 
