@@ -132,15 +132,12 @@ def test_a_folder_of_another_command_is_refused_even_to_overwrite(measured, tmp_
 def test_every_process_hears_what_the_first_one_met(monkeypatch, tmp_path):
     """Two ranks as two threads: the first cannot have the folder, and the second is told rather than left waiting."""
     (tmp_path / "out").write_text("a file")
-    message, there, said = [], threading.Event(), {}
+    barrier, gathered, said = threading.Barrier(2, timeout=10), {}, {}
 
-    def broadcast(found):
-        if threading.current_thread().name == "0":
-            message[:] = found
-            there.set()
-        else:
-            assert there.wait(10)
-            found[:] = message
+    def gather(values, value, group=None):
+        gathered[int(threading.current_thread().name)] = value
+        barrier.wait()
+        values[:] = [gathered[0], gathered[1]]
 
     def work(rank):
         try:
@@ -149,7 +146,7 @@ def test_every_process_hears_what_the_first_one_met(monkeypatch, tmp_path):
         except FulldepthError as error:
             said[rank] = str(error)
 
-    monkeypatch.setattr(distributed, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(distributed, "all_gather_object", gather)
     threads = [threading.Thread(target=work, args=(rank,), name=str(rank)) for rank in (1, 0)]
     for thread in threads:
         thread.start()
