@@ -1,4 +1,11 @@
-"""After `import fulldepth`, transformers' Auto classes know our model types; neither is loaded for that."""
+"""After `import fulldepth`, transformers' Auto classes know our model types; neither is loaded for that.
+
+transformers has no entry point for other packages' models, and registering a class means importing it, and torch with
+it: seconds, which `import fulldepth` and `fulldepth --help` should not take. Registering only where transformers is
+already loaded would miss scripts with sorted imports, where `import fulldepth` comes first. So one import hook, which
+removes itself, waits for the Auto classes. Rooms that load models import `fulldepth.architectures` besides, and need no
+hook.
+"""
 
 from __future__ import annotations
 

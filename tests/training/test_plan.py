@@ -38,11 +38,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "hyper": SIZES | {"type": "depth_llama", "residual": "hyper"},
     "hyper-static": SIZES | {"type": "depth_llama", "residual": "hyper", "hyper_dynamic": False},
 }
+NAMES = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+FEW = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+STOCK: dict[str, dict[str, Any]] = {
+    "gemma3": SIZES | {"type": "gemma3_text", "head_dim": 24, **NAMES},
+    "mistral": SIZES | {"type": "mistral"},
+    "phi": FEW | {"type": "phi", "intermediate_size": 172, **NAMES},
+    "opt": FEW | {"type": "opt", "ffn_dim": 172, "word_embed_proj_dim": 64},
+    "falcon": FEW | {"type": "falcon", **NAMES},
+    "gptj": {"type": "gptj", "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, **NAMES},
+}
+"""Further families of transformers, whose operations are counted."""
 
 
 def asked(name: str, **over: Any) -> TrainSettings:
     tokens = {"bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else {}
-    return layer(TrainSettings, {"model": MODELS[name] | tokens, "sequence_length": TIME, **over})
+    return layer(TrainSettings, {"model": (MODELS | STOCK)[name] | tokens, "sequence_length": TIME, **over})
 
 
 def config_of(settings: TrainSettings) -> tf.PreTrainedConfig:
@@ -60,7 +71,7 @@ def counted(run: Any, length: int = TIME) -> tuple[float, Any]:
     return counter.get_total_flops() / (BATCH * length), result
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | STOCK)
 def test_operations_are_exactly_those_that_torch_counts(name: str) -> None:
     settings = asked(name, attention="eager")
     model, ids = build_model(config_of(settings), settings), tokens()

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.losses.terms import Aligned, Orthogonality, Term, orthogonality_layers
 
 TRAINING = 3
@@ -33,21 +32,17 @@ class Flops:
     with a sliding window). Kernels that skip the masked half do just this."""
     attention_full: float
     """The same over the full square, 4 H d_h T a layer, as eager attention and most published counts have it."""
-    mixing: float
-    """LIME: mixtures of the r sources of layers r = 2..L, 2 r H_kv D each; kv: 4 r H_kv^2 d_h."""
-    routing: float
-    """LIME: a dynamic router's weights, 2 r H_kv D in each of these layers."""
-    connections: float
-    """Hyper-Connections, twice a layer: 2 n (n + 1) D to mix n streams; dynamic ones 2 n (n + 2) D more."""
+    extra: float
+    """What the architecture computes besides, as its configuration says (`extra_flops`)."""
 
     @property
     def forward(self) -> float:
         """Everything, attention with its causal half."""
-        return self.linear + self.head + self.attention + self.mixing + self.routing + self.connections
+        return self.linear + self.head + self.attention + self.extra
 
     @property
     def training(self) -> float:
-        """Forward and backward pass: three times the forward pass; that LIME's mixtures are made again is left out."""
+        """Forward and backward pass: three times the forward pass; what an architecture makes again is left out."""
         return TRAINING * self.forward
 
     @property
@@ -64,8 +59,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> Flops:
         sequence_length: T.
 
     Returns:
-        The sums that `Flops` documents, with D the width, H heads of d_h channels (H_kv for keys and values), L layers,
-        V tokens, n streams.
+        The sums that `Flops` documents, with D the width, H heads of d_h channels and V tokens.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
@@ -74,14 +68,13 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> Flops:
     windows = _windows(config)
     seen = sum(_mean_keys(sequence_length, window) for window in windows)
     width = 4.0 * heads * channels
+    extra = getattr(config, "extra_flops", None)
     return Flops(
         linear=linear,
         head=_products(head),
         attention=width * seen,
         attention_full=width * sequence_length * len(windows),
-        mixing=_mixing(config),
-        routing=_routing(config),
-        connections=_connections(config),
+        extra=extra(sequence_length) if extra is not None else 0.0,
     )
 
 
@@ -138,32 +131,3 @@ def _mean_keys(length: int, window: int | None) -> float:
     """Keys that a causal position sees, averaged over positions 1..T: min(position, window)."""
     seen = min(length, window or length)
     return (seen * (seen + 1) / 2 + (length - seen) * seen) / length
-
-
-def _sources(config: DepthLlamaConfig) -> int:
-    """Sum of r over the layers r = 2..L that read a memory."""
-    layers = config.num_hidden_layers
-    return layers * (layers + 1) // 2 - 1
-
-
-def _mixing(config: PreTrainedConfig) -> float:
-    if not isinstance(config, DepthLlamaConfig) or config.memory == "none":
-        return 0.0
-    heads = key_value_heads(config)
-    if config.memory == "kv":
-        return 4.0 * _sources(config) * heads**2 * head_channels(config)
-    return 2.0 * _sources(config) * heads * config.hidden_size
-
-
-def _routing(config: PreTrainedConfig) -> float:
-    if not isinstance(config, DepthLlamaConfig) or config.memory != "dynamic":
-        return 0.0
-    return 2.0 * _sources(config) * key_value_heads(config) * config.hidden_size
-
-
-def _connections(config: PreTrainedConfig) -> float:
-    if not isinstance(config, DepthLlamaConfig) or config.residual != "hyper":
-        return 0.0
-    streams = config.num_streams
-    products = streams + 1 + (streams + 2 if config.hyper_dynamic else 0)
-    return 2.0 * config.num_hidden_layers * 2 * streams * products * config.hidden_size

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.training.flops import head_channels, key_value_heads
 from fulldepth.training.settings import TrainSettings
 
@@ -73,17 +72,15 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
 
     - a layer: two norms (8 to 13 bytes D), attention `c (2 H + 2 H_kv) d_h` for queries, keys, values and output
       (eager: and `H T` weights), MLP `4 c F` (right with a gate; without one, 2 to 8 by activation function);
-    - tree: two norms more for each layer of the tree; hyper: the streams and the branch's output, `(n + 1) D` of the
-      stream's type, twice a layer, and if dynamic `2 n^2 + 6 n` float32 of weights; static and dynamic memory: one
-      normalised state a layer (routed keys and values stand in for the ordinary ones); dynamic: its weights; kv: keys
-      and values before routing too;
+    - what the architecture keeps besides, as its configuration says (`extra_activation_bytes`);
     - the head: one norm.
 
     For Llama and `depth_llama` that is within a quarter of what autograd keeps, for others within a factor of two
     (dropout and some activation functions keep more).
 
-    Gradient checkpointing keeps each layer's input, and one layer at a time in full. Penalties are left out: JREG keeps
-    scalars, aligned training chunks of logits, CR up to ten states of each of its layers.
+    Gradient checkpointing keeps each layer's input (`num_residual_streams` states if the configuration says so, else
+    one), and one layer at a time in full. Penalties are left out: JREG keeps scalars, aligned training chunks of
+    logits, CR up to ten states of each of its layers.
 
     Args:
         model: on the meta device.
@@ -132,10 +129,12 @@ def _activations(config: PreTrainedConfig, settings: TrainSettings) -> float:
     """Bytes per token that the forward pass keeps, without the logits."""
     precision, layers = settings.precision, config.num_hidden_layers
     layer = _layer(config, settings)
-    extra = _switches(config, precision)
+    own = getattr(config, "extra_activation_bytes", None)
+    sizes = {"product": PRODUCT[precision], "norm": NORM[precision], "state": WEIGHT[precision]}
+    extra = own(**sizes) if own is not None else 0.0
     last = NORM[precision] * config.hidden_size
     if settings.gradient_checkpointing:
-        state = WEIGHT[precision] * config.hidden_size * _streams(config)
+        state = WEIGHT[precision] * config.hidden_size * getattr(config, "num_residual_streams", 1)
         return layers * state + layer + extra / layers + last
     return layers * layer + extra + last
 
@@ -149,32 +148,6 @@ def _layer(config: PreTrainedConfig, settings: TrainSettings) -> float:
         attention += heads * settings.sequence_length * (4 if product == 4 else 4 + product)
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
     return 2 * NORM[settings.precision] * width + attention + product * 4 * inner
-
-
-def _switches(config: PreTrainedConfig, precision: str) -> float:
-    """Bytes per token that the switches of `depth_llama` add, over all layers."""
-    if not isinstance(config, DepthLlamaConfig):
-        return 0.0
-    layers, width, stream = config.num_hidden_layers, config.hidden_size, WEIGHT[precision]
-    extra = 0.0
-    if config.residual == "tree":
-        extra += 2 * len(config.tree or {}) * NORM[precision] * width
-    if config.residual == "hyper":
-        streams = config.num_streams
-        weights = 4 * (2 * streams**2 + 6 * streams) if config.hyper_dynamic else 0
-        extra += 2 * layers * ((streams + 1) * width * stream + weights)
-    if config.memory in ("static", "dynamic"):
-        extra += layers * width * PRODUCT[precision]
-    if config.memory == "dynamic":
-        extra += 4 * key_value_heads(config) * layers * (layers + 1) / 2
-    if config.memory == "kv":
-        extra += 2 * layers * key_value_heads(config) * head_channels(config) * PRODUCT[precision]
-    return extra
-
-
-def _streams(config: PreTrainedConfig) -> int:
-    """Residual streams between two layers."""
-    return config.num_streams if getattr(config, "residual", None) == "hyper" else 1
 
 
 def _matrices(model: PreTrainedModel) -> int:

@@ -15,9 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.architectures.depth_llama.attention_depth_llama import DepthLlamaAttention
-from fulldepth.architectures.depth_llama.hyper_depth_llama import HyperConnection
-from fulldepth.architectures.depth_llama.modeling_depth_llama import ROUTERS
 from fulldepth.errors import FulldepthError
 from fulldepth.training.settings import InitializerSettings
 
@@ -25,8 +22,6 @@ CUT = 3.0
 """Standard deviations at which a truncated normal ends (Meta Lingua)."""
 OUTPUTS = ("o_proj", "down_proj", "c_proj")
 """Names of the matrices that write into the residual stream, two in each layer."""
-OWN_START = (*ROUTERS, HyperConnection)
-"""Modules whose weights keep the start that their papers give them."""
 
 
 def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
@@ -34,11 +29,9 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
 
     - `distribution: truncated-normal`: a matrix with k inputs has N(0, 1/k) cut at 3 standard deviations, an embedding
       of D channels N(0, 1/D) cut likewise; the cut makes the deviation 0.98658 of the nominal one. A padding token's
-      embedding and biases are zero. Norms, routers and Hyper-Connections keep their own start.
+      embedding and biases are zero. Norms, and what the model's switches add (`added_parameters`), keep their start.
     - `output_scale`: factor of the matrices that write into the residual stream.
-    - `memory`: the key and value projections that read a memory have `kaiming_uniform_(a=sqrt(5))`, that is
-      U(-b, b) with b = 1/sqrt(k). `fan-in`: k = D, the inputs. `pseudocode`: k = H_kv D d_h, for torch counts every
-      dimension but the first of LIME's tensor `[1, H, D, d_h]` as inputs.
+    - `memory`: the weights that the model names for this rule (`memory_bounds`) are drawn from U(-b, b) with its b.
 
     Args:
         model: as its class has initialised it.
@@ -47,7 +40,7 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     Raises:
         FulldepthError: as `check_initializer`.
 
-    Source: Meta Lingua, `lingua/transformer.py` (`reset_parameters`); "LIME", App. E.
+    Source: Meta Lingua, `lingua/transformer.py` (`reset_parameters`).
     """
     check_initializer(model, settings)
     with torch.no_grad():
@@ -57,12 +50,8 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
         if settings.output_scale != 1.0:
             for module in _outputs(model):
                 module.weight.mul_(settings.output_scale)
-        if settings.memory != "model":
-            for attention in _readers(model):
-                for projection in (attention.k_proj, attention.v_proj):
-                    inputs = projection.in_features
-                    inputs *= projection.out_features if settings.memory == "pseudocode" else 1
-                    projection.weight.uniform_(-(inputs**-0.5), inputs**-0.5)
+        for name, bound in _memory_bounds(model, settings).items():
+            model.get_parameter(name).uniform_(-bound, bound)
 
 
 def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> None:
@@ -72,16 +61,8 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
         FulldepthError: for `memory` without a memory that is read so, and for a model with matrices that are no
             linear layers (`distribution`) or without the known names of output matrices (`output_scale`).
     """
-    kind, memory = model.config.model_type, getattr(model.config, "memory", "none")
-    if settings.memory != "model" and not list(_readers(model)):
-        raise FulldepthError(
-            f"initializer.memory={settings.memory} needs a depth_llama with model.memory; this {kind} has none."
-        )
-    if settings.memory == "pseudocode" and memory == "kv":
-        raise FulldepthError(
-            "initializer.memory=pseudocode is the start of LIME's projections, model.memory=static or dynamic; for kv "
-            "there is fan-in."
-        )
+    kind = model.config.model_type
+    _memory_bounds(model, settings)
     if settings.output_scale != 1.0 and len(_outputs(model)) != 2 * model.config.num_hidden_layers:
         raise FulldepthError(
             f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a {kind} names its own "
@@ -89,20 +70,29 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
         )
     if settings.distribution != "model":
         known = {id(module.weight) for module in _matrices(model)}
-        known |= {id(p) for module in model.modules() if isinstance(module, OWN_START) for p in module.parameters()}
+        added = _added(model)
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and id(parameter) not in known:
+            if parameter.ndim > 1 and id(parameter) not in known and name not in added:
                 raise FulldepthError(
                     f"initializer.distribution={settings.distribution} is for linear layers and embeddings, and {name} "
                     f"of this {kind} is neither."
                 )
 
 
+def _added(model: nn.Module) -> set[str]:
+    """Names of the weights that the model's switches add to those of a stock model; they keep their own start."""
+    names: set[str] = getattr(model, "added_parameters", set)()
+    return names
+
+
 def _matrices(model: nn.Module) -> Iterator[Any]:
-    """Every linear layer and embedding, of tied ones the first."""
+    """Every linear layer and embedding that a stock model has, of tied ones the first."""
     seen: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding | Conv1D) and id(module.weight) not in seen:
+    added = _added(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or f"{name}.weight" in added:
+            continue
+        if id(module.weight) not in seen:
             seen.add(id(module.weight))
             yield module
 
@@ -111,11 +101,21 @@ def _outputs(model: nn.Module) -> list[Any]:
     return [module for name, module in model.named_modules() if name.rpartition(".")[2] in OUTPUTS]
 
 
-def _readers(model: nn.Module) -> Iterator[DepthLlamaAttention]:
-    """Attentions whose keys and values read a memory, or are one (`kv`)."""
-    for module in model.modules():
-        if isinstance(module, DepthLlamaAttention) and (module.memory_norm is not None or module.config.memory == "kv"):
-            yield module
+def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dict[str, float]:
+    """Names of the weights that `memory` draws, and the bounds within which they are uniform."""
+    if settings.memory == "model":
+        return {}
+    declared = getattr(model, "memory_bounds", None)
+    try:
+        bounds: dict[str, float] = declared(settings.memory) if declared is not None else {}
+    except ValueError as error:
+        raise FulldepthError(f"initializer.memory={settings.memory}: {error}.") from error
+    if not bounds:
+        raise FulldepthError(
+            f"initializer.memory={settings.memory} needs attention that reads a memory of earlier layers "
+            f"(model.memory); this {model.config.model_type} has none."
+        )
+    return bounds
 
 
 def _fill_truncated(module: Any) -> None:

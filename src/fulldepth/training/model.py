@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import load_checkpoint, load_config
 from fulldepth.training.initial import draw_weights
@@ -27,10 +27,6 @@ from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
-PLAIN = {"residual": "serial", "tree": None, "hyper_dynamic": True, "memory": "none", "kv_init": "identity"}
-PLAIN |= {"router_input": "normed", "router_top_p": None}
-"""Switches of a `depth_llama` that is a Llama."""
-
 COMMON = ("depth_llama", "llama", "qwen3", "gpt2", "mistral")
 NOT_OPTIONS = {
     "self",
@@ -53,7 +49,7 @@ def build_config(
     """The configuration that settings describe; every key besides `type` and `checkpoint` is one of its options.
 
     With a checkpoint its configuration is the base and the keys override it. `type: llama`, the default, then means
-    the checkpoint's own type; `depth_llama` takes a Llama's checkpoint too.
+    the checkpoint's own type. A class with switches also takes checkpoints of its stock family (`stock_model_type`).
 
     Args:
         model: the settings. Their own keys win over the arguments below.
@@ -101,8 +97,8 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     """The model on the CPU, in the run's precision and in training mode.
 
     Weights are drawn from the seed, as `initializer` says, or come from the checkpoint that the settings name. Then
-    only weights that the switches of `depth_llama` add (routers, norms, connections) may be missing there; they are
-    drawn from the seed. The caller's random numbers are untouched.
+    only weights that the model's switches add (`added_parameters`) may be missing there; they are drawn from the
+    seed. The caller's random numbers are untouched.
 
     Args:
         config: from `build_config`.
@@ -152,10 +148,12 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None) -> type[PreTraine
         raise unknown("model type", model.type, {*COMMON, *get_close_matches(model.type, kinds, n=3)})
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FulldepthError(f"Model type {kind.model_type!r} is no causal language model; nothing here can train it.")
-    if base is not None and not isinstance(base, kind) and (kind, base.model_type) != (DepthLlamaConfig, "llama"):
+    stock = getattr(kind, "stock_model_type", None)
+    if base is not None and not isinstance(base, kind) and base.model_type != stock:
+        takes = f", which a {stock} can become, too" if stock is not None else ""
         raise FulldepthError(
-            f"{model.checkpoint} is a {base.model_type}, and the settings want a {kind.model_type}. Only a llama "
-            "becomes something else: a depth_llama. Leave out model.type to keep the checkpoint's."
+            f"{model.checkpoint} is a {base.model_type}, and the settings want a {kind.model_type}{takes}. Leave out "
+            "model.type to keep the checkpoint's."
         )
     return kind
 
@@ -184,12 +182,11 @@ def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: i
 
 def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
     """A checkpoint's configuration with some values replaced."""
-    if isinstance(base, kind):
-        changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
-        values = {name: value for name, value in base.to_dict().items() if name != "auto_map"}  # the checkpoint's code
-        changed: PreTrainedConfig = kind.from_dict(values | changes)
-        return changed
-    return DepthLlamaConfig.from_llama(base, **changes)
+    changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
+    own = ("model_type", "architectures", "auto_map", "_name_or_path")  # say what the checkpoint is, and with what code
+    values = {name: value for name, value in base.to_dict().items() if name not in own}
+    changed: PreTrainedConfig = kind.from_dict(values | changes)
+    return changed
 
 
 def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: int | None) -> None:
@@ -214,7 +211,7 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     source = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.state_dict()
     target = model.state_dict()
     name = type(model).__name__
-    if lacking := sorted(target.keys() - source.keys() - _additions(model.config)):
+    if lacking := sorted(target.keys() - source.keys() - getattr(model, "added_parameters", set)()):
         raise FulldepthError(
             f"{checkpoint} lacks {len(lacking)} weights that {name} needs (first: {lacking[0]}); they would be random."
         )
@@ -230,15 +227,6 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
                 "settings. Keys under `model` must not change the checkpoint's sizes."
             )
     model.load_state_dict(source, strict=False)
-
-
-def _additions(config: PreTrainedConfig) -> set[str]:
-    """Names of the weights that the switches of `depth_llama` add to a Llama."""
-    if not isinstance(config, DepthLlamaConfig):
-        return set()
-    plain = DepthLlamaConfig.from_llama(config, **PLAIN)
-    with torch.device("meta"):
-        return set(DepthLlamaForCausalLM(config).state_dict()) - set(DepthLlamaForCausalLM(plain).state_dict())
 
 
 def _reason(error: Exception) -> str:

@@ -23,6 +23,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_depth_llama.DepthLlamaForCausalLM",
 }
 """Auto class -> what it finds among the modelling files that a checkpoint carries."""
+IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
+"""Entries of a configuration that say whose it is."""
 EMBEDDING = -1
 """The embedding's number in a tree, whose layers are numbered from 0."""
 
@@ -58,7 +60,8 @@ def build_tree(num_layers: int) -> dict[int, tuple[int, int]]:
 class DepthLlamaConfig(LlamaConfig):
     """All fields of `LlamaConfig`, and switches that change how layers are connected.
 
-    With the defaults the model is Llama: same weights by the same names, same outputs.
+    With the defaults the model is Llama: same weights by the same names, same outputs. What the switches cost and which
+    stock family they start from, the class says itself (`extra_flops` and what follows it).
 
     Args:
         residual: `serial`; `tree`: the input of some layers is the sum of two separately normalised earlier outputs
@@ -82,6 +85,8 @@ class DepthLlamaConfig(LlamaConfig):
     """
 
     model_type = "depth_llama"
+    stock_model_type = "llama"
+    """Family whose checkpoints this class takes, with switches thrown."""
     # Layers read more than the layer before them: neither split has been worked out for that.
     base_model_tp_plan = None  # type: ignore[assignment]
     base_model_pp_plan = None  # type: ignore[assignment]
@@ -109,14 +114,82 @@ class DepthLlamaConfig(LlamaConfig):
         """
         if llama_config.model_type not in ("llama", cls.model_type):
             raise ValueError(f"expected the configuration of a llama, got one of {llama_config.model_type!r}")
-        own = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
-        values = {name: value for name, value in llama_config.to_dict().items() if name not in own}
+        values = {name: value for name, value in llama_config.to_dict().items() if name not in IDENTITY}
         if llama_config._attn_implementation is not None:
             values["attn_implementation"] = llama_config._attn_implementation
         known = {field.name for field in fields(cls)} | {"attn_implementation", *values}
         for name in switches:
             _check_choice("switch", name, known)
         return cls(**(values | switches))
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """The switches that make this another model than a Llama, and their values."""
+        plain = {"residual": "serial", "memory": "none"}  # the others need one of these
+        return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
+
+    def stock_config(self) -> LlamaConfig:
+        """The configuration of a Llama of the same sizes, whatever the switches are."""
+        own = {field.name for field in fields(self)} - {field.name for field in fields(LlamaConfig)} | {*IDENTITY}
+        values = {name: value for name, value in self.to_dict().items() if name not in own}
+        return LlamaConfig(**values | {"attn_implementation": self._attn_implementation})
+
+    def extra_flops(self, sequence_length: int) -> float:
+        """Operations of one token in a forward pass besides linear layers and attention, averaged over a sequence.
+
+        Memory `static`: mixtures of the r sources of layers r = 2..L, `2 r H_kv D` each; `dynamic`: as many again for
+        the router's weights; `kv`: `4 r H_kv^2 d_h`. Hyper-Connections, twice a layer: `2 n (n + 1) D` to mix n
+        streams, and if dynamic `2 n (n + 2) D`. None depends on the sequence's length.
+        """
+        layers, width, streams = self.num_hidden_layers, self.hidden_size, self.num_streams
+        heads, channels = self._key_value_sizes
+        sources = layers * (layers + 1) // 2 - 1  # the sum of r = 2..L
+        per_source = {"none": 0, "static": width, "dynamic": 2 * width, "kv": 2 * heads * channels}
+        flops = 2.0 * sources * heads * per_source[self.memory]
+        if self.residual == "hyper":
+            products = streams + 1 + (streams + 2 if self.hyper_dynamic else 0)
+            flops += 4.0 * layers * streams * products * width
+        return flops
+
+    def extra_activation_bytes(self, *, product: int, norm: int, state: int) -> float:
+        """Bytes of one token that the forward pass keeps for the backward pass because of the switches, in all layers.
+
+        Tree: two norms for each layer of the tree. Hyper-Connections, twice a layer: the streams and the branch's
+        output, `(n + 1) D`, and if dynamic `2 n^2 + 6 n` float32 of weights. Memory `static`, `dynamic`: a normalised
+        state a layer (routed keys and values stand in for the ordinary ones); `dynamic`: its weights, float32; `kv`:
+        keys and values before routing.
+
+        Args:
+            product: bytes of a number that linear layers and attention read and write.
+            norm: bytes that a norm keeps for each channel.
+            state: bytes of a number of the residual stream.
+        """
+        layers, width, streams = self.num_hidden_layers, self.hidden_size, self.num_streams
+        heads, channels = self._key_value_sizes
+        kept = 0.0
+        if self.residual == "tree":
+            kept += 2 * len(self.tree or {}) * norm * width
+        if self.residual == "hyper":
+            weights = 4 * (2 * streams**2 + 6 * streams) if self.hyper_dynamic else 0
+            kept += 2 * layers * ((streams + 1) * width * state + weights)
+        if self.memory in ("static", "dynamic"):
+            kept += layers * width * product
+        if self.memory == "dynamic":
+            kept += 4 * heads * layers * (layers + 1) / 2
+        if self.memory == "kv":
+            kept += 2 * layers * heads * channels * product
+        return kept
+
+    @property
+    def num_residual_streams(self) -> int:
+        """States of `[B, T, D]` that one layer hands to the next."""
+        return self.num_streams if self.residual == "hyper" else 1
+
+    @property
+    def _key_value_sizes(self) -> tuple[int, int]:
+        """H_kv and d_h."""
+        heads = self.num_attention_heads
+        return self.num_key_value_heads or heads, self.head_dim or self.hidden_size // heads
 
     def resolve(self) -> None:
         """Check the switches and fill in the tree; models call it again, for attributes can be set later.

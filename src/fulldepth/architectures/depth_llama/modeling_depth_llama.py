@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Literal, cast, get_args
 
@@ -14,11 +14,11 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding
+from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding, MemoryStart
 from .configuration_depth_llama import EMBEDDING, DepthLlamaConfig
 from .hyper_depth_llama import HyperConnection, collapse, expand
 from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, normalise
@@ -140,7 +140,9 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
         if decay not in get_args(Decay):
             raise ValueError(f"decay must be one of {', '.join(get_args(Decay))}, got {decay!r}")
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-        for module, name, parameter in _own_parameters(self):
+        for path, parameter in self.named_parameters():  # a tied one counts as the embedding
+            owner, _, name = path.rpartition(".")
+            module = self.get_submodule(owner)
             groups.setdefault((isinstance(module, ROUTERS), _decays(module, name, decay)), []).append(parameter)
         rates = (learning_rate, learning_rate if router_learning_rate is None else router_learning_rate)
         return [
@@ -185,16 +187,6 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
             return {"share": None, "layers": layers}
         share = sum(layer * layers[layer] for layer in layers) / max(sum(layers), 1)  # layer r has r weights per head
         return {"share": share, "layers": layers}
-
-
-def _own_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter once, with the module that holds it; a tied one with the first (the embedding)."""
-    seen: set[nn.Parameter] = set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                yield module, name, parameter
 
 
 def _decays(module: nn.Module, name: str, decay: Decay) -> bool:
@@ -314,6 +306,8 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
     """The decoder with a language-model head; with serial residuals and no memory, `LlamaForCausalLM`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    stock_class = LlamaForCausalLM
+    """Class that computes the same, with weights of the same names, when no switch is thrown."""
 
     def __init__(self, config: DepthLlamaConfig) -> None:
         super().__init__(config)
@@ -357,6 +351,23 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def added_parameters(self) -> set[str]:
+        """Names of the weights that the switches add to a Llama: routers, connections and their norms.
+
+        A Llama's checkpoint lacks them, and they keep the start that their papers give them.
+        """
+        with torch.device("meta"):
+            stock = self.stock_class(self.config.stock_config())
+        return self.state_dict().keys() - stock.state_dict().keys()
+
+    def memory_bounds(self, rule: MemoryStart) -> dict[str, float]:
+        """Names of the projections to keys and values that read a memory, with `DepthLlamaAttention.memory_bound`."""
+        attentions = (
+            (name, module) for name, module in self.named_modules() if isinstance(module, DepthLlamaAttention)
+        )
+        bounds = {name: module.memory_bound(rule) for name, module in attentions}
+        return {f"{name}.{part}.weight": b for name, b in bounds.items() if b for part in ("k_proj", "v_proj")}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`, also with `assistant_early_exit=k`: drafts come from the logits of `h_k`.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.skip.exports.fold import Folding
@@ -44,23 +43,20 @@ class Draft:
 
 
 def as_stock(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or for this package's Llama without its switches a `LlamaForCausalLM` that shares its weights.
+    """The model itself, or its `stock_class` with its weights, for a class that names one and has no switch thrown.
 
     Raises:
         FulldepthError: for one with switches, which no stock class computes.
     """
-    config = model.config
-    if not isinstance(config, DepthLlamaConfig):
+    config, stock_class = model.config, getattr(model, "stock_class", None)
+    if stock_class is None:
         return model
-    if (config.residual, config.memory) != ("serial", "none"):
-        raise FulldepthError(
-            f"A depth_llama with residual {config.residual!r} and memory {config.memory!r} is no stock decoder; only "
-            "'serial' with 'none' is a Llama."
-        )
-    own = {field.name for field in fields(DepthLlamaConfig)} - {field.name for field in fields(LlamaConfig)}
-    values = {k: v for k, v in config.to_dict().items() if k not in own and k not in IDENTITY}
+    if config.switches:
+        thrown = " and ".join(f"{name} {value!r}" for name, value in config.switches.items())
+        stock_type = config.stock_model_type
+        raise FulldepthError(f"A {config.model_type} with {thrown} is no stock decoder; one without is a {stock_type}.")
     with torch.random.fork_rng(devices=[]):
-        stock = LlamaForCausalLM(LlamaConfig(**values | {"attn_implementation": config._attn_implementation}))
+        stock: PreTrainedModel = stock_class(config.stock_config())
     stock.load_state_dict(model.state_dict(), assign=True)
     stock.tie_weights()
     stock.generation_config = model.generation_config

@@ -1,0 +1,192 @@
+"""An architecture that nothing of ours knows says its own cost, weights and stock class, and the dry run has them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import fulldepth
+from fulldepth.architectures import DepthLlamaConfig
+from fulldepth.errors import FulldepthError
+from fulldepth.settings import layer
+from fulldepth.skip.exports.formats import as_stock
+from fulldepth.training.model import build_config, build_model
+from fulldepth.training.plan import plan
+from fulldepth.training.settings import TrainSettings
+
+BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+SOURCE = Path(fulldepth.__file__).parent
+
+
+class BlendConfig(tf.LlamaConfig):
+    """A Llama with one switch: each MLP reads, besides its input, a learnt causal blend of all positions' inputs."""
+
+    model_type = "blend_llama"
+    stock_model_type = "llama"
+    blend: bool = False
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        return {"blend": True} if self.blend else {}
+
+    @property
+    def num_residual_streams(self) -> int:
+        return 2 if self.blend else 1  # not so; the estimate believes it
+
+    def stock_config(self) -> tf.LlamaConfig:
+        own = ("blend", "model_type", "architectures")
+        return tf.LlamaConfig(**{name: value for name, value in self.to_dict().items() if name not in own})
+
+    def extra_flops(self, sequence_length: int) -> float:
+        return 2.0 * self.num_hidden_layers * sequence_length * self.hidden_size if self.blend else 0.0
+
+    def extra_activation_bytes(self, *, product: int, norm: int, state: int) -> float:
+        return float(self.num_hidden_layers * self.hidden_size * product) if self.blend else 0.0
+
+
+class BlendMLP(LlamaMLP):
+    def __init__(self, config: BlendConfig) -> None:
+        super().__init__(config)
+        self.weights = nn.Parameter(torch.zeros(config.max_position_embeddings, config.max_position_embeddings))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return super().forward(
+            x
+            + torch.mm(self.weights[:length, :length].tril(), x.transpose(0, 1).flatten(1))
+            .view(length, len(x), -1)
+            .transpose(0, 1)
+        )
+
+
+class BlendForCausalLM(tf.LlamaForCausalLM):
+    config_class = BlendConfig
+    stock_class = tf.LlamaForCausalLM
+
+    def __init__(self, config: BlendConfig) -> None:
+        super().__init__(config)
+        if config.blend:
+            for block in self.model.layers:
+                block.mlp = BlendMLP(config)
+
+    def added_parameters(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if name.endswith("mlp.weights")}
+
+
+@pytest.fixture(autouse=True)
+def blend_llama() -> Iterator[None]:
+    """What a contributor writes at the end of the modelling file."""
+    AutoConfig.register(BlendConfig.model_type, BlendConfig)
+    AutoModelForCausalLM.register(BlendConfig, BlendForCausalLM)
+    yield
+    CONFIG_MAPPING._extra_content.pop(BlendConfig.model_type)
+    MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(BlendConfig)
+
+
+def asked(model: dict[str, Any], **over: Any) -> TrainSettings:
+    return layer(TrainSettings, {"model": {"type": "blend_llama", **model}, "sequence_length": TIME, **over})
+
+
+def config_of(settings: TrainSettings) -> tf.PreTrainedConfig:
+    return build_config(settings.model, vocab_size=VOCAB, positions=TIME)
+
+
+def held(model: tf.PreTrainedModel, ids: Tensor) -> tuple[float, int]:
+    """Operations of a forward pass, and bytes of the distinct storages besides weights that autograd keeps of it."""
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(input_ids=ids)
+    return counter.get_total_flops(), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_the_dry_run_has_the_cost_that_a_new_switch_declares() -> None:
+    shape = {"attention": "eager", "global_batch_size": BATCH, "micro_batch_size": BATCH}
+    ids = torch.randint(3, VOCAB, (BATCH, TIME), generator=torch.Generator().manual_seed(0))
+    plans, counted = [], []
+    for blend in (False, True):
+        settings = asked(SIZES | {"blend": blend}, **shape)
+        plans.append(plan(settings, config_of(settings)))
+        counted.append(held(build_model(config_of(settings), settings), ids))
+    (plain, switched), tokens = plans, BATCH * TIME
+    assert switched.flops.forward - plain.flops.forward == (counted[1][0] - counted[0][0]) / tokens > 0
+    assert switched.step_flops - plain.step_flops == 3 * switched.flops.extra
+    declared = switched.memory.activations - plain.memory.activations
+    assert declared == 4 * LAYERS * WIDTH * tokens
+    blends = 4 * LAYERS * TIME**2  # the masked weights: of each layer, not of each token
+    assert counted[1][1] - counted[0][1] == declared + blends
+    states = []
+    for blend in (False, True):
+        settings = asked(SIZES | {"blend": blend}, gradient_checkpointing=True, **shape)
+        states.append(plan(settings, config_of(settings)).memory.activations)
+    assert states[1] - states[0] == (LAYERS + 1) * 4 * WIDTH * tokens  # a second state a layer, and one layer's own
+
+
+def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    stock = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=TIME))
+    stock.save_pretrained(tmp_path)
+    settings = asked({"checkpoint": str(tmp_path), "blend": True})
+    model = build_model(config_of(settings), settings)
+    assert type(model) is BlendForCausalLM
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in stock.state_dict().items())
+    with pytest.raises(FulldepthError, match="blend True is no stock decoder; one without is a llama"):
+        as_stock(model)
+    off = asked({"checkpoint": str(tmp_path)})
+    back = as_stock(build_model(config_of(off), off))
+    assert type(back) is tf.LlamaForCausalLM
+    assert all(torch.equal(back.state_dict()[name], weight) for name, weight in stock.state_dict().items())
+    drawn = asked(SIZES | {"blend": True}, initializer={"distribution": "truncated-normal"})
+    drawn_model = build_model(config_of(drawn), drawn)
+    assert not any(drawn_model.get_parameter(name).any() for name in drawn_model.added_parameters())
+    assert drawn_model.model.layers[0].mlp.up_proj.weight.std() > 0.1  # 32**-0.5, where Llama's own start has 0.02
+    memory = asked(SIZES | {"blend": True}, initializer={"memory": "fan-in"})
+    with pytest.raises(FulldepthError, match="this blend_llama has none"):
+        build_model(config_of(memory), memory)
+    (tmp_path / "gpt2").mkdir()
+    tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCAB)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    with pytest.raises(
+        FulldepthError, match="is a gpt2, and the settings want a blend_llama, which a llama can become"
+    ):
+        config_of(asked({"checkpoint": str(tmp_path / "gpt2")}))
+
+
+def test_only_its_own_files_name_a_switch_or_the_classes_of_depth_llama() -> None:
+    """Nobody else imports its classes, or reads a field that a Llama's configuration lacks."""
+    own = {field.name for field in fields(DepthLlamaConfig)} - {field.name for field in fields(tf.LlamaConfig)}
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        if SOURCE / "architectures" in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name, read = None, False
+            if isinstance(node, ast.Name | ast.alias):
+                name = node.id if isinstance(node, ast.Name) else node.name
+            elif isinstance(node, ast.Attribute) and node.attr in own:
+                read = ast.unparse(node.value).endswith("config")
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "getattr":
+                asked_for = node.args[1]
+                read = isinstance(asked_for, ast.Constant) and asked_for.value in own
+            if read or (name is not None and "DepthLlama" in name):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)}")
+    assert not found, "\n".join(found)
