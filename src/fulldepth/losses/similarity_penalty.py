@@ -1,13 +1,40 @@
-"""Similarity regulariser: every layer shall point where the last one does (Aligned training, App. B.3)."""
+"""Similarity regulariser: penalises the angle between every layer and the last one (Aligned training, App. B.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fulldepth.losses.aligned_loss import layer_weights
-from fulldepth.losses.jump_penalty import check_states, mean_over_tokens, statistics_dtype, token_displacement
+from fulldepth.losses.displacement import token_displacement
+from fulldepth.losses.states import check_states, mean_over_tokens, statistics_dtype
+from fulldepth.losses.term import Context, Term
+
+
+@dataclass(frozen=True)
+class Similarity(Term):
+    """Cosine of every layer to the last one (App. B.3)."""
+
+    name = "similarity"
+    sites = ("residual",)
+    weights: str | Sequence[float] = "linear"
+    """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
+
+    def __post_init__(self) -> None:
+        """Also check `weights`."""
+        super().__post_init__()
+        if isinstance(self.weights, str):
+            layer_weights(self.weights, 1)
+
+    def check(self, num_layers: int) -> None:
+        """Refuse another number of weights than layers."""
+        layer_weights(self.weights, num_layers)
+
+    def value(self, context: Context) -> Tensor:
+        """`similarity_penalty` of the residual stream."""
+        return similarity_penalty(context.states["residual"][1:], self.weights, context.mask)
 
 
 def similarity_penalty(

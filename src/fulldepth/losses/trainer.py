@@ -12,9 +12,11 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.counts import sequence_count, target_count, token_count
 from fulldepth.losses.finite import StepGuard
-from fulldepth.losses.objective import Objective, Portion
+from fulldepth.losses.objective import Objective
+from fulldepth.losses.task import Task
+from fulldepth.losses.term import Portion
+from fulldepth.losses.terms import per_batch_terms
 
 
 class Tally:
@@ -71,13 +73,15 @@ class ObjectiveMixin:
         """Means of the loss's parts; `log` goes to the Trainer's logs, add others to read them at other times."""
         self._step_counts: dict[str, Tensor] = {}
         self._examples = 0
-        if not _passes_items_on(me.accelerator.unwrap_model(me.model)):
+        model = me.accelerator.unwrap_model(me.model)
+        self.task = Task.of(model)
+        if not _passes_items_on(model):
             me.model_accepts_loss_kwargs = False
         self.guard = StepGuard(lambda: me.accelerator.unwrap_model(me.model))
         """Stops the run at a loss or gradient that is not finite."""
         me.args.logging_nan_inf_filter = False  # it would read every loss, and finds none that the guard lets pass
         if self.depth_objective.terms:
-            self.depth_objective.attach(me.accelerator.unwrap_model(me.model))
+            self.depth_objective.attach(model)
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's; terms that are functions of a whole batch leave out an epoch's last, shorter one.
@@ -101,7 +105,7 @@ class ObjectiveMixin:
 
     @property
     def _batch_terms(self) -> list[str]:
-        return [name for name in ("coherence", "orthogonality") if name in self.depth_objective.terms]
+        return per_batch_terms(self.depth_objective.terms)
 
     def _too_few(self, examples: int, needed: int) -> str:
         terms = " and ".join(self._batch_terms)
@@ -125,7 +129,7 @@ class ObjectiveMixin:
         should be; one that has position ids may hold several sequences in a row.
         """
         me: Any = self
-        count = sequence_count(batch)
+        count = self.task.sequences(batch)
         self._examples += count or 0
         return count is None or count >= me._train_batch_size or "position_ids" in batch
 
@@ -135,9 +139,9 @@ class ObjectiveMixin:
         """
         me: Any = self
         counts: dict[str, list[Any]] = {
-            "sequences": [sequence_count(sample) for sample in samples],
-            "tokens": [token_count(sample) for sample in samples],
-            "targets": [target_count(sample, me._loss_shifts_labels) for sample in samples],
+            "sequences": [self.task.sequences(sample) for sample in samples],
+            "tokens": [self.task.tokens(sample) for sample in samples],
+            "targets": [self.task.targets(sample) for sample in samples],
         }
         known = {name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)}
         totals = {name: torch.as_tensor(total, device=device) for name, total in known.items()}
@@ -188,7 +192,7 @@ class ObjectiveMixin:
         divided = 1 if scaled else me.current_gradient_accumulation_steps
         share: Any = divided / me.current_gradient_accumulation_steps
         if "sequences" in counts:
-            share = divided * sequence_count(inputs) / counts["sequences"]  # type: ignore[operator]
+            share = divided * self.task.sequences(inputs) / counts["sequences"]  # type: ignore[operator]
         tokens, targets = (counts[name] / divided if name in counts else None for name in ("tokens", "targets"))
         return Portion(share, tokens, targets)
 
@@ -197,7 +201,7 @@ class ObjectiveMixin:
         micro-batch's targets.
         """
         me: Any = self
-        targets = target_count(inputs, shifts=me._loss_shifts_labels)
+        targets = self.task.targets(inputs)
         if items is not None and targets is not None:
             world = me.accelerator.num_processes if me.args.average_tokens_across_devices else 1
             parts = {**parts, "ce": parts["ce"] * items / world / targets.clamp(min=1)}
