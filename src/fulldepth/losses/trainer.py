@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import getsource
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +56,22 @@ class ObjectiveMixin:
 
     Args:
         objective: an `Objective` that is not attached yet; None = cross-entropy alone.
+        group_options: of the model's own `parameter_groups`, if its class has them, beside the learning rate and the
+            weight decay of the Trainer's arguments: for `depth_llama` `router_learning_rate` and `decay`.
 
     Raises:
-        FulldepthError: in training, if the loss or a gradient is not finite (with the step, the term and the layer), or
-            the data hold no whole batch for a term that needs one.
+        FulldepthError: for `group_options` where the model's class has no groups of its own; in training, if the loss
+            or a gradient is not finite (with the step, the term and the layer), or the data hold no whole batch for a
+            term that needs one.
     """
 
-    def __init__(self, *args: Any, objective: Objective | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        objective: Objective | None = None,
+        group_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         me: Any = self
         if me.args.n_gpu > 1:
@@ -75,6 +85,11 @@ class ObjectiveMixin:
         self._examples = 0
         model = me.accelerator.unwrap_model(me.model)
         self.task = Task.of(model)
+        self.group_options = dict(group_options or {})
+        if self.group_options and not hasattr(model, "parameter_groups"):
+            raise FulldepthError(
+                f"{type(model).__name__} has no parameter groups of its own, which group_options are for."
+            )
         if not _passes_items_on(model):
             me.model_accepts_loss_kwargs = False
         self.guard = StepGuard(lambda: me.accelerator.unwrap_model(me.model))
@@ -82,6 +97,33 @@ class ObjectiveMixin:
         me.args.logging_nan_inf_filter = False  # it would read every loss, and finds none that the guard lets pass
         if self.depth_objective.terms:
             self.depth_objective.attach(model)
+
+    def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
+        """Groups for the optimiser; None = the Trainer's own. By default the model's own `parameter_groups`, if its
+        class has them, without frozen parameters.
+        """
+        me: Any = self
+        if not hasattr(model, "parameter_groups"):
+            return None
+        groups = model.parameter_groups(me.args.learning_rate, me.args.weight_decay, **self.group_options)
+        trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        return [group for group in trained if group["params"]]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The Trainer's optimiser, over `parameter_groups`; one that chooses its parameters itself (GaLore) stays."""
+        me, parent = cast(Any, self), cast(Any, super())
+        plain = me.accelerator.unwrap_model(me.model if model is None else model)
+        groups = self.parameter_groups(plain) if me.optimizer is None else None
+        given = me.optimizer_cls_and_kwargs
+        if groups is not None:
+            kind, options = given or me.get_optimizer_cls_and_kwargs(me.args, plain)
+            takes_groups = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+            if takes_groups and not {"params", "model", "optimizer_dict"} & options.keys():
+                me.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
+        try:
+            return cast(torch.optim.Optimizer, parent.create_optimizer(model))
+        finally:
+            me.optimizer_cls_and_kwargs = given
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's; terms that are functions of a whole batch leave out an epoch's last, shorter one.
