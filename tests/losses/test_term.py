@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from fulldepth.train.methods import make_objective, resolved
 from tiny_models import BUILDERS
 
 
-@dataclass(frozen=True)
 class Loudness(Term):
     """Mean power of the last state's channels."""
 
@@ -111,16 +109,16 @@ def test_terms_in_settings_are_checked_when_they_are_read() -> None:
         "objective.jmup=1.0": r"Unknown setting 'objective.jmup'. Did you mean 'objective.jump'",
         "objective.jump.alhpa=1": r"Unknown option of jump 'alhpa'. Did you mean 'alpha'",
         "objective.jump=true": r"objective.jump: got true",
-        "objective.jump.alpha=x": r"jump.alpha is 'x'; expected a number of at least 0, or infinity",
-        "objective.coherence.layers=all": r"coherence.layers is 'all'; expected a list of 0-based layers, as \[2, 4\]",
-        "objective.orthogonality.layers=3": r"orthogonality.layers is 3; expected a list",
-        "objective.coherence.target=-1": r"coherence.target is -1; expected a finite number, at least 0",
+        "objective.jump.alpha=x": r"jump.alpha is 'x'; expected a valid number",
+        "objective.coherence.layers=all": r"coherence.layers is 'all'; expected a valid list or a valid tuple",
+        "objective.orthogonality.layers=3": r"orthogonality.layers is 3; expected a valid list",
+        "objective.coherence.target=-1": r"coherence.target is -1; expected at least 0",
     }.items():
         with pytest.raises(FulldepthError, match=message):
             settings(argument)
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0, float("nan")], 3, ["a", "b", "c"]])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, float("nan")], (1, 2, -1)])
 @pytest.mark.parametrize("term", ["aligned", "similarity"])
 def test_weights_of_layers_are_checked_when_the_objective_is_attached(term: str, weights: Any) -> None:
     with pytest.raises(FulldepthError, match="expected 3 finite weights"):

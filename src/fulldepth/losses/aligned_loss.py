@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ CHUNK = 1024
 """Positions whose logits exist at a time."""
 
 
-@dataclass(frozen=True)
 class Aligned(Term):
     """Cross-entropy of every layer through the shared head, in place of the last layer's (Eq. 5)."""
 
@@ -28,17 +27,10 @@ class Aligned(Term):
     sites = ("residual",)
     unit = "nats"
     needs_head = True
-    weights: str | Sequence[float] = "linear"
+    weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
     """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
-    schedule: str = "alternate"
+    schedule: Literal["alternate", "always"] = "alternate"
     """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
-
-    def __post_init__(self) -> None:
-        """Also check `weights` and `schedule`."""
-        super().__post_init__()
-        if isinstance(self.weights, str):
-            layer_weights(self.weights, 1)
-        self.require_choice("schedule", ("alternate", "always"))
 
     def check(self, num_layers: int) -> None:
         """Refuse another number of weights than layers."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,27 +14,20 @@ from torch.utils.checkpoint import checkpoint
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.processes import sum_over_processes
 from fulldepth.losses.states import blocks, check_states, statistics_dtype
-from fulldepth.losses.term import Context, LayerTerm
+from fulldepth.losses.term import Amount, Context, LayerTerm
 
 POWER_RATIO = 2.0
 """The energy term is 0 while the power of the output's spectrum is within this factor of the input's."""
 
 
-@dataclass(frozen=True)
 class Coherence(LayerTerm):
     """CR's penalty on attention sub-layers, Sec. 3.3. Its energy term is on in the first `energy_warmup` steps."""
 
     name = "coherence"
     sites = ("attention_input", "attention_output")
-    target: float = 0.35
-    scope: str = "global"
+    target: Amount = 0.35
+    scope: Literal["global", "process"] = "global"
     """global: the batch mean runs over all processes; process: over each process's own sequences."""
-
-    def __post_init__(self) -> None:
-        """Also check `target` and `scope`."""
-        super().__post_init__()
-        self.require_number("target")
-        self.require_choice("scope", ("global", "process"))
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
         """2, 4, 6, 8 of 12, or the even ones up to the same share."""

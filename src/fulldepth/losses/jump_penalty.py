@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
@@ -15,19 +16,13 @@ from fulldepth.losses.states import check_states, mean_over_tokens
 from fulldepth.losses.term import Context, Term
 
 
-@dataclass(frozen=True)
 class Jump(Term):
     """JREG's displacement penalty, Eq. 5-6."""
 
     name = "jump"
     sites = ("residual",)
-    alpha: float = 1.0
+    alpha: Annotated[float, Field(ge=0)] = 1.0
     """Sharpness of the layers' weights; infinity = the last layer only."""
-
-    def __post_init__(self) -> None:
-        """Also check `alpha`."""
-        super().__post_init__()
-        self.require_number("alpha", finite=False)
 
     def value(self, context: Context) -> Tensor:
         """`jump_penalty` of the residual stream."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,19 +17,13 @@ from fulldepth.losses.term import Context, LayerTerm
 FORMS = ("mean", "frobenius")
 
 
-@dataclass(frozen=True)
 class Orthogonality(LayerTerm):
     """Channels of the attention sub-layers' output orthogonal, CR Sec. 3.3."""
 
     name = "orthogonality"
     sites = ("attention_output",)
-    form: str = "mean"
+    form: Literal["mean", "frobenius"] = "mean"
     """mean (the paper's listing) or frobenius (its text)."""
-
-    def __post_init__(self) -> None:
-        """Also check `form`."""
-        super().__post_init__()
-        self.require_choice("form", FORMS)
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
         """Those after CR's, and the last but one: 3, 5, 7, 9, 10 of 12."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,20 +13,13 @@ from fulldepth.losses.states import check_states, mean_over_tokens, statistics_d
 from fulldepth.losses.term import Context, Term
 
 
-@dataclass(frozen=True)
 class Similarity(Term):
     """Cosine of every layer to the last one (App. B.3)."""
 
     name = "similarity"
     sites = ("residual",)
-    weights: str | Sequence[float] = "linear"
+    weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
     """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
-
-    def __post_init__(self) -> None:
-        """Also check `weights`."""
-        super().__post_init__()
-        if isinstance(self.weights, str):
-            layer_weights(self.weights, 1)
 
     def check(self, num_layers: int) -> None:
         """Refuse another number of weights than layers."""

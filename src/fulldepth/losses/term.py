@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import pydantic
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from fulldepth.capture import Tape
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier
 from fulldepth.losses.task import Task
+
+Amount = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+"""A weight, or another finite number of at least 0."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ class Context:
         return 1.0 if self.portion.targets is None or count is None else _share(count, self.portion.targets)
 
 
-@dataclass(frozen=True)
-class Term:
-    """Base of the penalties: the fields are its options. A subclass with `value` is complete.
+class Term(pydantic.BaseModel):
+    """Base of the penalties: the fields are its options, checked by their types. A subclass with `value` is complete.
 
     To add a penalty, subclass this in a file of its own, and name the class in `terms.TERMS`.
     """
+
+    model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: ClassVar[str]
     """Keyword of `Objective`, and key under `objective` in a recipe."""
@@ -86,22 +90,10 @@ class Term:
     needs_head: ClassVar[bool] = False
     """Whether it reads `Context.classifier`."""
 
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse options that mean nothing; subclasses add their own checks.
-
-        Raises:
-            FulldepthError: names the option, what it is and what was expected.
-        """
-        self.require_number("weight")
+    weight: Amount = 1.0
 
     def check(self, num_layers: int) -> None:
-        """Refuse options that do not fit a model of so many layers.
-
-        Raises:
-            FulldepthError: likewise.
-        """
+        """Refuse options that do not fit a model of so many layers, by a `FulldepthError`."""
 
     def value(self, context: Context) -> Tensor:
         """The penalty of one batch, a differentiable scalar, without its weight."""
@@ -130,38 +122,14 @@ class Term:
         """
         return 0.0
 
-    def require_number(self, option: str, *, finite: bool = True) -> None:
-        """Refuse an option that is no number of at least 0."""
-        value = getattr(self, option)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not value >= 0 or (finite and math.isinf(value)):
-            expected = "a finite number, at least 0" if finite else "a number of at least 0, or infinity"
-            raise FulldepthError(f"{self.name}.{option} is {value!r}; expected {expected}.")
 
-    def require_choice(self, option: str, choices: Sequence[str]) -> None:
-        """Refuse an option that is none of `choices`."""
-        value = getattr(self, option)
-        if value not in choices:
-            raise unknown(f"{option} of {self.name}", str(value), choices)
-
-
-@dataclass(frozen=True)
 class LayerTerm(Term):
     """A penalty of the attention sub-layers of some layers: the sum of `of_layer` over them."""
 
     per_batch = True
-    weight: float = 0.01
-    layers: Sequence[int] | None = None
+    weight: Amount = 0.01
+    layers: list[int] | tuple[int, ...] | None = None
     """0-based; None = the paper's, at the same share of other depths."""
-
-    def __post_init__(self) -> None:
-        """Also refuse layers that are no list."""
-        super().__post_init__()
-        if self.layers is not None and (isinstance(self.layers, str) or not isinstance(self.layers, Sequence)):
-            raise FulldepthError(
-                f"{self.name}.layers is {self.layers!r}; expected a list of 0-based layers, as [2, 4], or nothing for "
-                "the paper's."
-            )
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
         """The paper's layers, 0-based, scaled to a model's depth."""
@@ -178,7 +146,7 @@ class LayerTerm(Term):
             FulldepthError: for none, the same twice, or one that the model does not have.
         """
         chosen = list(self.default_layers(num_layers) if self.layers is None else self.layers)
-        wrong = [layer for layer in chosen if type(layer) is not int or not 0 <= layer < num_layers]
+        wrong = [layer for layer in chosen if not 0 <= layer < num_layers]
         if wrong or not chosen or len(set(chosen)) < len(chosen):
             raise FulldepthError(
                 f"{self.name}.layers is {chosen}; expected different 0-based layers, 0 to {num_layers - 1} of "

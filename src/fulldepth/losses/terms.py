@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
-from fulldepth.errors import unknown
+from pydantic import ValidationError
+
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.losses.aligned_loss import Aligned
 from fulldepth.losses.coherence_penalty import Coherence
 from fulldepth.losses.jump_penalty import Jump
@@ -36,11 +37,18 @@ def make_term(name: str, given: float | Mapping[str, Any]) -> Term:
     if name not in TERMS:
         raise unknown("term", name, TERMS)
     options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-    known = [field.name for field in fields(TERMS[name])]
+    known = TERMS[name].model_fields
     for option in options:
         if option not in known:
             raise unknown(f"option of {name}", option, known)
-    return TERMS[name](**options)
+    try:
+        return TERMS[name](**options)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        wrong = problems[0]["loc"][0]
+        expected = " or ".join(p["msg"].removeprefix("Input should be ") for p in problems if p["loc"][0] == wrong)
+        expected = expected.replace("greater than or equal to", "at least")
+        raise FulldepthError(f"{name}.{wrong} is {options[str(wrong)]!r}; expected {expected}.") from error
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
