@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_processes import launch
 from trained_step import WEIGHTS, build, examples, gradient, plain_loss
 
-from fulldepth.losses import counts
+from fulldepth.losses import Task
 
 
 def plain_gradient(kind: str, rows: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,15 +96,16 @@ def test_what_a_batch_counts() -> None:
     ids, mask = torch.ones(3, 4, dtype=torch.long), torch.tensor([[1, 1, 1, 0]] * 3)
     labels = torch.tensor([[5, -100, 7, 8]] * 3)
     image = {"labels": torch.tensor([1, 2]), "pixel_values": torch.zeros(2, 3, 8, 8)}
-    assert counts.token_count({"labels": labels, "input_ids": ids, "attention_mask": mask}) == 9
-    assert counts.token_count({"labels": labels, "input_ids": ids, "attention_mask": torch.ones(3, 1, 4, 4)}) == 12
-    assert counts.token_count({"inputs_embeds": torch.zeros(3, 4, 8)}) == 12
-    assert counts.token_count(image) is None
-    assert counts.sequence_count(image) == 2
-    assert counts.sequence_count({"labels": labels}) is None
-    assert counts.target_count({"labels": labels}, shifts=True) == 6
-    assert counts.target_count({"labels": labels}, shifts=False) == 9
-    assert counts.target_count({"labels": labels, "shift_labels": labels}, shifts=True) == 9
-    assert counts.target_count(image, shifts=False) == 2
-    assert counts.target_count({"labels": [{"boxes": []}]}, shifts=False) is None
-    assert counts.aligned_labels({"labels": labels}, shifts=True).tolist() == [[-100, 7, 8, -100]] * 3  # type: ignore[union-attr]
+    text, classes = Task("causal-lm"), Task("text-classification")
+    assert text.tokens({"labels": labels, "input_ids": ids, "attention_mask": mask}) == 9
+    assert text.tokens({"labels": labels, "input_ids": ids, "attention_mask": torch.ones(3, 1, 4, 4)}) == 12
+    assert text.tokens({"inputs_embeds": torch.zeros(3, 4, 8)}) == 12
+    assert classes.tokens(image) is None
+    assert classes.sequences(image) == 2
+    assert text.sequences({"labels": labels}) is None
+    assert text.targets({"labels": labels}) == 6
+    assert Task("masked-lm").targets({"labels": labels}) == 9
+    assert text.targets({"labels": labels, "shift_labels": labels}) == 9
+    assert classes.targets(image) == 2
+    assert classes.targets({"labels": [{"boxes": []}]}) is None
+    assert text.labels({"labels": labels}).tolist() == [[-100, 7, 8, -100]] * 3  # type: ignore[union-attr]

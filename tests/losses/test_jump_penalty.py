@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.jump_penalty import blocks, displacement_gradient, displacement_parts, jump_penalty, jump_weights
+from fulldepth.losses.displacement import displacement_gradient, displacement_parts
+from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
+from fulldepth.losses.states import blocks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [0.0, 0.1, 1.0, 3.0, float("inf")]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective
+from fulldepth.losses.terms import Coherence, Orthogonality
 from tiny_models import BUILDERS
 
 VOCAB, LENGTH = 96, 12
@@ -303,13 +304,11 @@ def test_what_cannot_be_right_is_refused() -> None:
 
 
 def test_the_paper_s_layers_are_the_default() -> None:
-    from fulldepth.losses.terms import Coherence, Orthogonality, coherence_layers, orthogonality_layers
-
-    assert coherence_layers(Coherence(), 12) == [2, 4, 6, 8]
-    assert orthogonality_layers(Orthogonality(), 12) == [3, 5, 7, 9, 10]
+    assert Coherence().chosen_layers(12) == [2, 4, 6, 8]
+    assert Orthogonality().chosen_layers(12) == [3, 5, 7, 9, 10]
     for depth in (4, 6, 16, 24, 32):
-        assert max(coherence_layers(Coherence(), depth)) < depth
-        assert max(orthogonality_layers(Orthogonality(), depth)) < depth
+        assert max(Coherence().chosen_layers(depth)) < depth
+        assert max(Orthogonality().chosen_layers(depth)) < depth
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fulldepth.settings import layer
 from fulldepth.settings import layers as recipes
 from fulldepth.training import plan as planning
 from fulldepth.training import train
-from fulldepth.training.flops import Flops, forward_flops, objective_flops
+from fulldepth.training.flops import Flops, forward_flops
 from fulldepth.training.footprint import estimate_memory
 from fulldepth.training.model import build_config, build_model, meta_model
 from fulldepth.training.plan import dry_run_lines, lines, measure_rate, plan
@@ -139,13 +139,13 @@ def test_operations_of_penalties_are_those_that_torch_counts(terms: dict[str, An
     objective = Objective(**terms).attach(model)
     with_penalty, _ = counted(lambda: objective(model(**batch), batch)[0].backward(), length)
     objective.detach()
-    assert with_penalty - plain == objective_flops(objective.terms, model.config, length)
+    assert with_penalty - plain == objective.flops(model.config, length)
 
 
 def test_aligned_training_that_alternates_costs_half() -> None:
     config = tf.LlamaConfig(**SIZES, vocab_size=VOCAB)
-    always, alternate = (Objective(aligned={"schedule": kind}).terms for kind in ("always", "alternate"))
-    assert objective_flops(alternate, config, TIME) == objective_flops(always, config, TIME) / 2 > 0
+    always, alternate = (Objective(aligned={"schedule": kind}) for kind in ("always", "alternate"))
+    assert alternate.flops(config, TIME) == always.flops(config, TIME) / 2 > 0
 
 
 def kept_for_backward(model: tf.PreTrainedModel, ids: torch.Tensor, autocast: bool) -> int:

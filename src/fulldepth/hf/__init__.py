@@ -1,6 +1,6 @@
 """The only room that knows Hugging Face's module names and files: loading, families, anatomy, heads."""
 
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, task_of
 from fulldepth.hf.checkpoints import (
     UNFINISHED,
     begin_checkpoint,
@@ -82,6 +82,7 @@ __all__ = [
     "settle_checkpoints",
     "skipping",
     "stored_shapes",
+    "task_of",
     "trained_steps",
     "unwrapped",
     "write_shards",

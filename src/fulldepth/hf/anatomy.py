@@ -30,6 +30,16 @@ TASKS = {
 replaced tokens from true ones, others reconstruct images or sound."""
 
 
+def task_of(model: Any) -> str:
+    """What a model's head predicts: a value of `TASKS`, or `representation`."""
+    name = type(model).__name__
+    task = next((task for suffix, task in TASKS.items() if name.endswith(suffix)), "representation")
+    if name.endswith("ForPreTraining") and model.get_output_embeddings() is None:
+        return "representation"
+    generates = name.endswith("ForConditionalGeneration") and not model.config.is_encoder_decoder
+    return "causal-lm" if generates else task  # a decoder that may be given images beside its text
+
+
 @dataclass(frozen=True)
 class Anatomy:
     """A model bound to its family: modules by role. Layers are 1-based here, as in every table."""
@@ -43,11 +53,7 @@ class Anatomy:
     @property
     def task(self) -> str:
         """`causal-lm`, `masked-lm`, `text-classification`, `image-classification` or `representation`."""
-        task = next((task for suffix, task in TASKS.items() if self._class.endswith(suffix)), "representation")
-        if self._class.endswith("ForPreTraining") and self.model.get_output_embeddings() is None:
-            return "representation"
-        generates = self._class.endswith("ForConditionalGeneration") and not self.model.config.is_encoder_decoder
-        return "causal-lm" if generates else task  # a decoder that may be given images beside its text
+        return task_of(self.model)
 
     @property
     def _class(self) -> str:

@@ -3,23 +3,30 @@
 from fulldepth.losses.aligned_loss import aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
-from fulldepth.losses.objective import Objective, Portion
+from fulldepth.losses.objective import Objective
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
 from fulldepth.losses.similarity_penalty import similarity_penalty
-from fulldepth.losses.terms import TERMS
+from fulldepth.losses.task import Task
+from fulldepth.losses.term import Context, LayerTerm, Portion, Term
+from fulldepth.losses.terms import TERMS, per_batch_terms
 from fulldepth.losses.trainer import DepthTrainer, ObjectiveMixin, Tally
 
 __all__ = [
     "TERMS",
+    "Context",
     "DepthTrainer",
+    "LayerTerm",
     "Objective",
     "ObjectiveMixin",
     "Portion",
     "Tally",
+    "Task",
+    "Term",
     "aligned_loss",
     "coherence_penalty",
     "jump_penalty",
     "jump_weights",
     "orthogonality_penalty",
+    "per_batch_terms",
     "similarity_penalty",
 ]

@@ -4,17 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.losses.jump_penalty import check_states, statistics_dtype
+from fulldepth.losses.states import check_states, statistics_dtype
+from fulldepth.losses.term import Context, Term
 
 CHUNK = 1024
 """Positions whose logits exist at a time."""
+
+
+class Aligned(Term):
+    """Cross-entropy of every layer through the shared head, in place of the last layer's (Eq. 5)."""
+
+    name = "aligned"
+    sites = ("residual",)
+    unit = "nats"
+    needs_head = True
+    weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
+    """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
+    schedule: Literal["alternate", "always"] = "alternate"
+    """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
+
+    def check(self, num_layers: int) -> None:
+        """Refuse another number of weights than layers."""
+        layer_weights(self.weights, num_layers)
+
+    def value(self, context: Context) -> Tensor:
+        """`aligned_loss` of the residual stream, through the model's head.
+
+        Raises:
+            FulldepthError: without labels.
+        """
+        labels = context.task.labels(context.batch)
+        if labels is None:
+            raise FulldepthError("The aligned loss needs `labels` in the batch.")
+        assert context.classifier is not None
+        states, classifier = context.states["residual"][1:], context.classifier.after_forward()
+        if classifier.per_token:
+            return aligned_loss(states, classifier.tokens, labels, weights=self.weights)
+        pooled = [classifier.pool(state, context.task.counted(context.batch, state)) for state in states]
+        return aligned_loss(pooled, classifier.pooled, labels, weights=self.weights)
+
+    def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Replaces the loss in the steps of its schedule, and leaves it as it is in the others."""
+        if self.schedule == "alternate" and context.step % 2:
+            return loss, None
+        value = self.value(context)
+        return self.weight * context.target_share() * value, value.detach()
+
+    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+        """The head on all L layers at the T - 1 positions that have a target, and again in the backward pass, which the
+        model's own head then lacks: `(4 L (T - 1) / T - 2) 2 D V`, on every other step if it alternates.
+        """
+        heads: float = 4 * config.num_hidden_layers * (sequence_length - 1) / sequence_length - 2
+        return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
 
 
 def aligned_loss(
@@ -88,10 +138,10 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
         if weights not in named:
             raise unknown("weighting of layers", weights, named)
         return named[weights]
-    given = [float(weight) for weight in weights]
-    if len(given) != num_layers or not all(0 <= weight < math.inf for weight in given):
-        raise FulldepthError(f"expected {num_layers} finite weights of at least 0, one per layer, got {given}")
-    return given
+    numbers = isinstance(weights, Sequence) and all(isinstance(weight, int | float) for weight in weights)
+    if not numbers or len(weights) != num_layers or not all(0 <= weight < math.inf for weight in weights):
+        raise FulldepthError(f"expected {num_layers} finite weights of at least 0, one per layer, got {weights}")
+    return [float(weight) for weight in weights]
 
 
 def _counted(labels: Tensor, ignore_index: int) -> tuple[Tensor | None, Tensor]:

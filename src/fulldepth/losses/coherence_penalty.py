@@ -1,21 +1,55 @@
-"""Coherence-based redundancy loss: a layer shall neither copy nor scramble (CR-Guided Transformers, Sec. 3.3)."""
+"""Coherence-based redundancy loss: penalises layers that copy or scramble (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from fulldepth.distributed import sum_over_processes
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.jump_penalty import blocks, check_states, statistics_dtype
+from fulldepth.losses.states import blocks, check_states, statistics_dtype
+from fulldepth.losses.term import Amount, Context, LayerTerm
 
 POWER_RATIO = 2.0
 """The energy term is 0 while the power of the output's spectrum is within this factor of the input's."""
+
+
+class Coherence(LayerTerm):
+    """CR's penalty on attention sub-layers, Sec. 3.3. Its energy term is on in the first `energy_warmup` steps."""
+
+    name = "coherence"
+    sites = ("attention_input", "attention_output")
+    target: Amount = 0.35
+    scope: Literal["global", "process"] = "global"
+    """global: the batch mean runs over all processes; process: over each process's own sequences."""
+
+    def default_layers(self, num_layers: int) -> Sequence[int]:
+        """2, 4, 6, 8 of 12, or the even ones up to the same share."""
+        return range(2, round(8 * num_layers / 12) + 1, 2)
+
+    def value(self, context: Context) -> Tensor:
+        """Sum over the chosen layers; refuses padding."""
+        refuse_padding(context.mask)
+        return super().value(context)
+
+    def of_layer(self, context: Context, layer: int) -> Tensor:
+        """`coherence_penalty` of the attention sub-layer."""
+        inputs, outputs = context.states["attention_input"], context.states["attention_output"]
+        return coherence_penalty(
+            inputs[layer],
+            outputs[layer],
+            layer,
+            len(inputs),
+            target=self.target,
+            energy=context.step <= context.energy_warmup,
+            reduce=sum_over_processes if self.scope == "global" else None,
+        )
 
 
 def coherence_penalty(

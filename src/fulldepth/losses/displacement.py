@@ -1,7 +1,11 @@
-"""The displacement penalty inside a training step: no copy of a hidden state, and one gradient at a time.
+"""Displacement of tokens and its gradient in closed form, without a copy of a hidden state.
 
-Ordinary autograd would begin the backward pass with the gradients of all L+1 states at once. Here the forward pass
-keeps references and three numbers per token, and each state's share is added when its own gradient arrives.
+`token_displacement` is one differentiable function of two states. `Displacements` serves a training step: ordinary
+autograd would begin the backward pass with the gradients of all L+1 states at once; here the forward pass keeps
+references and three numbers per token, and each state's share is added when its own gradient arrives.
+
+The formula is that of `fulldepth.metrics.displacement`, but for zero vectors: they have no direction, so measures leave
+them out; a penalty takes 0 for their cosine, a constant displacement of 1/2 without a gradient.
 """
 
 from __future__ import annotations
@@ -9,28 +13,165 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.jump_penalty import (
-    Parts,
-    Shares,
-    check_states,
-    displacement_parts,
-    gradient_shares,
-    jump_weights,
-    mean_over_tokens,
-    weighted_sum,
-)
+from fulldepth.losses.states import blocks, check_states, mean_over_tokens, statistics_dtype, token_count
+
+Side = Literal["previous", "current"]
 
 
-def token_count(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens that count in `states: [B, T, ...]`, at least 1, on their device."""
-    count = torch.tensor(states.shape[0] * states.shape[1]) if mask is None else mask.sum()
-    return count.to(states.device).clamp(min=1)
+class Parts(NamedTuple):
+    """What the displacement of every token and its gradient are made of, each `[B, T]` float32 or float64."""
+
+    cos: Tensor
+    norm_previous: Tensor
+    norm_current: Tensor
+
+    @property
+    def displacement(self) -> Tensor:
+        """`[B, T]`: Psi, in [0, 1]."""
+        return (1 - self.cos) / 2
+
+
+@torch.no_grad()
+def displacement_parts(previous: Tensor, current: Tensor, norm_previous: Tensor | None = None) -> Parts:
+    """Cosine of every token's two states and their norms, without gradient; see `displacement_gradient`.
+
+    Args:
+        previous: `[..., D]`, on any device.
+        current: `[..., D]`.
+        norm_previous: `[...]` norms of `previous`, where they are known already.
+
+    Returns:
+        `(cos, norm_previous, norm_current)`, each `[...]` on the device of `current`, float32 (float64 if a state is).
+        The cosine lies in [-1, 1] and is 0 where a state is zero.
+
+    Source: "JREG: final-layer jumps", Eq. 2.
+    """
+    x, y = previous.reshape(-1, previous.shape[-1]), current.reshape(-1, current.shape[-1])
+    device, dtype = current.device, statistics_dtype(previous, current)
+    cos, norm_x, norm_y = torch.empty(3, len(y), dtype=dtype, device=device)
+    for rows in blocks(len(y), y.shape[-1], device):
+        a, b = x[rows].to(device, dtype), y[rows].to(device, dtype)
+        cos[rows], norm_y[rows] = (a * b).sum(-1), torch.linalg.vector_norm(b, dim=-1)
+        if norm_previous is None:
+            norm_x[rows] = torch.linalg.vector_norm(a, dim=-1)
+    if norm_previous is not None:
+        norm_x.copy_(norm_previous.flatten())
+    cos.div_(norm_x).div_(norm_y).clamp_(-1.0, 1.0).masked_fill_((norm_x == 0) | (norm_y == 0), 0.0)
+    return Parts(*(part.view(current.shape[:-1]) for part in (cos, norm_x, norm_y)))
+
+
+@torch.no_grad()
+def displacement_gradient(
+    previous: Tensor,
+    current: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor | float,
+    wrt: Side,
+) -> Tensor:
+    r"""Gradient of `sum(weight * Psi)` with respect to one of the two states, in closed form.
+
+    .. math:: \frac{\partial \Psi}{\partial x} = \frac{1}{2 |x|} \left(\cos \frac{x}{|x|} - \frac{y}{|y|}\right)
+
+    Works on some rows at a time, so that half-precision states are never copied whole to float32.
+
+    Args:
+        previous: `[..., D]`.
+        current: `[..., D]`.
+        parts: what `displacement_parts(previous, current)` gave.
+        weight: `[...]` or a scalar. Where it is 0 the gradient is 0, whatever the states hold (NaN included).
+        wrt: "previous" or "current".
+
+    Returns:
+        `[..., D]` with the dtype and device of that state; 0 where either state is zero.
+    """
+    if wrt not in ("previous", "current"):
+        raise FulldepthError(f"wrt must be 'previous' or 'current', got {wrt!r}")
+    own, other = (previous, current) if wrt == "previous" else (current, previous)
+    shares = gradient_shares(Parts(*parts), weight)
+    terms = [(own, shares.previous if wrt == "previous" else shares.current), (other, shares.other)]
+    return weighted_sum(terms, shares.other == 0)
+
+
+class Shares(NamedTuple):
+    """What the states enter the gradient of `sum(weight * Psi)` with, each `[...]`; see `displacement_gradient`."""
+
+    previous: Tensor
+    """Factor of the previous state in its own gradient."""
+    current: Tensor
+    """Factor of the current state in its own gradient."""
+    other: Tensor
+    """Factor of each state in the gradient of the other."""
+
+
+@torch.no_grad()
+def gradient_shares(parts: Parts, weight: Tensor | float) -> Shares:
+    """The gradient's factors; 0 where the weight or a norm is 0."""
+    cos, norm_x, norm_y = parts
+    half = torch.as_tensor(weight, dtype=cos.dtype, device=cos.device).expand(cos.shape) / 2
+    dead = (half == 0) | (norm_x == 0) | (norm_y == 0)
+    other = (-half / norm_x).div_(norm_y).masked_fill_(dead, 0.0)
+    half = half * cos
+    previous, current = ((half / norm).div_(norm).masked_fill_(dead, 0.0) for norm in (norm_x, norm_y))
+    return Shares(previous, current, other)
+
+
+@torch.no_grad()
+def weighted_sum(terms: Sequence[tuple[Tensor, Tensor]], dead: Tensor | None, base: Tensor | None = None) -> Tensor:
+    """`base + sum(factor * state)`, a tile at a time; half precision is summed in the factors' float32.
+
+    Args:
+        terms: states `[..., D]` and factors `[...]`.
+        dead: `[...]` bool: there the result is `base`, whatever the states hold (NaN included).
+        base: `[..., D]`; None = 0.
+
+    Returns:
+        `[..., D]` with the dtype and device of `base`, or else of the first state.
+    """
+    like = terms[0][0] if base is None else base
+    result, device, dtype = like.new_empty(like.shape), like.device, terms[0][1].dtype
+    flat, start = (None if x is None else x.reshape(-1, like.shape[-1]) for x in (result, base))
+    rows_of = [(x.reshape(-1, x.shape[-1]), factor.reshape(-1, 1).to(device)) for x, factor in terms]
+    dead = None if dead is None else dead.reshape(-1, 1).to(device)
+    assert flat is not None
+    for rows in blocks(len(flat), flat.shape[-1], device):
+        before = flat.new_zeros((), dtype=dtype) if start is None else start[rows].to(dtype)
+        total = before
+        for state, factor in rows_of:
+            total = torch.addcmul(total, state[rows].to(device, dtype), factor[rows])
+        flat[rows] = total if dead is None else torch.where(dead[rows], before, total)
+    return result
+
+
+class _Displacement(torch.autograd.Function):
+    """Psi of every token, `[..., D], [..., D] -> [...]`, that keeps the states by reference."""
+
+    @staticmethod
+    def forward(ctx: Any, previous: Tensor, current: Tensor) -> Tensor:
+        parts = displacement_parts(previous, current)
+        ctx.save_for_backward(previous, current, *parts)
+        return parts.displacement
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        previous, current, *parts = ctx.saved_tensors
+        sides: tuple[Side, Side] = ("previous", "current")
+        return tuple(
+            displacement_gradient(previous, current, Parts(*parts), gradient, side) if needed else None
+            for side, needed in zip(sides, ctx.needs_input_grad, strict=True)
+        )
+
+
+def token_displacement(previous: Tensor, current: Tensor) -> Tensor:
+    """`[..., D], [..., D] -> [...]`: the displacement of every token, differentiable once, frugal with memory."""
+    return _Displacement.apply(previous, current)
 
 
 class Displacements:
@@ -38,18 +179,18 @@ class Displacements:
 
     Args:
         states: `h_0..h_L`, `[B, T, D]`, the tensors that the model itself goes on with: a gradient reaches no copy.
-        alpha: sharpness of the layers' weights (JREG Eq. 6).
+        weights: of layers 1..L in the penalty.
         mask: `[B, T]` bool, True = counts; None = all.
 
     Raises:
         FulldepthError: as `jump_penalty`.
     """
 
-    def __init__(self, states: Sequence[Tensor], alpha: float, mask: Tensor | None = None) -> None:
+    def __init__(self, states: Sequence[Tensor], weights: Sequence[float], mask: Tensor | None = None) -> None:
         check_states(states, mask, least=2)
         self._states: list[Tensor | None] = [state.detach() for state in states]
         self._versions = [state._version for state in states]
-        self._weights = jump_weights(len(states) - 1, alpha).tolist()
+        self._weights = list(weights)
         self._upstream: Tensor | None = None
         self._factor: Tensor | float = 0.0
         self._above: tuple[int, Shares] | None = None

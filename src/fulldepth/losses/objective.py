@@ -4,51 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from fulldepth.capture import Tape, capture, find_anatomy
-from fulldepth.distributed import sum_over_processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, Classifier
-from fulldepth.losses.aligned_loss import aligned_loss
-from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
-from fulldepth.losses.counts import IGNORE, aligned_labels, token_count, token_mask
-from fulldepth.losses.displacement import Displacements
-from fulldepth.losses.jump_penalty import jump_penalty
-from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
-from fulldepth.losses.similarity_penalty import similarity_penalty
-from fulldepth.losses.terms import (
-    Aligned,
-    Coherence,
-    Jump,
-    Orthogonality,
-    Similarity,
-    Term,
-    coherence_layers,
-    make_term,
-    orthogonality_layers,
-)
-
-
-@dataclass(frozen=True)
-class Portion:
-    """How much of an optimiser step one call covers, so that accumulated and distributed steps add up exactly.
-
-    A term that is a mean over `n` tokens enters with `n / tokens` (or, if it is a mean over targets, `n / targets`),
-    any other with `share`; so do means over tokens where `tokens` is None, as for images, which have as many positions
-    each. The default is a step that consists of this call alone.
-    """
-
-    share: Tensor | float = 1.0
-    """This call's sequences, divided by those of the step: over all processes, divided by the number of processes."""
-    tokens: Tensor | None = None
-    """Tokens in the step that penalties count, over all processes, divided by the number of processes."""
-    targets: Tensor | None = None
-    """Likewise, positions that have a label."""
+from fulldepth.losses.task import Task
+from fulldepth.losses.term import Context, Portion, Term
+from fulldepth.losses.terms import TERMS, make_term
 
 
 class Objective:
@@ -68,39 +35,22 @@ class Objective:
     In a Trainer: `DepthTrainer(..., objective=objective)`.
 
     Args:
-        jump: weight, or options of `terms.Jump` (`weight`, `alpha`); None = off. So are the others:
-        coherence: `weight`, `layers`, `target`, `scope`.
-        orthogonality: `weight`, `layers`, `form`.
-        aligned: `weight`, `weights`, `schedule`.
-        similarity: `weight`, `weights`.
+        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `similarity`) = its weight,
+            or a mapping of its options (the fields of its class, such as `weight`); None = off.
         energy_warmup: optimiser steps with CR's energy penalty.
 
     Raises:
-        FulldepthError: for an unknown term or option.
+        FulldepthError: for an unknown term or option, or an option that means nothing.
     """
 
-    def __init__(
-        self,
-        *,
-        jump: float | Mapping[str, Any] | None = None,
-        coherence: float | Mapping[str, Any] | None = None,
-        orthogonality: float | Mapping[str, Any] | None = None,
-        aligned: float | Mapping[str, Any] | None = None,
-        similarity: float | Mapping[str, Any] | None = None,
-        energy_warmup: int = 800,
-    ) -> None:
-        given = {
-            "jump": jump,
-            "coherence": coherence,
-            "orthogonality": orthogonality,
-            "aligned": aligned,
-            "similarity": similarity,
-        }
-        self.terms: dict[str, Term] = {n: make_term(n, value) for n, value in given.items() if value is not None}
+    def __init__(self, *, energy_warmup: int = 800, **terms: float | Mapping[str, Any] | None) -> None:
+        made = {name: make_term(name, given) for name, given in terms.items() if given is not None}
+        self.terms: dict[str, Term] = {name: made[name] for name in TERMS if name in made}
         self.energy_warmup = energy_warmup
         self.step = 1
         """1-based optimiser step that the next call belongs to."""
         self.anatomy: Anatomy | None = None
+        self.task: Task | None = None
         self._open = ExitStack()
         self._tape: Tape | None = None
         self._classifier: Classifier | None = None
@@ -122,7 +72,11 @@ class Objective:
         if self._tape is not None:
             raise FulldepthError("This objective is attached already; call detach() first.")
         self.anatomy = find_anatomy(model)  # type: ignore[arg-type]
-        self._check()
+        self.task = Task.of(self.anatomy.model)
+        for term in self.terms.values():
+            term.check(self.anatomy.num_layers)
+        if any(term.needs_head for term in self.terms.values()):
+            self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
         self._tape = self._open.enter_context(capture(self.anatomy, sites, grad=True))
         self._counting = optimizer is None
@@ -160,108 +114,32 @@ class Objective:
         Raises:
             FulldepthError: without `attach`, without labels, or if a term cannot be computed on this batch.
         """
-        if self._tape is None or self.anatomy is None:
+        if self._tape is None or self.task is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
-        base, portion = _base_loss(outputs), portion or Portion()
+        loss = self.task.loss(outputs)
+        parts = {"ce": loss.detach()}
         try:
-            loss, parts = self._combine(base, batch, portion)
+            context = Context(
+                self._tape, self.task, batch, portion or Portion(), self.step, self.energy_warmup, self._classifier
+            )
+            for term in self.terms.values():
+                loss, value = term.apply(loss, context)
+                if value is not None:
+                    parts[term.name] = value
         finally:
             self._tape.clear()
         if self._counting and torch.is_grad_enabled():
             self.step += 1
         return loss, parts
 
-    def _combine(self, loss: Tensor, batch: Mapping[str, Any], portion: Portion) -> tuple[Tensor, dict[str, Tensor]]:
-        assert self._tape is not None
-        parts: dict[str, Tensor] = {"ce": loss.detach()}
-        if isinstance(aligned := self.terms.get("aligned"), Aligned) and self._aligned_now(aligned):
-            value, factor = self._aligned(aligned, batch, portion)
-            parts["aligned"] = value.detach()
-            loss = aligned.weight * factor * value
-        for term in self.terms.values():
-            if isinstance(term, Jump):
-                loss, parts["jump"] = self._with_jump(loss, term, batch, portion)
-            elif not isinstance(term, Aligned):
-                value, factor = self._penalty(term, batch, portion)
-                loss = loss + term.weight * factor * value.to(loss.device)
-                parts[term.name] = value.detach()
-        return loss, parts
+    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+        """Floating-point operations of one token that the penalties add to a training step: their matrix products.
 
-    def _with_jump(self, loss: Tensor, term: Jump, batch: Mapping[str, Any], portion: Portion) -> tuple[Tensor, Tensor]:
-        """The loss with the displacement penalty, and the penalty's value."""
-        assert self._tape is not None
-        states, mask = self._tape["residual"], token_mask(batch)
-        factor = term.weight * _of_tokens(batch, portion, states[-1].device)
-        if self._tape.holds_the_stream:
-            displacements = Displacements(states, term.alpha, mask)
-            return displacements.added_to(loss, factor), displacements.value
-        value = jump_penalty(states, term.alpha, mask)
-        return loss + factor * value.to(loss.device), value.detach()
-
-    def _penalty(self, term: Term, batch: Mapping[str, Any], portion: Portion) -> tuple[Tensor, Tensor | float]:
-        """The value of one of the other penalties, and the factor that its portion of the step gives it."""
-        assert self._tape is not None
-        mask = token_mask(batch)
-        if isinstance(term, Similarity):
-            states = self._tape["residual"][1:]
-            value = similarity_penalty(states, term.weights, mask=mask)
-            return value, _of_tokens(batch, portion, value.device)
-        if isinstance(term, Coherence):
-            return self._coherence(term, mask), portion.share
-        assert isinstance(term, Orthogonality)
-        states = self._tape["attention_output"]
-        chosen = [states[layer] for layer in orthogonality_layers(term, len(states))]
-        values = [orthogonality_penalty(state, form=term.form, mask=mask).to(chosen[-1].device) for state in chosen]
-        return torch.stack(values).sum(), portion.share
-
-    def _coherence(self, term: Coherence, mask: Tensor | None) -> Tensor:
-        assert self._tape is not None
-        refuse_padding(mask)
-        inputs, outputs = self._tape["attention_input"], self._tape["attention_output"]
-        values = [
-            coherence_penalty(
-                inputs[layer],
-                outputs[layer],
-                layer,
-                len(inputs),
-                target=term.target,
-                energy=self.step <= self.energy_warmup,
-                reduce=sum_over_processes if term.scope == "global" else None,
-            )
-            for layer in coherence_layers(term, len(inputs))
-        ]
-        return torch.stack([value.to(values[-1].device) for value in values]).sum()
-
-    def _aligned_now(self, term: Aligned) -> bool:
-        return term.schedule == "always" or self.step % 2 == 0
-
-    def _aligned(self, term: Aligned, batch: Mapping[str, Any], portion: Portion) -> tuple[Tensor, Tensor | float]:
-        assert self._tape is not None
-        assert self._classifier is not None
-        assert self.anatomy is not None
-        labels = aligned_labels(batch, shifts=self.anatomy.task == "causal-lm")
-        if labels is None:
-            raise FulldepthError("The aligned loss needs `labels` in the batch.")
-        states, classifier = self._tape["residual"][1:], self._classifier.after_forward()
-        factor = 1.0 if portion.targets is None else _part((labels != IGNORE).sum(), portion.targets)
-        if classifier.per_token:
-            return aligned_loss(states, classifier.tokens, labels, weights=term.weights), factor
-        mask = batch.get("attention_mask")
-        mask = torch.ones(states[-1].shape[:2], device=states[-1].device) if mask is None else mask
-        pooled = [classifier.pool(state, mask) for state in states]
-        return aligned_loss(pooled, classifier.pooled, labels, weights=term.weights), factor
-
-    def _check(self) -> None:
-        """Refuse at once what would fail in the first step."""
-        assert self.anatomy is not None
-        layers = self.anatomy.num_layers
-        for term in self.terms.values():
-            if isinstance(term, Coherence):
-                coherence_layers(term, layers)
-            elif isinstance(term, Orthogonality):
-                orthogonality_layers(term, layers)
-            elif isinstance(term, Aligned):
-                self._classifier = Classifier(self.anatomy)
+        Args:
+            config: of the model.
+            sequence_length: T.
+        """
+        return sum(term.flops(config.get_text_config(), sequence_length) for term in self.terms.values())
 
 
 class _Counter:
@@ -278,26 +156,3 @@ class _Counter:
 
     def __exit__(self, *_: object) -> None:
         self.handle.remove()
-
-
-def _base_loss(outputs: Any) -> Tensor:
-    if isinstance(outputs, Tensor):
-        loss: Any = outputs
-    else:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise FulldepthError("The model gave no loss; call it with `labels`, or pass the loss itself as a scalar.")
-    return loss
-
-
-def _of_tokens(batch: Mapping[str, Any], portion: Portion, device: torch.device) -> Tensor | float:
-    """What a mean over a batch's tokens is multiplied by."""
-    count = token_count(batch)
-    if portion.tokens is None or count is None:
-        return portion.share
-    return _part(torch.as_tensor(count, device=device), portion.tokens)
-
-
-def _part(count: Tensor, total: Tensor) -> Tensor:
-    """`count / total`; 0 of nothing."""
-    return torch.nan_to_num(count / total.to(count.device))

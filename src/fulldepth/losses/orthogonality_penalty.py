@@ -1,18 +1,46 @@
-"""Orthogonality loss: the channels of a layer shall not repeat each other (CR-Guided Transformers, Sec. 3.3)."""
+"""Orthogonality loss: penalises channels of a layer that repeat each other (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig
 
 from fulldepth.errors import unknown
-from fulldepth.losses.jump_penalty import blocks, check_states, statistics_dtype
+from fulldepth.losses.states import blocks, check_states, statistics_dtype
+from fulldepth.losses.term import Context, LayerTerm
 
 FORMS = ("mean", "frobenius")
+
+
+class Orthogonality(LayerTerm):
+    """Channels of the attention sub-layers' output orthogonal, CR Sec. 3.3."""
+
+    name = "orthogonality"
+    sites = ("attention_output",)
+    form: Literal["mean", "frobenius"] = "mean"
+    """mean (the paper's listing) or frobenius (its text)."""
+
+    def default_layers(self, num_layers: int) -> Sequence[int]:
+        """Those after CR's, and the last but one: 3, 5, 7, 9, 10 of 12."""
+        after = [layer + 1 for layer in range(2, round(8 * num_layers / 12) + 1, 2)]
+        return sorted({layer for layer in (*after, num_layers - 2) if 0 <= layer < num_layers})
+
+    def of_layer(self, context: Context, layer: int) -> Tensor:
+        """`orthogonality_penalty` of the attention sub-layer's output."""
+        return orthogonality_penalty(context.states["attention_output"][layer], form=self.form, mask=context.mask)
+
+    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+        """Products of channels with channels, or of positions with positions where these are at most half as many:
+        `6 D^2` or `6 D T` for each layer.
+        """
+        width: int = config.hidden_size
+        side = sequence_length if 2 * sequence_length <= width else width
+        return 6 * width * side * len(self.chosen_layers(config.num_hidden_layers))
 
 
 def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:

@@ -1,13 +1,33 @@
-"""Similarity regulariser: every layer shall point where the last one does (Aligned training, App. B.3)."""
+"""Similarity regulariser: penalises the angle between every layer and the last one (Aligned training, App. B.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from fulldepth.losses.aligned_loss import layer_weights
-from fulldepth.losses.jump_penalty import check_states, mean_over_tokens, statistics_dtype, token_displacement
+from fulldepth.losses.displacement import token_displacement
+from fulldepth.losses.states import check_states, mean_over_tokens, statistics_dtype
+from fulldepth.losses.term import Context, Term
+
+
+class Similarity(Term):
+    """Cosine of every layer to the last one (App. B.3)."""
+
+    name = "similarity"
+    sites = ("residual",)
+    weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
+    """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
+
+    def check(self, num_layers: int) -> None:
+        """Refuse another number of weights than layers."""
+        layer_weights(self.weights, num_layers)
+
+    def value(self, context: Context) -> Tensor:
+        """`similarity_penalty` of the residual stream."""
+        return similarity_penalty(context.states["residual"][1:], self.weights, context.mask)
 
 
 def similarity_penalty(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import getsource
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.counts import sequence_count, target_count, token_count
 from fulldepth.losses.finite import StepGuard
-from fulldepth.losses.objective import Objective, Portion
+from fulldepth.losses.objective import Objective
+from fulldepth.losses.task import Task
+from fulldepth.losses.term import Portion
+from fulldepth.losses.terms import per_batch_terms
 
 
 class Tally:
@@ -53,13 +56,22 @@ class ObjectiveMixin:
 
     Args:
         objective: an `Objective` that is not attached yet; None = cross-entropy alone.
+        group_options: of the model's own `parameter_groups`, if its class has them, beside the learning rate and the
+            weight decay of the Trainer's arguments: for `depth_llama` `router_learning_rate` and `decay`.
 
     Raises:
-        FulldepthError: in training, if the loss or a gradient is not finite (with the step, the term and the layer), or
-            the data hold no whole batch for a term that needs one.
+        FulldepthError: for `group_options` where the model's class has no groups of its own; in training, if the loss
+            or a gradient is not finite (with the step, the term and the layer), or the data hold no whole batch for a
+            term that needs one.
     """
 
-    def __init__(self, *args: Any, objective: Objective | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        objective: Objective | None = None,
+        group_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         me: Any = self
         if me.args.n_gpu > 1:
@@ -71,13 +83,47 @@ class ObjectiveMixin:
         """Means of the loss's parts; `log` goes to the Trainer's logs, add others to read them at other times."""
         self._step_counts: dict[str, Tensor] = {}
         self._examples = 0
-        if not _passes_items_on(me.accelerator.unwrap_model(me.model)):
+        model = me.accelerator.unwrap_model(me.model)
+        self.task = Task.of(model)
+        self.group_options = dict(group_options or {})
+        if self.group_options and not hasattr(model, "parameter_groups"):
+            raise FulldepthError(
+                f"{type(model).__name__} has no parameter groups of its own, which group_options are for."
+            )
+        if not _passes_items_on(model):
             me.model_accepts_loss_kwargs = False
         self.guard = StepGuard(lambda: me.accelerator.unwrap_model(me.model))
         """Stops the run at a loss or gradient that is not finite."""
         me.args.logging_nan_inf_filter = False  # it would read every loss, and finds none that the guard lets pass
         if self.depth_objective.terms:
-            self.depth_objective.attach(me.accelerator.unwrap_model(me.model))
+            self.depth_objective.attach(model)
+
+    def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
+        """Groups for the optimiser; None = the Trainer's own. By default the model's own `parameter_groups`, if its
+        class has them, without frozen parameters.
+        """
+        me: Any = self
+        if not hasattr(model, "parameter_groups"):
+            return None
+        groups = model.parameter_groups(me.args.learning_rate, me.args.weight_decay, **self.group_options)
+        trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        return [group for group in trained if group["params"]]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The Trainer's optimiser, over `parameter_groups`; one that chooses its parameters itself (GaLore) stays."""
+        me, parent = cast(Any, self), cast(Any, super())
+        plain = me.accelerator.unwrap_model(me.model if model is None else model)
+        groups = self.parameter_groups(plain) if me.optimizer is None else None
+        given = me.optimizer_cls_and_kwargs
+        if groups is not None:
+            kind, options = given or me.get_optimizer_cls_and_kwargs(me.args, plain)
+            takes_groups = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+            if takes_groups and not {"params", "model", "optimizer_dict"} & options.keys():
+                me.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
+        try:
+            return cast(torch.optim.Optimizer, parent.create_optimizer(model))
+        finally:
+            me.optimizer_cls_and_kwargs = given
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's; terms that are functions of a whole batch leave out an epoch's last, shorter one.
@@ -101,7 +147,7 @@ class ObjectiveMixin:
 
     @property
     def _batch_terms(self) -> list[str]:
-        return [name for name in ("coherence", "orthogonality") if name in self.depth_objective.terms]
+        return per_batch_terms(self.depth_objective.terms)
 
     def _too_few(self, examples: int, needed: int) -> str:
         terms = " and ".join(self._batch_terms)
@@ -125,7 +171,7 @@ class ObjectiveMixin:
         should be; one that has position ids may hold several sequences in a row.
         """
         me: Any = self
-        count = sequence_count(batch)
+        count = self.task.sequences(batch)
         self._examples += count or 0
         return count is None or count >= me._train_batch_size or "position_ids" in batch
 
@@ -135,9 +181,9 @@ class ObjectiveMixin:
         """
         me: Any = self
         counts: dict[str, list[Any]] = {
-            "sequences": [sequence_count(sample) for sample in samples],
-            "tokens": [token_count(sample) for sample in samples],
-            "targets": [target_count(sample, me._loss_shifts_labels) for sample in samples],
+            "sequences": [self.task.sequences(sample) for sample in samples],
+            "tokens": [self.task.tokens(sample) for sample in samples],
+            "targets": [self.task.targets(sample) for sample in samples],
         }
         known = {name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)}
         totals = {name: torch.as_tensor(total, device=device) for name, total in known.items()}
@@ -188,7 +234,7 @@ class ObjectiveMixin:
         divided = 1 if scaled else me.current_gradient_accumulation_steps
         share: Any = divided / me.current_gradient_accumulation_steps
         if "sequences" in counts:
-            share = divided * sequence_count(inputs) / counts["sequences"]  # type: ignore[operator]
+            share = divided * self.task.sequences(inputs) / counts["sequences"]  # type: ignore[operator]
         tokens, targets = (counts[name] / divided if name in counts else None for name in ("tokens", "targets"))
         return Portion(share, tokens, targets)
 
@@ -197,7 +243,7 @@ class ObjectiveMixin:
         micro-batch's targets.
         """
         me: Any = self
-        targets = target_count(inputs, shifts=me._loss_shifts_labels)
+        targets = self.task.targets(inputs)
         if items is not None and targets is not None:
             world = me.accelerator.num_processes if me.args.average_tokens_across_devices else 1
             parts = {**parts, "ce": parts["ce"] * items / world / targets.clamp(min=1)}

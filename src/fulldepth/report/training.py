@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from fulldepth.figures.style import minus
-from fulldepth.figures.training import TERMS, term_name, track
+from fulldepth.figures.training import term_name, track
 from fulldepth.report.words import model_line, quantity, scaled, short
 
 Meta = Mapping[str, Any]
@@ -72,7 +72,7 @@ def _objective(meta: Meta) -> str:
     objective = (meta.get("settings") or {}).get("objective") or {}
     parts = [] if objective.get("aligned") is not None else ["cross-entropy"]
     for term, value in objective.items():
-        if term in TERMS and value is not None:
+        if term != "energy_warmup" and value is not None:
             options = flatten(value if isinstance(value, Mapping) else {"weight": value})
             parts.append(f"{term_name(term).lower()} ({', '.join(f'{short(k, 40)} {v}' for k, v in options.items())})")
     return " + ".join(short(part, 200) for part in parts)

@@ -231,6 +231,8 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
         if problem["type"] == "extra_forbidden":
             fields = _fields(model, keys[:-1])
             lines.append(str(unknown("setting", ".".join(keys), [".".join([*keys[:-1], name]) for name in fields])))
+        elif isinstance(stated := problem.get("ctx", {}).get("error"), FulldepthError):
+            lines.append(str(stated))
         elif problem["type"] == "missing":
             lines.append(f"{'.'.join([*keys, str(problem['loc'][-1])])}: a value is required.")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +14,7 @@ from torch import Tensor
 from fulldepth.capture import capture, find_anatomy
 from fulldepth.distributed import add_up, current
 from fulldepth.hf import Anatomy
-from fulldepth.losses.counts import target_count, token_mask
+from fulldepth.losses import Task
 from fulldepth.metrics import displacement, jump_rate
 
 
@@ -25,7 +26,7 @@ class Evaluation:
     """Mean cross-entropy in nats."""
     targets: int
     displacement: list[float]
-    """Mean displacement of layers 1..L."""
+    """Mean displacement of layers 1..L, over the tokens whose states have a direction; NaN where none has."""
     tokens: int
     jump_rates: list[float]
     """zeta_L, zeta_{L-1}, zeta_{L-2} in per cent, as many as there are layers for."""
@@ -48,7 +49,8 @@ class Evaluator:
         """Evaluate `model`, and leave it as it was."""
         anatomy: Anatomy = find_anatomy(model)
         device = next(model.parameters()).device
-        sums = torch.zeros(anatomy.num_layers + 3, dtype=torch.float64, device=device)
+        task = Task.of(model)
+        sums = torch.zeros(2 * anatomy.num_layers + 3, dtype=torch.float64, device=device)
         training = model.training
         model.eval()
         try:
@@ -56,7 +58,7 @@ class Evaluator:
                 for batch, counts in self._share(device):
                     outputs = model(**batch, use_cache=False)
                     if counts:
-                        sums += _sums(outputs.loss, batch, tape["residual"], anatomy.task == "causal-lm")
+                        sums += _sums(task, outputs, batch, tape["residual"])
                     tape.clear()
         finally:
             model.train(training)
@@ -75,21 +77,25 @@ class Evaluator:
             yield {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}, counts
 
 
-def _sums(loss: Tensor, batch: Mapping[str, Tensor], states: list[Tensor], shifts: bool) -> Tensor:
-    """Displacement sums of every layer, tokens, loss sum, targets."""
-    targets = target_count(batch, shifts)
+def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
+    """Of every layer the displacement sum and the tokens that have one; then tokens, loss sum, targets."""
+    loss, targets = task.loss(outputs), task.targets(batch)
     assert targets is not None
-    home, mask = states[-1].device, token_mask(batch)
-    counted = torch.ones(states[-1].shape[:2], dtype=torch.bool, device=home) if mask is None else mask.to(home)
-    profile = [displacement(a.to(home), b.to(home))[counted].double().sum() for a, b in pairwise(states)]
+    home = states[-1].device
+    counted = task.counted(batch, states[-1])
+    profile = [displacement(a.to(home), b.to(home))[counted].double() for a, b in pairwise(states)]
+    undefined = [psi.isnan() for psi in profile]  # of a zero vector; left out, as in every measure
+    sums = [psi.masked_fill(out, 0.0).sum() for psi, out in zip(profile, undefined, strict=True)]
+    counts = [(~out).sum() for out in undefined]
     total = torch.where(targets > 0, loss.double() * targets, 0.0)  # a mean over no target is NaN
     rest = [counted.sum(), total, targets]
-    return torch.stack([value.to(loss.device, torch.float64) for value in (*profile, *rest)])
+    return torch.stack([value.to(loss.device, torch.float64) for value in (*sums, *counts, *rest)])
 
 
 def _evaluation(sums: list[float]) -> Evaluation:
     *profile, tokens, loss, targets = sums
-    psi = [total / tokens for total in profile]
+    totals, counts = profile[: len(profile) // 2], profile[len(profile) // 2 :]
+    psi = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
     starts = range(-1, -min(3, len(psi) - 1) - 1, -1)
     rates = [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
     return Evaluation(loss / targets, round(targets), psi, round(tokens), rates)

@@ -6,14 +6,11 @@ activation functions and sums are not, nor are experts of which a token uses onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-
-from fulldepth.losses.terms import Aligned, Orthogonality, Term, orthogonality_layers
 
 TRAINING = 3
 """A training step over a forward pass: the backward pass multiplies by weights and by activations, twice as much."""
@@ -76,30 +73,6 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> Flops:
         attention_full=width * sequence_length * len(windows),
         extra=extra(sequence_length) if extra is not None else 0.0,
     )
-
-
-def objective_flops(terms: Mapping[str, Term], config: PreTrainedConfig, sequence_length: int) -> float:
-    """Operations of one token that penalties add to a training step.
-
-    Aligned training applies the head to all L layers at the T - 1 positions that have a target, and again in the
-    backward pass, which the model's own head then lacks: `(4 L (T - 1) / T - 2) 2 D V`, on every other step if it
-    alternates. Orthogonality multiplies channels with channels, or positions with positions where these are at most
-    half as many: `6 D^2` or `6 D T` for each of its layers. The others have no matrix products.
-
-    Args:
-        terms: of an objective, by name.
-        config: of the model.
-        sequence_length: T.
-    """
-    config = config.get_text_config()
-    total, width = 0.0, config.hidden_size
-    if isinstance(aligned := terms.get("aligned"), Aligned):
-        heads = 4 * config.num_hidden_layers * (sequence_length - 1) / sequence_length - 2
-        total += (0.5 if aligned.schedule == "alternate" else 1.0) * heads * 2 * width * config.vocab_size
-    if isinstance(orthogonality := terms.get("orthogonality"), Orthogonality):
-        side = sequence_length if 2 * sequence_length <= width else width
-        total += 6 * width * side * len(orthogonality_layers(orthogonality, config.num_hidden_layers))
-    return total
 
 
 def head_channels(config: PreTrainedConfig) -> int:

@@ -13,6 +13,7 @@ from transformers import default_data_collator
 
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.errors import FulldepthError
+from fulldepth.losses import per_batch_terms
 from fulldepth.training.settings import TrainSettings
 
 MOST_WORKERS = 4
@@ -46,12 +47,11 @@ def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, 
     """
     if settings.data.across_documents or settings.attention != "flash_attention_2":
         return default_data_collator
-    for name in ("coherence", "orthogonality"):
-        if getattr(settings.objective, name) is not None:
-            raise FulldepthError(
-                f"With attention=flash_attention_2 and data.across_documents=false a batch is one long row, and "
-                f"{name} is a function of each sequence. Use attention=sdpa, or across_documents=true."
-            )
+    for name in per_batch_terms(settings.objective.terms):
+        raise FulldepthError(
+            f"With attention=flash_attention_2 and data.across_documents=false a batch is one long row, and "
+            f"{name} is a function of each sequence. Use attention=sdpa, or across_documents=true."
+        )
     return flatten_windows
 
 

@@ -28,8 +28,9 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     """
     if settings.method not in METHODS:
         raise unknown("method", settings.method, METHODS)
-    given = settings.objective.model_dump(exclude_unset=True)
-    changes: dict[str, Any] = {"objective": ObjectiveSettings(**{**METHODS[settings.method], **given})}
+    chosen = {**METHODS[settings.method], **settings.objective.model_dump(exclude_unset=True)}
+    on = {name: given for name, given in chosen.items() if given is not None}
+    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on)}
     if settings.model.checkpoint is not None:
         start = checkpoint_of(settings.model.checkpoint)
         changes["model"] = settings.model.model_copy(update={"checkpoint": start})
@@ -42,4 +43,4 @@ def make_objective(settings: TrainSettings) -> Objective:
     Raises:
         FulldepthError: for an unknown option of a term.
     """
-    return Objective(**settings.objective.model_dump())
+    return Objective(energy_warmup=settings.objective.energy_warmup, **settings.objective.terms)

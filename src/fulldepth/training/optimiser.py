@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from fulldepth.errors import FulldepthError
@@ -60,18 +59,12 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
 
 
 class GroupsMixin:
-    """Gives a Trainer `settings=`, and the optimiser that they describe."""
+    """Gives a Trainer with an objective `settings=`, and the parameter groups that they describe."""
 
     def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
         self.settings = settings
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW over `parameter_groups`."""
-        me: Any = self
-        if me.optimizer is None:
-            plain = me.accelerator.unwrap_model(me.model if model is None else model)
-            kind, options = me.get_optimizer_cls_and_kwargs(me.args, plain)
-            me.optimizer = kind(parameter_groups(plain, self.settings), **options)
-        optimizer: torch.optim.Optimizer = me.optimizer
-        return optimizer
+    def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
+        """Those of the settings."""
+        return parameter_groups(model, self.settings)

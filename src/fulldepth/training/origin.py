@@ -17,11 +17,10 @@ from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json, reading
+from fulldepth.losses import per_batch_terms
 from fulldepth.training.resume import Origin
 from fulldepth.training.settings import TrainSettings
 
-PER_BATCH = ("coherence", "orthogonality")
-"""Penalties that are functions of the sequences of a forward pass."""
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
 NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 """Entries of `config.json` that decide no number in training, or that the Trainer sets from the tokenizer."""
@@ -120,12 +119,11 @@ def _batches(now: Origin, before: Origin, settings: TrainSettings) -> list[str]:
     change = one_line(
         f"{earlier[0]} processes with {earlier[1]} sequences in a forward pass before, {shape[0]} with {shape[1]} now"
     )
-    for name in PER_BATCH:
-        if getattr(settings.objective, name) is not None:
-            raise FulldepthError(
-                f"{change}: {name} is a function of the sequences in a forward pass, so the run would minimise another "
-                "loss. Resume with the same number of processes and micro_batch_size."
-            )
+    for name in per_batch_terms(settings.objective.terms):
+        raise FulldepthError(
+            f"{change}: {name} is a function of the sequences in a forward pass, so the run would minimise another "
+            "loss. Resume with the same number of processes and micro_batch_size."
+        )
     return [f"{change}: the batches are the same, but sums round otherwise, and dropout draws other numbers."]
 
 

@@ -14,7 +14,7 @@ from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_tokenizer, pick_device
 from fulldepth.training.arguments import batch_split
-from fulldepth.training.flops import Flops, forward_flops, objective_flops
+from fulldepth.training.flops import Flops, forward_flops
 from fulldepth.training.footprint import CheckpointSize, Memory, checkpoint_size, estimate_memory
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.methods import make_objective, resolved
@@ -140,7 +140,7 @@ def plan(
         parameters_without_embeddings=_without_embeddings(model),
         trainable=model.num_parameters(only_trainable=True),
         flops=flops,
-        objective_flops=objective_flops(make_objective(settings).terms, model.config, settings.sequence_length),
+        objective_flops=make_objective(settings).flops(model.config, settings.sequence_length),
         recomputed_flops=flops.checkpointed if settings.gradient_checkpointing else 0.0,
         memory=estimate_memory(model, settings, micro_batch=micro, processes=processes),
         other_memory=estimate_memory(model, other, micro_batch=micro, processes=processes) if processes > 1 else None,

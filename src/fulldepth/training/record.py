@@ -9,13 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from fulldepth.losses import TERMS
 from fulldepth.results import DOCUMENT, Results, finite, tabulate
 from fulldepth.training.evaluation import Evaluation
 from fulldepth.training.headline import headline
 from fulldepth.training.resume import RECORD, read_rows, step_of
-
-UNITS = {"aligned": "nats"}
-"""Units of the penalties that have one."""
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Record:
         ]
         for name, (total, count) in means.items():
             measure, site = ("train_loss", "model") if name == "ce" else ("penalty", name)
-            unit = "nats" if name == "ce" else UNITS.get(name, "1")
+            unit = "nats" if name == "ce" else TERMS[name].unit
             rows.append((measure, site, None, None, "mean", total / count, count, unit))
         for layer, value in enumerate(evaluation.displacement, start=1):
             rows.append(("displacement", "residual", layer, None, "mean", value, evaluation.tokens, "1"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
+from fulldepth.errors import unknown
+from fulldepth.losses import TERMS
+from fulldepth.losses.terms import make_term
 from fulldepth.settings import Settings
 
 Steps = Annotated[int, Field(ge=1, le=10**9)]
@@ -19,7 +22,7 @@ NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
 Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
 """Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
-Term = float | dict[str, Any] | None
+TermSetting = float | dict[str, Any] | None
 """A penalty: its weight, or a mapping of options with `weight` among them; None = off."""
 
 
@@ -60,20 +63,33 @@ class DataSettings(Settings):
 
 
 class ObjectiveSettings(Settings):
-    """Penalties beside the cross-entropy; each a weight, or a mapping with `weight` and the term's options."""
+    """Penalties beside the cross-entropy.
 
-    jump: Term = None
-    """JREG: displacement, more for deeper layers (options: alpha)."""
-    coherence: Term = None
-    """CR: coherence of the attention sub-layers' input and output (options: layers, target, scope)."""
-    orthogonality: Term = None
-    """Channels of the attention sub-layers' output orthogonal (options: layers, form)."""
-    aligned: Term = None
-    """Cross-entropy of every layer in place of the last one's (options: weights, schedule)."""
-    similarity: Term = None
-    """Cosine to the last layer (options: weights)."""
+    Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `jump`, `coherence`, `orthogonality`,
+    `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as `weight`. None
+    switches a term off that the method has.
+    """
+
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, TermSetting] = Field(init=False)
+
     energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
+
+    @property
+    def terms(self) -> dict[str, float | dict[str, Any]]:
+        """The terms that are on, by name."""
+        return {name: given for name, given in self.__pydantic_extra__.items() if given is not None}
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuse unknown terms and options."""
+        for name in self.__pydantic_extra__:
+            if name not in TERMS:
+                raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in (*TERMS, "energy_warmup")])
+        for name, given in self.terms.items():
+            make_term(name, given)
+        return self
 
 
 class InitializerSettings(Settings):

@@ -1,0 +1,107 @@
+"""`Task`: loss, labels and counts of a batch. No other module shifts labels or counts targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import task_of, unwrapped
+
+IGNORE = -100
+"""Label of a position that is no target."""
+INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
+"""Entries whose first dimension is the sequence (or the image), most reliable first."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the entries of a batch mean for a model that predicts a class for each position, sequence or image.
+
+    A task whose labels are no tensor of classes (detection) subclasses this and overrides `loss`, `labels` and
+    `targets`; `Task.of` picks the class by the model's task.
+    """
+
+    name: str
+    """causal-lm, masked-lm, text-classification, image-classification or representation."""
+
+    @classmethod
+    def of(cls, model: Any) -> Task:
+        """The task of a model, inside adapters and other wrappers too; other modules than transformers' by their class
+        name.
+        """
+        with suppress(FulldepthError):
+            model = unwrapped(model)
+        return cls(task_of(model))
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the model predicts the next token, so that the label of position t stands at t + 1."""
+        return self.name == "causal-lm"
+
+    def loss(self, outputs: Any) -> Tensor:
+        """The model's own loss, a mean over targets.
+
+        Args:
+            outputs: of the model, called with `labels`; or its loss.
+
+        Raises:
+            FulldepthError: if there is none.
+        """
+        loss: Any = outputs
+        if not isinstance(outputs, Tensor):
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise FulldepthError("The model gave no loss; call it with `labels`, or pass the loss itself as a scalar.")
+        return loss
+
+    def labels(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Labels beside the positions that predict them, `IGNORE` where there is no target; None without labels.
+
+        Args:
+            batch: `labels` are `[B, T]`, or `[B]` for whole sequences; `shift_labels` are shifted already.
+        """
+        shifted, labels = batch.get("shift_labels"), batch.get("labels")
+        if isinstance(shifted, Tensor):
+            return shifted
+        if not isinstance(labels, Tensor):
+            return None
+        return pad(labels[..., 1:], (0, 1), value=IGNORE) if self.shifts else labels
+
+    def targets(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Number of targets, which the loss is a mean over; None without labels."""
+        labels = self.labels(batch)
+        return None if labels is None else (labels != IGNORE).sum()
+
+    def sequences(self, batch: Mapping[str, Any]) -> int | None:
+        """Number of sequences or images; None if the batch has none of `INPUTS`."""
+        given = (batch.get(name) for name in INPUTS)
+        return next((value.shape[0] for value in given if isinstance(value, Tensor)), None)
+
+    def mask(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """`[B, T]` bool, True = counts; None if every token does (other masks, as `[B, 1, T, T]`, do not say)."""
+        mask = batch.get("attention_mask")
+        return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def counted(self, batch: Mapping[str, Any], state: Tensor) -> Tensor:
+        """`[B, T]` bool on the device of `state: [B, T, D]`, True = counts."""
+        mask = self.mask(batch)
+        return torch.ones_like(state[..., 0], dtype=torch.bool) if mask is None else mask.to(state.device)
+
+    def tokens(self, batch: Mapping[str, Any]) -> Tensor | int | None:
+        """Number of tokens that penalties count: of the mask, else of the ids or embeddings.
+
+        Returns:
+            None for images, whose positions are known only inside the model, and as many in every image of a batch.
+        """
+        mask = self.mask(batch)
+        if mask is not None:
+            return mask.sum()
+        given = (batch.get(name) for name in INPUTS[:2])
+        return next((value.shape[0] * value.shape[1] for value in given if isinstance(value, Tensor)), None)

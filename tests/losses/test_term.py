@@ -1,0 +1,132 @@
+"""What a contributor adds for a new penalty: one class and one entry of the registry, good for loops and recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from fulldepth.cli import main
+from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import TERMS, Context, Objective, Term
+from fulldepth.results import Results
+from fulldepth.settings import assignments, layer
+from fulldepth.training import TrainSettings
+from fulldepth.training.methods import make_objective, resolved
+from tiny_models import BUILDERS
+
+
+class Loudness(Term):
+    """Mean power of the last state's channels."""
+
+    name = "loudness"
+    sites = ("residual",)
+    exponent: float = 2.0
+
+    def value(self, context: Context) -> Tensor:
+        last = context.states["residual"][-1]
+        return last.abs().pow(self.exponent).mean(-1)[context.task.counted(context.batch, last)].mean()
+
+    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+        return 1000.0 * config.hidden_size * sequence_length
+
+
+@pytest.fixture
+def loudness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TERMS, "loudness", Loudness)
+
+
+@pytest.mark.usefixtures("loudness")
+def test_a_new_penalty_in_a_loop() -> None:
+    model = BUILDERS["llama"]().double()
+    model.config.tie_last_hidden_states = False
+    ids = torch.randint(3, 90, (3, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < torch.tensor([8, 5, 3])[:, None]).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    out = model(**batch, output_hidden_states=True)
+    penalty = (out.hidden_states[-1].abs() ** 3).mean(-1)[mask.bool()].mean()
+    (out.loss + 0.25 * penalty).backward()
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    objective = Objective(loudness={"weight": 0.25, "exponent": 3.0}, jump=0.0).attach(model)
+    loss, parts = objective(model(**batch), batch)
+    loss.backward()
+    objective.detach()
+    assert list(parts) == ["ce", "jump", "loudness"]
+    assert float(parts["loudness"]) == pytest.approx(float(penalty.detach()), rel=1e-12)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name], rtol=1e-9, atol=1e-12)
+    with pytest.raises(FulldepthError, match=r"option of loudness 'exponnet'.*exponent"):
+        Objective(loudness={"exponnet": 1.0})
+
+
+@pytest.mark.usefixtures("loudness")
+def test_a_new_penalty_in_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 100]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = {
+        "model": sizes,
+        "data": {"name": str(tmp_path / "text.jsonl"), "validation_share": 0.2, "validation_sequences": 4},
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "objective": {"loudness": 0.1},
+        **{"steps": 2, "global_batch_size": 2, "sequence_length": 16, "eval_every": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["fulldepth", "train", str(tmp_path / "recipe.yaml"), *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    assert "256 kFLOP for penalties" in " ".join(run("--dry-run").split())  # 1000 * 16 * 16
+    run("--output", str(tmp_path / "run"))
+    results = Results.load(tmp_path / "run")
+    rows = results.table[(results.table.measure == "penalty") & (results.table.site == "loudness")]
+    assert rows.value.tolist()[0] > 0
+    assert results.meta["settings"]["objective"] == {"energy_warmup": 800, "loudness": 0.1}
+    assert "loudness (weight 0.1)" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8").lower()
+
+
+def settings(*arguments: str) -> TrainSettings:
+    return layer(TrainSettings, assignments(arguments))
+
+
+def test_terms_in_settings_are_checked_when_they_are_read() -> None:
+    for argument, message in {
+        "objective.jmup=1.0": r"Unknown setting 'objective.jmup'. Did you mean 'objective.jump'",
+        "objective.jump.alhpa=1": r"Unknown option of jump 'alhpa'. Did you mean 'alpha'",
+        "objective.jump=true": r"objective.jump: got true",
+        "objective.jump.alpha=x": r"jump.alpha is 'x'; expected a valid number",
+        "objective.coherence.layers=all": r"coherence.layers is 'all'; expected a valid list or a valid tuple",
+        "objective.orthogonality.layers=3": r"orthogonality.layers is 3; expected a valid list",
+        "objective.coherence.target=-1": r"coherence.target is -1; expected at least 0",
+    }.items():
+        with pytest.raises(FulldepthError, match=message):
+            settings(argument)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, float("nan")], (1, 2, -1)])
+@pytest.mark.parametrize("term", ["aligned", "similarity"])
+def test_weights_of_layers_are_checked_when_the_objective_is_attached(term: str, weights: Any) -> None:
+    with pytest.raises(FulldepthError, match="expected 3 finite weights"):
+        Objective(**{term: {"weights": weights}}).attach(BUILDERS["llama"]())
+
+
+def test_nothing_switches_off_what_the_method_has() -> None:
+    chosen = settings("method=cr", "objective.orthogonality=null", "objective.coherence.target=0.5")
+    assert resolved(chosen).objective.terms == {"coherence": {"target": 0.5}}
+    assert list(make_objective(resolved(chosen)).terms) == ["coherence"]
+    assert resolved(resolved(chosen).model_copy(update={"method": "standard"})).objective == resolved(chosen).objective
