@@ -91,6 +91,7 @@ def test_older_names_by_hand() -> None:
     assert scaled["rope_theta"] == 500_000.0
     assert scaled["rope_scaling"] == {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     assert older_names({"model_type": "gpt2"}) == {}
+    assert older_names({"model_type": "gpt2", "n_positions": 64}) == {"n_ctx": 64}
     assert older_names({"model_type": "olmo3", "rope_parameters": both}) == {}
 
 

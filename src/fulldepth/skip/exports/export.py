@@ -227,7 +227,7 @@ def _read_elsewhere(folder: Path, ids: Tensor, expected: Tensor, allowed: float)
         except NotLoadedError as error:
             why = f"mlx-lm could not: {error}"
         else:
-            return True, ["mlx-lm has loaded it and gives the plan's logits. vLLM and llama.cpp have not been run."]
+            return True, ["mlx-lm has loaded it and gives the plan's logits."]
     return False, [
         "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the plan's "
         f"logits, but no reader of the DeciLM layout has loaded it; {why}"

@@ -44,6 +44,8 @@ def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     names: dict[str, Any] = {}
     if isinstance(config.get("dtype"), str):
         names["torch_dtype"] = config["dtype"]
+    if config.get("model_type") == "gpt2" and "n_positions" in config:
+        names["n_ctx"] = config["n_positions"]  # mlx-lm and llama.cpp's converter want it
     rope, kind = config.get("rope_parameters"), str(config.get("model_type")).removeprefix("fulldepth_skipped_")
     if not isinstance(rope, dict):
         return names
