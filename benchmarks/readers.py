@@ -129,7 +129,7 @@ def cases(folder: Path, checkpoint: str | None, only: str | None) -> Iterator[Ca
     for export_name, (format, granularity, spread, blocks, kinds) in EXPORTS.items():
         for kind in (*kinds, *(("checkpoint",) if checkpoint and format in ("folded", "decilm") else ())):
             name = f"{export_name}-{kind}"
-            if only and only not in name:
+            if only and not any(part in name for part in only.split(",")):
                 continue
             target = folder / name
             if not target.exists():
@@ -147,28 +147,29 @@ def cases(folder: Path, checkpoint: str | None, only: str | None) -> Iterator[Ca
             yield Case(name, target, ids, expected)
 
 
-def read_all(cases: Sequence[Case], program: str, interpreter: str, *further: str) -> Iterator[str]:
+def read_all(cases: Sequence[Case], name: str, interpreter: str, *further: str) -> Iterator[str]:
     """What a reader computes from every case, in one process: most of the time goes into starting it."""
     with tempfile.TemporaryDirectory() as place, Path(place, "errors").open("w+", encoding="utf-8") as errors:
         jobs = []
         for case in cases:
             files = [str(Path(place) / f"{case.name}.{kind}.pt") for kind in ("ids", "logits")]
             torch.save(case.ids, files[0])
-            jobs.append([str(case.folder.absolute()), *files, *further])
-        command = [interpreter, "-W", "ignore", "-P", "-c", DRIVER, str(PROGRAMS / program), json.dumps(jobs)]
+            carried = ["carried"] * (name == "vllm" and case.name.startswith(("decilm", "fast")))
+            jobs.append([str(case.folder.absolute()), *files, *further, *carried])
+        command = [interpreter, "-W", "ignore", "-P", "-c", DRIVER, str(PROGRAMS / READERS[name][0]), json.dumps(jobs)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             lines = (line for line in process.stdout or () if line.startswith("{"))
             for case, job, line in zip(cases, jobs, lines, strict=False):
                 said = json.loads(line)
                 if "failed" in said:
-                    yield f"{case.name:20} {program:18} failed: {said['failed']}"
+                    yield f"{case.name:20} {name:10} failed: {said['failed']}"
                     continue
                 error = relative_error(torch.load(job[2], weights_only=True), case.expected)
                 cached = f"with a cache {said['cache_error']:.1e}"
-                yield f"{case.name:20} {program:18} {error:.1e}, {cached} ({said['class']})"
+                yield f"{case.name:20} {name:10} {error:.1e}, {cached} ({said['class']})"
         if process.returncode:
             errors.seek(0)
-            yield f"{program} ended early: {errors.read()[-1000:]}"
+            yield f"{name} ended early: {errors.read()[-1000:]}"
 
 
 def main() -> None:
@@ -176,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", help="a checkpoint beside the small random models")
-    parser.add_argument("--only", help="part of the names of exports")
+    parser.add_argument("--only", help="parts of the names of exports, with commas")
     parser.add_argument("--mlx", metavar="PYTHON")
     parser.add_argument("--llama-cpp", metavar="PYTHON")
     parser.add_argument("--converter", help="absolute path of llama.cpp's convert_hf_to_gguf.py")
@@ -185,7 +186,7 @@ def main() -> None:
     found = list(cases(args.folder, args.model, args.only))
     for name, *further in (("mlx", args.mlx), ("llama.cpp", args.llama_cpp, args.converter), ("vllm", args.vllm)):
         if further[0] is not None:
-            for line in read_all(found, READERS[name][0], *further):
+            for line in read_all(found, name, *further):
                 print(line, flush=True)
 
 
