@@ -10,7 +10,6 @@ cache, relative.
 
 from __future__ import annotations
 
-import importlib
 import json
 import runpy
 import sys
@@ -54,8 +53,7 @@ def without_vocabulary(folder: Path, place: Path, converter: Path) -> Iterator[N
         self._set_vocab_none()
         self.gguf_writer.add_vocab_size(size)
 
-    sys.path.insert(1, str(converter.parent / "gguf-py"))
-    kind: Any = importlib.import_module("conversion").get_model_class(config["architectures"][0])
+    kind = runpy.run_path(str(converter))["get_model_class"](config["architectures"][0])
     with patch.object(kind, "set_vocab", set_vocab):
         yield
 
