@@ -71,7 +71,7 @@ def test_estimates_from_a_part_of_the_data_are_unbiased_and_their_intervals_cove
     generator, population, drawn, tokens, draws = np.random.default_rng(2), 240, 80, 5, 4000
     documents = np.repeat(np.arange(60), 4) if alike else np.arange(population)
     shared = generator.normal(0, alike, 60)[documents] if alike else 0.0
-    gaps = tokens * (0.3 + shared + generator.normal(0, 1, population))
+    gaps = tokens * (3 + shared + generator.normal(0, 1, population))
     truth = gaps.sum() / (tokens * population)
     estimates, squares, above = [], [], 0
     for _ in range(draws):
@@ -100,12 +100,12 @@ class Table:
 
 def test_a_race_loses_its_best_candidate_no_more_often_than_it_says():
     """Seven near ties and one clear loser, sequences of a document alike: the pick is the best of all the data."""
-    layers, population, draws, confidence = 8, 96, 120, 0.8
+    layers, population, draws, confidence = 8, 96, 120, 0.95
     costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0)
     documents, wrong, scored = np.repeat(np.arange(48), 2), 0, []
     for seed in range(draws):
         generator = np.random.default_rng(seed)
-        worth = np.append(generator.normal(0, 0.3, layers - 1), 9.0)
+        worth = np.append(generator.normal(0, 0.02, layers - 1), 9.0)
         own = generator.normal(0, 1, (layers, 48))[:, documents] + generator.normal(0, 1, (layers, population))
         losses = {Variant(): np.full(population, 20.0)}
         losses |= {Variant({layer + 1}): 20 + worth[layer] + own[layer] for layer in range(layers)}
