@@ -5,7 +5,7 @@ from __future__ import annotations
 # transformers 4 copies those files of carried code that this one names, and not what they name in their turn.
 from .cache_skipped import compact  # noqa: F401
 from .configuration_decilm import DeciLMConfig
-from .configuration_skipped import SkippedConfig  # noqa: F401
+from .configuration_skipped import config_class  # noqa: F401
 from .modeling_skipped import SkippedLlamaForCausalLM, SkippedLlamaModel
 
 

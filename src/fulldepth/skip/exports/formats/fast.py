@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
@@ -9,17 +10,6 @@ from fulldepth.errors import FulldepthError
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 
 GRANULARITIES = ("attention", "mlp")
-PARTS = {
-    "llama": (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")),
-    "gpt2": (("attn", "ln_1"), ("mlp", "ln_2")),
-    "gpt_neox": (("attention", "input_layernorm"), ("mlp", "post_attention_layernorm")),
-    "gemma2": (
-        ("self_attn", "input_layernorm", "post_attention_layernorm"),
-        ("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    ),
-}
-PARTS |= dict.fromkeys(("mistral", "qwen2", "qwen3"), PARTS["llama"]) | {"gemma3_text": PARTS["gemma2"]}
-"""`model_type` -> modules of a block that go with its attention, and with its MLP."""
 
 
 def check(model: PreTrainedModel, skipped: int) -> None:
@@ -55,10 +45,11 @@ def write(draft: Draft) -> list[str]:
         skipped_mlp=[] if attention else layers,
         stream_scale=list(draft.folding.stream_scale),
     )
-    gone = tuple(
-        f"{draft.blocks_name}.{layer - 1}.{name}." for layer in layers for name in PARTS[family][not attention]
-    )
-    weights = {name: weight for name, weight in draft.model.state_dict().items() if not name.startswith(gone)}
+    with torch.device("meta"):
+        known = kind(config).state_dict().keys()
+    skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
+    state = draft.model.state_dict()
+    weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
     save(draft, kind, config, weights)
     return [
         "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
