@@ -33,8 +33,9 @@ class Heard(Watcher):
     [
         ("llama", True, {"folded", "fast", "decilm"}),
         ("mistral", True, {"folded", "fast"}),
-        ("mixtral", True, {"folded"}),
-        ("olmo2", False, {"folded"}),
+        ("mixtral", True, {"folded", "fast"}),
+        ("stablelm", True, {"folded"}),
+        ("olmo2", False, {"folded", "fast"}),
         ("olmo2", True, set()),
     ],
 )
@@ -54,8 +55,10 @@ def test_formats_said_beforehand_are_those_that_export_writes(family, healed, ex
 
 def test_a_search_for_a_format_that_the_model_cannot_have_is_refused_before_anything_is_scored(tmp_path):
     model, heard = zoo.build("olmo2", "causal-lm"), Heard()
-    with pytest.raises(FulldepthError, match=r"no class for olmo2"):
-        search(model, PAIRS, 1, tokenizer=tokenizer(), fit=False, format="fast", watcher=heard)
+    with pytest.raises(FulldepthError, match=r"no class for stablelm"):
+        search(
+            zoo.build("stablelm", "causal-lm"), PAIRS, 1, tokenizer=tokenizer(), fit=False, format="fast", watcher=heard
+        )
     with pytest.raises(FulldepthError, match=r"folded into its weights: its .* sees the scale.*--no-fit"):
         search(model, PAIRS, 1, tokenizer=tokenizer(), format="folded", watcher=heard)
     with pytest.raises(FulldepthError, match=r"per channel cannot be folded"):
@@ -70,14 +73,14 @@ def test_a_search_for_a_format_that_the_model_cannot_have_is_refused_before_anyt
 
 
 def test_search_and_curve_say_first_what_their_plan_can_become():
-    model = zoo.build("mixtral", "causal-lm")
+    model = zoo.build("stablelm", "causal-lm")
     for work in (
         lambda heard: search(model, PAIRS, 1, tokenizer=tokenizer(), fit=False, watcher=heard),
         lambda heard: curve(model, PAIRS, max_blocks=1, tokenizer=tokenizer(), watcher=heard),
     ):
         heard = Heard()
         work(heard)
-        assert heard.lines[0].startswith("The plan can be exported as folded. Not fast: There is no class for mixtr")
+        assert heard.lines[0].startswith("The plan can be exported as folded. Not fast: There is no class for stabl")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ key/value cache. Entries of the cache are numbered through the layers that have 
 which transformers reads from its first entry, is right whichever layers are gone.
 
 There is one class for each stock class, made when it is asked for: `SkippedLlamaForCausalLM` for `LlamaForCausalLM`.
-Its blocks are the stock ones; where a part is gone, a plain function that adds nothing stands in its place.
+Its blocks are the stock ones; where a part is gone, something that adds nothing stands in its place.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ LAYOUTS = {
         layers="h",
         final_norm="ln_f",
     ),
-    "gpt2": Layout(
-        attention="attn", attention_norms=("ln_1",), mlp_norms=("ln_2",), layers="h", final_norm="ln_f"
-    ),
+    "gpt2": Layout(attention="attn", attention_norms=("ln_1",), mlp_norms=("ln_2",), layers="h", final_norm="ln_f"),
     "gpt_neox": Layout(attention="attention", final_norm="final_layer_norm"),
     "opt": Layout(
         attention_norms=("self_attn_layer_norm",),
@@ -94,28 +92,43 @@ BASE_MODEL_PREFIX = {"gemma3_text": "model"}
 """Before transformers 5, `Gemma3ForCausalLM` has that of the class with images."""
 
 
-class Nothing:
-    """What stands for a branch that is gone: it adds 0. No module, so that the block has none by that name."""
+class NoAttention:
+    """What stands for attention that is gone: it adds 0. No module, so that the block has none by that name."""
 
     is_sliding = False  # asked by Gemma 3's block before transformers 5, to choose the positions that it hands over
 
-    def __init__(self, outputs: int) -> None:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """[B, T, D] zeros, and no weights of attention."""
+        return torch.zeros_like(hidden_states), None
+
+
+class NoMLP(nn.Module):
+    """What stands for an MLP that is gone: it adds 0.
+
+    Args:
+        outputs: elements of the tuple that the MLP gave; 0 for a tensor.
+    """
+
+    def __init__(self, outputs: int = 0) -> None:
+        super().__init__()
         self.outputs = outputs
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor) -> Any:
         """[B, T, D] zeros, alone or first in a tuple."""
         zeros = torch.zeros_like(hidden_states)
         return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
 
 
-def same(hidden_states: Tensor) -> Tensor:
-    """What stands for a norm of a branch that is gone."""
+def _same(hidden_states: Tensor) -> Tensor:
+    """What stands for a norm of attention that is gone."""
     return hidden_states
 
 
-def _put(block: nn.Module, name: str, function: Any) -> None:
-    delattr(block, name)
-    setattr(block, name, function)
+def _put(block: nn.Module, name: str | None, part: Any) -> None:
+    """Put something in the place of a module, or nothing where there is none."""
+    if name is not None:
+        delattr(block, name)
+        setattr(block, name, part)
 
 
 def _norm_of(block: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -124,22 +137,17 @@ def _norm_of(block: nn.Module, names: tuple[str, ...]) -> str | None:
 
 
 def _leave_out(block: nn.Module, layout: Layout, attention: bool, mlp: bool) -> None:
-    """Put functions that add nothing in the place of a block's attention, its MLP, and the norms of each alone."""
-    reads, mlp_reads = (_norm_of(block, names) for names in (layout.attention_norms, layout.mlp_norms))
-    alone = reads != mlp_reads
+    """Put what adds nothing in the place of a block's attention, its MLP, and the norms of each alone."""
+    norm, mlp_norm = (_norm_of(block, names) for names in (layout.attention_norms, layout.mlp_norms))
+    shared = norm == mlp_norm
     if attention:
-        _put(block, layout.attention, Nothing(outputs=2))
+        _put(block, layout.attention, NoAttention())
+        _put(block, None if shared else norm, _same)
+        _put(block, layout.after_attention, _same)
     if mlp:
-        for name in layout.mlp[:-1]:
-            _put(block, name, same)
-        _put(block, layout.mlp[-1], Nothing(layout.mlp_outputs))
-    norms = {reads: attention and alone, layout.after_attention: attention} | {
-        mlp_reads: mlp and alone,
-        layout.after_mlp: mlp,
-    }
-    for name, gone in norms.items():
-        if gone and name is not None:
-            _put(block, name, same)
+        for name in (None if shared else mlp_norm, *layout.mlp[:-1], layout.after_mlp):
+            _put(block, name, nn.Identity())
+        _put(block, layout.mlp[-1], NoMLP(layout.mlp_outputs))
 
 
 def _rescale(norm: Any, scale: float) -> None:
@@ -150,11 +158,11 @@ def _rescale(norm: Any, scale: float) -> None:
         if hasattr(norm, name):
             setattr(norm, name, getattr(norm, name) / scale**2)
             return
-    norm.register_forward_pre_hook(partial(_scaled, scale))  # OLMo's eps is no attribute
+    norm.forward = partial(_of_scaled, scale, norm.forward)  # OLMo's eps is no attribute
 
 
-def _scaled(scale: float, norm: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (scale * args[0], *args[1:])
+def _of_scaled(scale: float, forward: Any, hidden_states: Tensor) -> Tensor:
+    return forward(scale * hidden_states)
 
 
 def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
