@@ -8,9 +8,11 @@ from transformers import Gemma3ForConditionalGeneration, LlavaForConditionalGene
 
 import tiny_models
 from families import zoo
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.skip import curve, export, search, search_into
+from fulldepth.skip import curve, export, load, search, search_into
+from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.exports.possible import Outline, possible_formats
 from fulldepth.skip.settings import SearchSettings
 from skip import planned
@@ -81,6 +83,23 @@ def test_search_and_curve_say_first_what_their_plan_can_become():
         heard = Heard()
         work(heard)
         assert heard.lines[0].startswith("The plan can be exported as folded. Not fast: There is no class for stabl")
+
+
+@pytest.mark.parametrize("family", IMAGES)
+@torch.no_grad()
+def test_fast_holds_the_language_model_alone_of_a_model_that_reads_images(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    model = IMAGES[family](zoo.config_for(family)).eval()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    plan = planned.plan(model, [2], values=planned.scalars([2], 3))
+    ids = torch.arange(24).view(2, 12) + 3
+    expected = scaled_logits(find_anatomy(model), plan, ids)
+    report = export(plan, model, "fast", tmp_path / "out")
+    made = load(tmp_path / "out")
+    assert not any("vision" in name for name, _ in made.named_modules())
+    assert float((made(input_ids=ids).logits - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert any(f"language model of a {type(model).__name__} alone" in note for note in report.notes)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from .modeling_skipped import SkippedLlamaForCausalLM, SkippedLlamaModel
 class DeciLMModel(SkippedLlamaModel):
     """The decoder without a head."""
 
-    config_class = DeciLMConfig  # type: ignore[assignment]
+    config_class = DeciLMConfig
 
 
 class DeciLMForCausalLM(SkippedLlamaForCausalLM):
     """The decoder with a language-model head."""
 
-    config_class = DeciLMConfig  # type: ignore[assignment]
+    config_class = DeciLMConfig
     model_class = DeciLMModel
 
 

@@ -205,6 +205,8 @@ class SkippedModel:
     layout: ClassVar[Layout]
 
     def __init__(self, config: Any) -> None:
+        if BEFORE_5 and getattr(config, "scale_attn_by_inverse_layer_idx", False):
+            raise ValueError("attention scaled by its layer's number needs transformers 5")
         super().__init__(config)  # type: ignore[call-arg]
         layout, body = self.layout, self
         layers: Any = body.get_submodule(layout.layers)  # type: ignore[attr-defined]
@@ -250,7 +252,7 @@ def _make(model_type: str, base: str) -> None:
         model_type: of the stock decoder.
         base: the name of its configuration without `Config`.
     """
-    stock = (MODEL_MAPPING_NAMES[model_type], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    stock: list[str] = [MODEL_MAPPING_NAMES[model_type], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # type: ignore[list-item]
     body, causal_lm = (getattr(transformers, name) for name in stock)
     own = {"__module__": __name__, "config_class": config_class(f"{base}Config")}
     values = own | {"__doc__": f"`{stock[0]}` without skipped parts.", "layout": LAYOUTS[model_type]}

@@ -11,7 +11,7 @@ from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.skip.exports.fold import check_scalable, heals
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, as_stock
+from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, TEXT_ALONE, as_stock, as_text
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.settings import SearchSettings
 
@@ -66,6 +66,7 @@ def check_format(model: PreTrainedModel, outline: Outline, format: str) -> Anato
             "would be missing."
         )
     FORMATS[format].check(stock, outline.blocks)
+    stock = as_text(stock) if format in TEXT_ALONE else stock
     return anatomy if stock is model else find_anatomy(stock)
 
 

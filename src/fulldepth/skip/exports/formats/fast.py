@@ -18,14 +18,7 @@ def check(model: PreTrainedModel, skipped: int) -> None:
     Raises:
         FulldepthError: with those that have one.
     """
-    family, text = model.config.model_type, model.config.get_text_config(decoder=True)
-    if text is not model.config:
-        raise FulldepthError(
-            f"A {type(model).__name__} also reads images, and fast is for text models alone. Save its text model as a "
-            "checkpoint of its own and search that: text = AutoModelForCausalLM.from_config(model.config."
-            "get_text_config()); text.base_model.load_state_dict(model.get_decoder().state_dict()); "
-            "text.lm_head.load_state_dict(model.lm_head.state_dict()); text.save_pretrained(FOLDER)."
-        )
+    family = model.config.get_text_config(decoder=True).model_type
     if family not in SKIPPED:
         raise FulldepthError(
             f"There is no class for {family} models without some of their parts. Available: "
