@@ -72,8 +72,7 @@ def test_exports_load_as_the_same_models_under_transformers_4(tmp_path, monkeypa
         else:
             model = turning(*KINDS[kind]) if kind in KINDS else tiny_models.build(kind)
         folder = tmp_path / f"{format}-{kind}-{len(blocks)}"
-        plan = planned.plan(model, blocks, values=None if kind == "olmo2" else "fitted")
-        folders.append(export(plan, model, format, folder, tokenizer=tokenizer()).path)
+        folders.append(export(planned.plan(model, blocks), model, format, folder, tokenizer=tokenizer()).path)
     tokens = ids()
     tokens[1, :4] = 0
     torch.save(tokens, tmp_path / "ids.pt")

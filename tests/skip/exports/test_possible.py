@@ -38,7 +38,7 @@ class Heard(Watcher):
         ("mixtral", True, {"folded", "fast"}),
         ("stablelm", True, {"folded"}),
         ("olmo2", False, {"folded", "fast"}),
-        ("olmo2", True, set()),
+        ("olmo2", True, {"fast"}),
     ],
 )
 def test_formats_said_beforehand_are_those_that_export_writes(family, healed, expected, tmp_path):

@@ -21,6 +21,7 @@ FIELDS: dict[str, Any] = {
     "skipped_attention": list[int] | None,
     "skipped_mlp": list[int] | None,
     "stream_scale": list[float] | None,
+    "scalars": dict[str, dict[str, float]] | None,
 }
 """What is added to a stock configuration, with its types."""
 
@@ -34,6 +35,8 @@ class SkippedConfig:
         stream_scale: what the residual stream was divided by where norms read it: before attention and before the MLP
             of every layer, then before the final norm. The norms' eps follows, so that they give what they gave
             before. None: it is as it was.
+        scalars: factors that the weights cannot hold: number of a layer -> `b_att`, `s_att`, `b_mlp`, `s_mlp`, as far
+            as it has them; `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
 
     Raises:
         ValueError: for a layer that does not exist, scales that are not positive or not 2 L + 1, or a GPT-2 with
@@ -46,18 +49,20 @@ class SkippedConfig:
     skipped_attention: list[int] | None
     skipped_mlp: list[int] | None
     stream_scale: list[float] | None
+    scalars: dict[str, dict[str, float]] | None
 
     def __init__(
         self,
         skipped_attention: list[int] | None = None,
         skipped_mlp: list[int] | None = None,
         stream_scale: list[float] | None = None,
+        scalars: dict[str, dict[str, float]] | None = None,
         layer_types: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         """Only before transformers 5: its configurations are dataclasses, which call `__post_init__`."""
         self.skipped_attention, self.skipped_mlp = list(skipped_attention or ()), list(skipped_mlp or ())
-        self.stream_scale = stream_scale
+        self.stream_scale, self.scalars = stream_scale, scalars
         if layer_types is not None and "layer_types" in inspect.signature(super().__init__).parameters:
             kwargs["layer_types"] = self._plain(layer_types)
         super().__init__(**{"auto_map": _auto_map(type(self).__name__)} | kwargs)

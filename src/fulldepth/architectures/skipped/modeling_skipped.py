@@ -53,6 +53,11 @@ class Layout:
     layers: str = "layers"
     final_norm: str = "norm"
 
+    @property
+    def keeps_scalars(self) -> bool:
+        """Whether scalars stand beside the weights: attention and MLP read the stream itself, whose scale they see."""
+        return not self.attention_norms and not self.mlp_norms
+
 
 LLAMA = Layout()
 GEMMA = Layout(
@@ -165,6 +170,40 @@ def _of_scaled(scale: float, forward: Any, hidden_states: Tensor) -> Tensor:
     return forward(scale * hidden_states)
 
 
+class _Factors:
+    """The factors of one branch at work: it gives `b A + (s - 1) x`, to which its block adds x."""
+
+    def __init__(self, b: float, s: float) -> None:
+        self.b, self.s = b, s
+        self.stream: Tensor | None = None
+
+    def note(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module that reads the stream."""
+        self.stream = args[0] if args else kwargs["hidden_states"]
+        return forward(*args, **kwargs)
+
+    def mix(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module whose output the block adds; in float32 at least, in the dtype of the sum."""
+        branch, stream = forward(*args, **kwargs), self.stream
+        assert stream is not None  # noted before
+        self.stream = None
+        dtype = torch.promote_types(branch.dtype, stream.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.b * branch.to(wide) + (self.s - 1) * stream.to(wide)).to(dtype)
+
+
+def _multiply(block: nn.Module, layout: Layout, own: dict[str, float]) -> None:
+    """Scalars at the branches of a block whose attention and MLP read the stream itself and end in norms."""
+    for name, reader, end in (
+        ("att", layout.attention, layout.after_attention),
+        ("mlp", layout.mlp[0], layout.after_mlp),
+    ):
+        if f"b_{name}" in own:
+            factors = _Factors(own[f"b_{name}"], own[f"s_{name}"])
+            first, last = getattr(block, reader), getattr(block, str(end))
+            first.forward, last.forward = partial(factors.note, first.forward), partial(factors.mix, last.forward)
+
+
 def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand over a cache that has entries for the layers with attention alone.
 
@@ -219,6 +258,8 @@ class SkippedModel:
                 getattr(block, layout.attention).layer_idx = entry
                 entry += 1
             _leave_out(block, layout, attention, mlp)
+            if config.scalars is not None:
+                _multiply(block, layout, config.scalars.get(str(layer), {}))
         if config.stream_scale is not None:
             _rescale(body.get_submodule(layout.final_norm), config.stream_scale[-1])  # type: ignore[attr-defined]
         stack = body.get_submodule(layout.layers.rpartition(".")[0])  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import atomic_folder, read_document, read_json, remove_leftovers
 from fulldepth.hf import Anatomy, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.exports.fold import Folding, folded, heals, probes, scaled_logits
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, without_bars
+from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, in_forward, without_bars
 from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_names, publish_older_tokenizer
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.exports.readers import NotLoadedError, prove
@@ -271,6 +271,9 @@ def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Foldi
     """The model with the scalars in its weights, as far as the format needs that."""
     if format == "layer" and not heals(plan):  # whole layers go, and nothing is left to fold: any family will do
         yield Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "There are no scalars to fold.")
+        return
+    if in_forward(anatomy.model, format) and heals(plan):
+        yield Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "The scalars stay outside the weights.")
         return
     with folded(anatomy, plan, most=math.inf if format == "fast" else None) as folding:
         yield folding

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
+from fulldepth.skip.exports.fold import heals
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 
 GRANULARITIES = ("attention", "mlp")
@@ -26,17 +29,25 @@ def check(model: PreTrainedModel, skipped: int) -> None:
         )
 
 
+def keeps_scalars(model: PreTrainedModel) -> bool:
+    """Whether the class multiplies by a plan's scalars itself, as the family's weights cannot hold them."""
+    kind: Any = SKIPPED[model.config.model_type]
+    return bool(kind.model_class.layout.keeps_scalars)
+
+
 def write(draft: Draft) -> list[str]:
     """Write a checkpoint of the class without the skipped parts, with its code."""
     family = draft.model.config.model_type
-    kind = SKIPPED[family]
+    kind: Any = SKIPPED[family]
+    beside = keeps_scalars(draft.model) and heals(draft.plan)
     attention = draft.plan.granularity == "attention"
     layers = sorted(draft.plan.blocks)
-    config = kind.config_class(  # type: ignore[attr-defined]
+    config = kind.config_class(
         **plain_values(draft.model.config),
         skipped_attention=layers if attention else [],
         skipped_mlp=[] if attention else layers,
-        stream_scale=list(draft.folding.stream_scale),
+        stream_scale=None if beside else list(draft.folding.stream_scale),
+        scalars=draft.plan.scalars if beside else None,
     )
     with torch.device("meta"):
         known = kind(config).state_dict().keys()
@@ -45,6 +56,8 @@ def write(draft: Draft) -> list[str]:
     weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
     save(draft, kind, config, weights)
     return [
-        "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
+        "The scalars are in the configuration: this family's weights cannot hold them."
+        if beside
+        else "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
         f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs nothing.",
     ]
