@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from fulldepth.autoclasses import STOCK
 from fulldepth.errors import FulldepthError, unknown
 
 Design = Literal["pre", "parallel", "post"]
@@ -339,6 +338,6 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "detr": (DETR,),
 }
 """model_type -> its rows (two for models of two towers)."""
-FAMILIES |= {
-    f"fulldepth_skipped_{name}": (replace(rows[0], sparse=True),) for name, rows in FAMILIES.items() if name in STOCK
-}
+SKIPPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
+"""Families above that have a class without skipped parts; those of other families are found by structure."""
+FAMILIES |= {f"fulldepth_skipped_{name}": (replace(FAMILIES[name][0], sparse=True),) for name in SKIPPED}

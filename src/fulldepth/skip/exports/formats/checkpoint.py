@@ -73,7 +73,8 @@ def as_text(model: PreTrainedModel) -> PreTrainedModel:
     if config is model.config:
         return model
     with torch.device("meta"):
-        text: Any = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+        implementation = {"attn_implementation": config._attn_implementation}
+        text: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **implementation)
     setattr(text, text.base_model_prefix, model.get_decoder())
     text.set_output_embeddings(model.get_output_embeddings())
     text.generation_config = model.generation_config
