@@ -56,6 +56,11 @@ class BlockConfigs:
         """The layout has no word for it."""
         return None
 
+    @property
+    def scalars(self) -> None:
+        """The layout has no word for them."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """As stock, with blocks as plain dictionaries."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]

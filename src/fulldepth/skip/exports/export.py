@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMForCausalLM
+from fulldepth.capture import find_anatomy
 from fulldepth.capture.stream import TOLERANCE
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import atomic_folder, read_document, read_json, remove_leftovers
 from fulldepth.hf import Anatomy, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.exports.fold import Folding, folded, heals, probes, scaled_logits
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, without_bars
+from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, in_forward, without_bars
 from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_names, publish_older_tokenizer
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.exports.readers import NotLoadedError, prove
@@ -97,29 +99,39 @@ def export(
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     loaded = _opened(plan, model, dtype=dtype or plan.dtype, device=device, **hub)
     anatomy = check_format(loaded, Outline.of(plan), format)
+    whole = anatomy if anatomy.model is loaded else find_anatomy(loaded)
     source = model.name_or_path if isinstance(model, PreTrainedModel) else model
     places = (plan.data.get("tokenizer"), source, plan.model.name)
-    return _made(plan, anatomy, format, target, lambda folder: _save_tokenizer(tokenizer, places, folder, **hub))
+    save_tokenizer = partial(_save_tokenizer, tokenizer, places, **hub)
+    return _made(plan, whole, anatomy, format, target, save_tokenizer)
 
 
 def _made(
-    plan: Plan, anatomy: Anatomy, format: str, target: Path, save_tokenizer: Callable[[Path], list[str]]
+    plan: Plan,
+    whole: Anatomy,
+    anatomy: Anatomy,
+    format: str,
+    target: Path,
+    save_tokenizer: Callable[[Path], list[str]],
 ) -> Export:
     """Write, load again, compare, name.
 
     Args:
         plan: for this model.
-        anatomy: of a stock class.
+        whole: of the model.
+        anatomy: of a stock class that computes the same of text.
         format: that can hold both.
         target: the folder to be.
         save_tokenizer: writes into a folder, and gives what is to be noted.
     """
     stock = anatomy.model
     with _folder_to_be(target) as folder:
-        ids = probes(anatomy)
-        expected = scaled_logits(anatomy, plan, ids)
+        ids = probes(whole)
+        expected = scaled_logits(whole, plan, ids)
         with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
             notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
+        if whole.config is not whole.model.config and anatomy.config is anatomy.model.config:
+            notes.append(f"This is the language model of a {type(whole.model).__name__} alone; it reads no images.")
         notes += save_tokenizer(folder)
         publish_older_names(folder)
         publish_older_tokenizer(folder)
@@ -259,6 +271,9 @@ def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Foldi
     """The model with the scalars in its weights, as far as the format needs that."""
     if format == "layer" and not heals(plan):  # whole layers go, and nothing is left to fold: any family will do
         yield Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "There are no scalars to fold.")
+        return
+    if in_forward(anatomy.model, format) and heals(plan):
+        yield Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "The scalars stay outside the weights.")
         return
     with folded(anatomy, plan, most=math.inf if format == "fast" else None) as folding:
         yield folding

@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
 """What tokenizers of transformers are read from."""
 ROPE = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 """`model_type` -> names that its older configuration has in place of the usual ones."""
+RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+"""`model_type` -> entries of its configuration and their older names."""
 ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text")
 """Families with two kinds of rotary positions, by type of layer."""
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
@@ -40,13 +42,14 @@ def publish_older_names(folder: Path) -> None:
 
 
 def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by the names before transformers 5: rotary positions and the type of the weights."""
+    """Entries by the names before transformers 5: rotary positions, the type of the weights, the number of experts."""
     names: dict[str, Any] = {}
     if isinstance(config.get("dtype"), str):
         names["torch_dtype"] = config["dtype"]
     if config.get("model_type") == "gpt2" and "n_positions" in config:
         names["n_ctx"] = config["n_positions"]  # mlx-lm and llama.cpp's converter want it
     rope, kind = config.get("rope_parameters"), str(config.get("model_type")).removeprefix("fulldepth_skipped_")
+    names |= {older: config[name] for name, older in RENAMED.get(kind, {}).items() if name in config}
     if not isinstance(rope, dict):
         return names
     if kind in ROPE_BY_LAYER and isinstance(rope.get("full_attention"), dict):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from fulldepth.architectures import DepthLlamaConfig
@@ -65,6 +65,20 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
     stock.tie_weights()
     stock.generation_config = model.generation_config
     return stock.train(model.training)
+
+
+def as_text(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, or of one that also reads images the language model inside it, which shares its modules."""
+    config = model.config.get_text_config(decoder=True)
+    if config is model.config:
+        return model
+    with torch.device("meta"):
+        implementation = {"attn_implementation": config._attn_implementation}
+        text: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **implementation)
+    setattr(text, text.base_model_prefix, model.get_decoder())
+    text.set_output_embeddings(model.get_output_embeddings())
+    text.generation_config = model.generation_config
+    return text.train(model.training)
 
 
 @contextmanager
