@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -214,6 +215,14 @@ def quantise_command(
             "fulldepth[awq])."
         ),
     ] = "int8",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            help="Folder for checkpoints of the quantised models; must not exist. Each is loaded in a fresh process, "
+            "and its logits are compared. [default: no weights are written]",
+        ),
+    ] = None,
     heldout: Heldout = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
@@ -244,6 +253,7 @@ def quantise_command(
             data,
             method=method,
             output=output,
+            save=save,
             heldout=heldout,
             batch=batch,
             context=context,
@@ -253,4 +263,6 @@ def quantise_command(
             watcher=watcher,
             **({"trust_remote_code": True} if trust_remote_code else {}) | recipes.assignments(settings or []),
         )
+    for one in results.meta["saved"]:
+        typer.echo(f"Checkpoint: {one['path']} (logit error {one['logit_error']:.1e}, loaded again in a fresh process)")
     console.finish(results, report.write(output))

@@ -99,7 +99,7 @@ def export(
     anatomy = check_format(loaded, Outline.of(plan), format)
     source = model.name_or_path if isinstance(model, PreTrainedModel) else model
     places = (plan.data.get("tokenizer"), source, plan.model.name)
-    return _made(plan, anatomy, format, target, lambda folder: _save_tokenizer(tokenizer, places, folder, **hub))
+    return _made(plan, anatomy, format, target, lambda folder: save_tokenizer(tokenizer, places, folder, **hub))
 
 
 def _made(
@@ -115,10 +115,10 @@ def _made(
         save_tokenizer: writes into a folder, and gives what is to be noted.
     """
     stock = anatomy.model
-    with _folder_to_be(target) as folder:
+    with folder_to_be(target) as folder:
         ids = probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
-        with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
+        with _scalars_inside(anatomy, plan, format) as folding, generation_settings(stock, folder), without_bars():
             notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
         notes += save_tokenizer(folder)
         publish_older_names(folder)
@@ -265,7 +265,7 @@ def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Foldi
 
 
 @contextmanager
-def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
     """Carry the generation settings as they are: some checkpoints have such as transformers loads but will not save."""
     settings = model.generation_config
     model.generation_config = GenerationConfig()
@@ -278,7 +278,7 @@ def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]
 
 
 @contextmanager
-def _folder_to_be(target: Path) -> Iterator[Path]:
+def folder_to_be(target: Path) -> Iterator[Path]:
     """A folder beside `target` that gets its name at the end; on an error it is gone, as if never begun.
 
     Raises:
@@ -299,7 +299,7 @@ def _folder_to_be(target: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _save_tokenizer(
+def save_tokenizer(
     tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
 ) -> list[str]:
     """Save the tokenizer given, or copy the files of the first place that has one.
