@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from fulldepth import console
 from fulldepth.cli.door import DEBUG, Debug, listed, refuse_existing, whole_numbers
 from fulldepth.cli.skip import (
+    DATA,
     LOADING,
     SEARCHING,
     BatchSize,
@@ -118,6 +120,20 @@ def bench_command(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before anything was removed.")],
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
     output: Results,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="Read the held-out loss of every model; as for `skip search`, the same for the same held-out tokens.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    heldout: Annotated[
+        str | None, typer.Option(help="Data whose rows are all read. [default: a seeded fifth]", rich_help_panel=DATA)
+    ] = None,
+    sequence_length: SequenceLength = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
     batches: Annotated[str, typer.Option(help="Sequences at once, a list.", rich_help_panel=GRID)] = "1,4",
     contexts: Annotated[
         str | None,
@@ -137,11 +153,12 @@ def bench_command(
     task_limit: Annotated[
         int | None, typer.Option(help="The first so many examples of each task only.", rich_help_panel=GRID)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of tokens and order.", rich_help_panel=GRID)] = 0,
+    seed: Annotated[int, typer.Option(help="Of tokens, order and the held-out fifth.", rich_help_panel=GRID)] = 0,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16; auto: each checkpoint's own.", rich_help_panel=LOADING)
     ] = "auto",
     device: Device = None,
+    tokenizer: Tokenizer = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
@@ -149,20 +166,25 @@ def bench_command(
 ) -> None:
     """Time exports beside their original: prefill and decode apart, memory, cache; measured and predicted.
 
-    All models run in turn, in rounds, so that what the machine does besides falls on all of them.
+    All models run in turn, in rounds, so that what the machine does besides falls on all of them. With data, the loss
+    of every model is read on the same held-out tokens.
 
-    Example: `fulldepth skip bench MODEL folded/ fast/ --output bench/`
+    Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
     """
     DEBUG["on"] |= debug
     from fulldepth import report
     from fulldepth.skip import bench
 
     refuse_existing(output, overwrite)
+    reading = {"sequence_length": sequence_length, "limit": limit, "batch_size": batch_size}
     with console.watching() as watcher:
         results = bench(
             original,
             exports,
             output,
+            data=data,
+            heldout=heldout,
+            tokenizer=tokenizer,
             batches=whole_numbers("--batches", batches) or [],
             contexts=whole_numbers("--contexts", contexts),
             new_tokens=new_tokens,
@@ -175,6 +197,7 @@ def bench_command(
             revision=revision,
             trust_remote_code=trust_remote_code,
             watcher=watcher,
+            **{name: value for name, value in reading.items() if value is not None},
         )
     console.finish(results, report.write(output))
 
@@ -192,6 +215,14 @@ def quantise_command(
             "fulldepth[awq])."
         ),
     ] = "int8",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            help="Folder for checkpoints of the quantised models; must not exist. Each is loaded in a fresh process, "
+            "and its logits are compared. [default: no weights are written]",
+        ),
+    ] = None,
     heldout: Heldout = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
@@ -222,6 +253,7 @@ def quantise_command(
             data,
             method=method,
             output=output,
+            save=save,
             heldout=heldout,
             batch=batch,
             context=context,
@@ -231,4 +263,6 @@ def quantise_command(
             watcher=watcher,
             **({"trust_remote_code": True} if trust_remote_code else {}) | recipes.assignments(settings or []),
         )
+    for one in results.meta["saved"]:
+        typer.echo(f"Checkpoint: {one['path']} (logit error {one['logit_error']:.1e}, loaded again in a fresh process)")
     console.finish(results, report.write(output))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,8 +101,7 @@ def export(
     whole = anatomy if anatomy.model is loaded else find_anatomy(loaded)
     source = model.name_or_path if isinstance(model, PreTrainedModel) else model
     places = (plan.data.get("tokenizer"), source, plan.model.name)
-    save_tokenizer = partial(_save_tokenizer, tokenizer, places, **hub)
-    return _made(plan, whole, anatomy, format, target, save_tokenizer)
+    return _made(plan, whole, anatomy, format, target, lambda folder: save_tokenizer(tokenizer, places, folder, **hub))
 
 
 def _made(
@@ -125,10 +123,10 @@ def _made(
         save_tokenizer: writes into a folder, and gives what is to be noted.
     """
     stock = anatomy.model
-    with _folder_to_be(target) as folder:
+    with folder_to_be(target) as folder:
         ids = probes(whole)
         expected = scaled_logits(whole, plan, ids)
-        with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
+        with _scalars_inside(anatomy, plan, format) as folding, generation_settings(stock, folder), without_bars():
             notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
         if whole.config is not whole.model.config and anatomy.config is anatomy.model.config:
             notes.append(f"This is the language model of a {type(whole.model).__name__} alone; it reads no images.")
@@ -280,7 +278,7 @@ def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Foldi
 
 
 @contextmanager
-def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
     """Carry the generation settings as they are: some checkpoints have such as transformers loads but will not save."""
     settings = model.generation_config
     model.generation_config = GenerationConfig()
@@ -293,7 +291,7 @@ def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]
 
 
 @contextmanager
-def _folder_to_be(target: Path) -> Iterator[Path]:
+def folder_to_be(target: Path) -> Iterator[Path]:
     """A folder beside `target` that gets its name at the end; on an error it is gone, as if never begun.
 
     Raises:
@@ -314,7 +312,7 @@ def _folder_to_be(target: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _save_tokenizer(
+def save_tokenizer(
     tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
 ) -> list[str]:
     """Save the tokenizer given, or copy the files of the first place that has one.

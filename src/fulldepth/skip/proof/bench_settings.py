@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fulldepth.recipes import Settings
+from fulldepth.skip.settings import ReadingSettings
 
 MOST_ROUNDS = 100_000
 Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
@@ -14,8 +14,8 @@ Length = Annotated[PositiveInt, Field(le=10_000_000)]
 Count = Annotated[PositiveInt, Field(le=10**9)]
 
 
-class BenchSettings(Settings):
-    """Everything that decides what is timed."""
+class BenchSettings(ReadingSettings):
+    """Everything that decides what is timed, and how data are read for the losses."""
 
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Sequences run at once."""
@@ -31,13 +31,7 @@ class BenchSettings(Settings):
     """Tasks of lm-eval, by name or as YAML files, that every model is scored on; needs the extra `evaluate`."""
     task_limit: Count | None = None
     """The first so many examples of each task only."""
-    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
-    """Of the tokens, of the order of models and of few-shot examples."""
     device: str | None = None
     """Device; None = the first accelerator, else the CPU."""
     dtype: str = "auto"
     """Precision to load the models in; auto = each checkpoint's own."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
-    trust_remote_code: bool = False
-    """Run modelling code that a checkpoint carries; exports of this package need none."""

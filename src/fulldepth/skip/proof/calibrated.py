@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,9 @@ SEQUENCES = 128
 """Training examples that the rounding is fitted to, at most: a seeded sample."""
 
 
-def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan: Plan | None, seed: int) -> Anatomy:
+def calibrated(
+    anatomy: Anatomy, method: str, examples: Sequence[Example], plan: Plan | None, seed: int, keep: Path | None = None
+) -> Anatomy:
     """A quantised copy of a model.
 
     Args:
@@ -45,6 +48,7 @@ def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan:
         plan: blocks that add nothing meanwhile, so that the others are fitted to what they will see; None = none. The
             scalars stay out.
         seed: of the sample of examples.
+        keep: folder to copy the checkpoint to that the method writes; must not exist. None = it is lost.
 
     Raises:
         FulldepthError: if packages are missing, or cannot quantise or load this model here; says why.
@@ -66,6 +70,8 @@ def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan:
             )
         except (ImportError, RuntimeError, ValueError, OSError) as error:
             raise FulldepthError(_failed(method, "load", str(error))) from error
+        if keep is not None:
+            shutil.copytree(target, keep)
     return replace(anatomy, model=made.eval())
 
 
