@@ -58,7 +58,7 @@ def write(draft: Draft) -> list[str]:
     gone = tuple(
         f"{draft.blocks_name}.{layer - 1}.{name}." for layer in layers for name in PARTS[family][not attention]
     )
-    weights = {name: weight for name, weight in draft.model.state_dict().items() if not name.startswith(gone)}
+    weights = {name: weight for name, weight in draft.weights().items() if not name.startswith(gone)}
     save(draft, kind, config, weights)
     return [
         "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",

@@ -41,7 +41,7 @@ class NotLoadedError(FulldepthError):
     """A reader could not load the checkpoint at all."""
 
 
-def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str) -> float:
+def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, device_map: str | None, reader: str) -> float:
     """Load a checkpoint in a fresh process without this package, and compare logits with and without a cache.
 
     Args:
@@ -49,6 +49,7 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         ids: `[B, T]` tokens.
         expected: `[B, T, V]` logits of the healed model.
         allowed: largest error, relative to the largest logit.
+        device_map: how transformers spreads the model over devices and disk; None: on the CPU.
         reader: a key of `READERS`.
 
     Returns:
@@ -59,6 +60,8 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         FulldepthError: if it gives other logits.
     """
     program, *arguments = READERS[reader]
+    if arguments and device_map is not None:
+        arguments.append(device_map)
     with tempfile.TemporaryDirectory() as place:
         files = [str(Path(place) / name) for name in ("ids.pt", "logits.pt")]
         torch.save(ids.cpu(), files[0])
