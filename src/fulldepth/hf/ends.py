@@ -78,20 +78,25 @@ def find_ends(anatomy: Anatomy, wanted: Iterable[tuple[int, str]], ids: Tensor) 
     """
     branches = {key: branch for key in wanted if (branch := _branch(anatomy, *key)) is not None}
     with evaluating(anatomy.model):
-        return _find_all(branches, _record(anatomy, branches.values(), ids))
+        return _find_all(anatomy, branches, ids)
 
 
 def _find_all(
-    branches: Mapping[tuple[int, str], nn.Module], calls: Mapping[nn.Module, _Call]
+    anatomy: Anatomy, branches: Mapping[tuple[int, str], nn.Module], ids: Tensor
 ) -> dict[tuple[int, str], End]:
-    """The end of every branch; branches of one kind end alike."""
+    """The end of every branch; branches of one kind end alike, so that few of them are recorded."""
+    kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in branches.items()}
+    firsts = {kinds[key]: branch for key, branch in reversed(branches.items())}
+    calls = _record(anatomy, firsts.values(), ids) if firsts else {}
     known: dict[Any, tuple[tuple[str, ...], float]] = {}
     ends = {}
     for (layer, role), branch in branches.items():
         where = f"the {role} of layer {layer}"
+        kind = kinds[layer, role]
         _check_plain(branch, where)
-        kind = (type(branch), tuple(name for name, _ in branch.named_parameters()))
         if kind not in known:
+            if branch not in calls:
+                calls |= _record(anatomy, [branch], ids)
             with in_memory(branch):
                 names, offset = _find(branch, calls[branch], where)
             if names:  # a branch that gives zeros already tells nothing about the others

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
-from fulldepth.architectures import DeciLMForCausalLM
+from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.capture.stream import TOLERANCE
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import read_document, read_json
@@ -209,37 +209,53 @@ def _opened(plan: Plan, model: PreTrainedModel | str | Path, **options: Any) -> 
     return loaded
 
 
-def load(directory: str | Path, *, device: str | torch.device | None = None) -> PreTrainedModel:
+def load(
+    directory: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
     """The model of an export of any format, in evaluation mode; no foreign code runs.
 
-    A `fast` export that was fine-tuned or saved again (`save_pretrained`) has no notes, and is loaded all the same.
+    An export of the format `fast` or `decilm` that was fine-tuned or saved again (`save_pretrained`) has no notes, and
+    is loaded all the same.
+
+    Args:
+        directory: of the export.
+        device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
+        device_map: `auto`, or a map of modules to devices, for models larger than one device.
 
     Raises:
         FulldepthError: if the folder is no export, or is broken.
     """
     folder = Path(directory)
-    if _saved_again(folder) or read_notes(folder)["format"] != "decilm":
-        return load_checkpoint(folder, device=device).model
+    if (_model_type_saved_again(folder) or read_notes(folder)["format"]) not in ("decilm", DeciLMConfig.model_type):
+        return load_checkpoint(folder, device=device, device_map=device_map).model
+    placed = {} if device_map is None else {"device_map": device_map}
     try:  # its model type is not ours to register
         with without_bars():
             found: Any = DeciLMForCausalLM.from_pretrained(
-                folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+                folder, dtype="auto", output_loading_info=True, trust_remote_code=False, **placed
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
     model, info = found
     if wrong := sorted(str(key) for keys in info.values() for key in keys):
         raise FulldepthError(f"The weights in {folder} do not fit its configuration (first: {wrong[0]}).")
-    return model.to(pick_device(device)).eval()
+    return (model if device_map is not None else model.to(pick_device(device))).eval()
 
 
-def _saved_again(folder: Path) -> bool:
-    """Whether a folder without notes holds a model of the `fast` format."""
+def _model_type_saved_again(folder: Path) -> str | None:
+    """The model type of a folder without notes that holds a model of the format `fast` or `decilm`."""
     path = folder / "config.json"
     if (folder / NOTES).exists() or not path.is_file():
-        return False
+        return None
     config = read_json(path)
-    return isinstance(config, dict) and str(config.get("model_type")).startswith("fulldepth_skipped_")
+    kind = str(config.get("model_type")) if isinstance(config, dict) else ""
+    if kind.startswith("fulldepth_skipped_"):
+        return kind
+    own_code = kind == DeciLMConfig.model_type and config.get("architectures") == [DeciLMForCausalLM.__name__]
+    return kind if own_code else None
 
 
 class Notes(pydantic.BaseModel):
