@@ -14,6 +14,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from fulldepth.architectures.skipped import older_rope
 from fulldepth.files import read_json
 
 TOKENIZER_FILES = (
@@ -22,10 +23,6 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """What tokenizers of transformers are read from."""
-ROPE = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""`model_type` -> names that its older configuration has in place of the usual ones."""
-ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text")
-"""Families with two kinds of rotary positions, by type of layer."""
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Class of transformers 5 -> what it was called before, which transformers 5 knows too."""
 
@@ -44,23 +41,7 @@ def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     names: dict[str, Any] = {}
     if isinstance(config.get("dtype"), str):
         names["torch_dtype"] = config["dtype"]
-    rope, kind = config.get("rope_parameters"), str(config.get("model_type")).removeprefix("fulldepth_skipped_")
-    if not isinstance(rope, dict):
-        return names
-    if kind in ROPE_BY_LAYER and isinstance(rope.get("full_attention"), dict):
-        local = rope.get("sliding_attention") or {}
-        if "rope_theta" in local:
-            names["rope_local_base_freq"] = local["rope_theta"]
-        rope = rope["full_attention"]
-    if "rope_theta" not in rope:
-        return names
-    aliases = ROPE.get(kind, {})
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            names[aliases.get(name, name)] = rope[name]
-    scaled = rope.get("rope_type", "default") != "default"
-    rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    return names | {"rope_scaling": rest if scaled else None}
+    return names | older_rope(str(config.get("model_type")).removeprefix("fulldepth_skipped_"), config)
 
 
 def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bool:
