@@ -86,7 +86,7 @@ def _find_all(
 ) -> dict[tuple[int, str], End]:
     """The end of every branch; branches of one kind end alike, so that few of them are recorded."""
     kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in branches.items()}
-    firsts = {kinds[key]: branch for key, branch in reversed(branches.items())}
+    firsts = {kinds[key]: branch for key, branch in reversed(list(branches.items()))}
     calls = _record(anatomy, firsts.values(), ids) if firsts else {}
     known: dict[Any, tuple[tuple[str, ...], float]] = {}
     ends = {}

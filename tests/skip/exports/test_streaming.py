@@ -55,10 +55,10 @@ def assert_same_files(one, other):
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_export_holds_one_file_of_weights_beside_the_model(format, tmp_path):
-    model = plain.fresh(24, 128)
+    model = plain.fresh(16, 128)
     plan = planned.plan(model, [2, 5], FORMATS[format])
     size = sum(parameter.nbytes for parameter in model.parameters())
-    shard = size // 12
+    shard = size // 8
     with Living([*model.parameters(), *model.buffers()]) as living:
         export(plan, model, format, tmp_path / "out", shard_size=shard)
     assert living.peak <= shard
@@ -83,7 +83,7 @@ def test_a_model_that_the_export_loaded_is_dropped_before_the_check(format, tmp_
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma"])
 def test_shards_hold_what_transformers_saves(family, tmp_path):
     """Of the model folded in place; several names in a file stand for a part of one weight in memory."""
     model = zoo.build(family, "causal-lm")
@@ -130,7 +130,6 @@ MAPS = {
         *(("llama", format, "all") for format in FORMATS),
         ("qwen2", "decilm", "within blocks"),
         ("gemma3", "folded", "all"),
-        ("gpt2", "fast", "all"),
     ],
 )
 def test_an_export_of_an_offloaded_model_is_that_of_the_model_in_memory(name, format, map_name, tmp_path):

@@ -73,11 +73,9 @@ def export(
     """Write a plan's model as a checkpoint, load it in a fresh process, compare logits, and only then name it.
 
     The folder appears whole or not at all: it is written beside `output` under another name. It carries the tokenizer,
-    the generation settings, and `fulldepth_skip.json` with the plan.
-
-    Weights are changed and written one file after the other: beside the model at most `shard_size` bytes are held (one
-    layer's weights while the folding is measured). A model that is loaded here is dropped before the fresh process
-    loads the export.
+    the generation settings, and `fulldepth_skip.json` with the plan. Weights are changed and written file by file:
+    beside the model at most `shard_size` bytes are held, or one layer's weights while the folding is measured. A model
+    that is loaded here is dropped before the fresh process starts.
 
     Args:
         plan: what is skipped, with the scalars; or its file.
@@ -89,8 +87,7 @@ def export(
             there, or beside the checkpoint, or beside the one that the plan names.
         dtype: precision to load the model in; None = that of the search.
         device: where to; None = the first accelerator, else the CPU. A loaded model stays where it is.
-        device_map: `auto`, or a map of modules to devices, `cpu` and `disk`, for models larger than one device. The
-            fresh process spreads the export by `auto` then.
+        device_map: `auto` or a map of modules, for models larger than one device; the fresh process uses `auto` then.
         revision: branch, tag or commit of a Hub model and its tokenizer.
         trust_remote_code: run code that the checkpoint or its tokenizer carries.
         shard_size: most bytes of one file of weights, also as text such as `2GB`.
@@ -102,15 +99,12 @@ def export(
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    if device is not None and device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
-    most = _bytes(shard_size)
-    target = Path(output)
+    most, target = _bytes(shard_size), Path(output)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_exportable(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    loaded = _opened(plan, model, dtype=dtype or plan.dtype, device=device, device_map=device_map, **hub)
+    loaded = _opened(plan, model, device, device_map, dtype=dtype or plan.dtype, **hub)
     anatomy = check_format(loaded, Outline.of(plan), format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
     source = model.name_or_path if isinstance(model, PreTrainedModel) else model
@@ -119,16 +113,21 @@ def export(
         del loaded, anatomy
         gc.collect()  # a model that was passed in is held by its owner
         places = (plan.data.get("tokenizer"), source, plan.model.name)
-        notes = [*written.notes, *_save_tokenizer(tokenizer, places, folder, **hub)]
-        publish_older_tokenizer(folder)
-        strip_foreign_code(folder, carries_code=format in CARRY_CODE)
-        checked = _Checked(folder, written.ids, written.logits, written.allowed, reader_map)
-        error = checked.by("carried" if format in CARRY_CODE else "stock")
-        verified, said = _read_elsewhere(checked) if format == "decilm" else (True, [])
-        report = Export(format, target, error, count_parameters(folder), 0, verified, (*said, *notes))
-        _describe(report, plan, folder)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return replace(report, bytes=size)
+        written.notes.extend(_save_tokenizer(tokenizer, places, folder, **hub))
+        return _proven(plan, format, target, _Checked(folder, written, reader_map))
+
+
+def _proven(plan: Plan, format: str, target: Path, checked: _Checked) -> Export:
+    """Load the checkpoint as others will, compare its logits, and write down what it is."""
+    folder = checked.folder
+    publish_older_tokenizer(folder)
+    strip_foreign_code(folder, carries_code=format in CARRY_CODE)
+    error = checked.by("carried" if format in CARRY_CODE else "stock")
+    verified, said = _read_elsewhere(checked) if format == "decilm" else (True, [])
+    notes = (*said, *checked.written.notes)
+    report = Export(format, target, error, count_parameters(folder), 0, verified, notes)
+    _describe(report, plan, folder)
+    return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 @dataclass(frozen=True)
@@ -173,14 +172,13 @@ class _Checked:
     """An export to be loaded by fresh processes."""
 
     folder: Path
-    ids: Tensor
-    logits: Tensor
-    allowed: float
+    written: _Written
     device_map: str | None
 
     def by(self, reader: str) -> float:
         """The error of its logits, as a reader loads it."""
-        return prove(self.folder, self.ids, self.logits, self.allowed, self.device_map, reader)
+        own = self.written
+        return prove(self.folder, own.ids, own.logits, own.allowed, self.device_map, reader)
 
 
 def _bytes(size: int | str) -> int:
@@ -198,13 +196,18 @@ def _bytes(size: int | str) -> int:
     return number
 
 
-def _opened(plan: Plan, model: PreTrainedModel | str | Path, **options: Any) -> PreTrainedModel:
+def _opened(
+    plan: Plan, model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
+) -> PreTrainedModel:
     """The plan's model, loaded with these options unless it is already.
 
     Raises:
-        FulldepthError: if it is another model.
+        FulldepthError: if it is another model; for a device and a device map at once.
     """
-    loaded = model if isinstance(model, PreTrainedModel) else load_checkpoint(model, **options).model
+    if device is not None and device_map is not None:
+        raise FulldepthError("Set a device or a device map, not both.")
+    where = {"device": device, "device_map": device_map}
+    loaded = model if isinstance(model, PreTrainedModel) else load_checkpoint(model, **where, **options).model
     plan.check_model(loaded)
     return loaded
 
@@ -231,7 +234,7 @@ def load(
     folder = Path(directory)
     if (_model_type_saved_again(folder) or read_notes(folder)["format"]) not in ("decilm", DeciLMConfig.model_type):
         return load_checkpoint(folder, device=device, device_map=device_map).model
-    placed = {} if device_map is None else {"device_map": device_map}
+    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:  # its model type is not ours to register
         with without_bars():
             found: Any = DeciLMForCausalLM.from_pretrained(

@@ -32,9 +32,10 @@ def load(folder: str, carried: bool, device_map: str | None) -> Any:
     # Classes that read images beside text stand in a list of their own.
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
-    placed = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
-    options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": carried, "output_loading_info": True}
-    found: Any = auto.from_pretrained(folder, **options, **placed)
+    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
+    found: Any = auto.from_pretrained(
+        folder, dtype="auto", trust_remote_code=carried, output_loading_info=True, **placed
+    )
     model, info = found
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
