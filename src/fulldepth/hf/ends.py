@@ -77,6 +77,8 @@ def find_ends(anatomy: Anatomy, wanted: Iterable[tuple[int, str]], ids: Tensor) 
         FulldepthError: if weights are quantised, or no weights make the output of a branch 0.
     """
     branches = {key: branch for key in wanted if (branch := _branch(anatomy, *key)) is not None}
+    for (layer, role), branch in branches.items():
+        _check_plain(branch, f"the {role} of layer {layer}")
     with evaluating(anatomy.model):
         return _find_all(anatomy, branches, ids)
 
@@ -93,7 +95,6 @@ def _find_all(
     for (layer, role), branch in branches.items():
         where = f"the {role} of layer {layer}"
         kind = kinds[layer, role]
-        _check_plain(branch, where)
         if kind not in known:
             if branch not in calls:
                 calls |= _record(anatomy, [branch], ids)

@@ -153,12 +153,12 @@ def _write(plan: Plan, anatomy: Anatomy, format: str, folder: Path, shard_size: 
         folder: where to.
         shard_size: most bytes of one file of weights.
     """
-    ids = probes(anatomy)
-    expected = scaled_logits(anatomy, plan, ids)
     if format == "layer" and not heals(plan):  # whole layers go, and nothing is left to fold: any family will do
         folding = Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "There are no scalars to fold.")
     else:
-        folding = prepare(anatomy, plan, most=math.inf if format == "fast" else None, expected=expected)
+        folding = prepare(anatomy, plan, most=math.inf if format == "fast" else None)
+    ids = probes(anatomy)
+    expected = scaled_logits(anatomy, plan, ids)
     with _generation_settings(anatomy.model, folder), without_bars():
         notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder, shard_size))
     publish_older_names(folder)

@@ -113,7 +113,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
     return folding
 
 
-def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None, expected: Tensor | None = None) -> Folding:
+def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Folding:
     """Which weights change, and the error of the model that has them; the model stays as it is.
 
     A branch gets its new weights for the length of its forward pass, so that those of one branch are held at a time.
@@ -122,7 +122,6 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None, expected
         anatomy: the model; the plan is not compared with its weights.
         plan: what is skipped, and the scalars.
         most: largest error in logits that is accepted; None: `MOST` of the model's precision.
-        expected: `scaled_logits` on `probes`, where they are known.
 
     Raises:
         FulldepthError: as `fold`, except for another model and for offloaded weights.
@@ -131,11 +130,11 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None, expected
     ids = probes(anatomy)
     factors, scales = branch_factors(plan, anatomy.num_layers, parallel=anatomy.family.design == "parallel")
     changes = _changes(anatomy, factors, ids)
-    if expected is None:
-        expected = scaled_logits(anatomy, plan, ids)
     kind, why = ("healed", _why(anatomy)) if heals(plan) else ("skipping", "There are no scalars to fold.")
     with _in_use(changes.values()), _adding_nothing(anatomy, factors):
-        error = relative_error(logits(anatomy, ids), expected)
+        got = logits(anatomy, ids)
+    expected = scaled_logits(anatomy, plan, ids)
+    error = relative_error(got, expected)
     if not error <= (MOST[expected.dtype] if most is None else most):
         raise FulldepthError(
             f"Folding is refused: the logits of the folded {type(anatomy.model).__name__} miss those of the healed "
