@@ -4,6 +4,7 @@ Files that import only torch, transformers and each other, so that a checkpoint 
 """
 
 from fulldepth.architectures.skipped.configuration_decilm import DeciLMConfig
+from fulldepth.architectures.skipped.configuration_skipped import older_rope
 from fulldepth.architectures.skipped.modeling_decilm import DeciLMForCausalLM
 from fulldepth.architectures.skipped.modeling_skipped import (
     LAYOUTS,
@@ -15,4 +16,4 @@ from fulldepth.architectures.skipped.modeling_skipped import (
 SKIPPED: dict[str, type] = {model_type: causal_lm_class(model_type) for model_type in LAYOUTS}
 """`model_type` of a stock decoder -> the class without skipped parts; its `model_class` is the decoder alone."""
 
-__all__ = ["SKIPPED", "DeciLMConfig", "DeciLMForCausalLM", "SkippedForCausalLM", "SkippedModel"]
+__all__ = ["SKIPPED", "DeciLMConfig", "DeciLMForCausalLM", "SkippedForCausalLM", "SkippedModel", "older_rope"]

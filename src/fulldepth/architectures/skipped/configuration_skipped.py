@@ -6,7 +6,7 @@ One class for each stock configuration, made when it is asked for: `SkippedLlama
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import transformers
@@ -15,6 +15,10 @@ NO_ATTENTION, NO_MLP = "fulldepth_no_attention", "fulldepth_no_mlp:"
 """Entry of a saved `layer_types` for a layer without attention, and what stands before that of one without MLP. Stock
 configurations refuse to load them, so that `LlamaForCausalLM.from_pretrained` cannot make another model (with what is
 missing at random) of such a checkpoint."""
+OLDER_ROPE = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""`model_type` -> names that its configuration before transformers 5 has in place of the usual ones."""
+ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text")
+"""Families with two kinds of rotary positions, by type of layer."""
 
 
 FIELDS: dict[str, Any] = {
@@ -65,7 +69,10 @@ class SkippedConfig:
         self.stream_scale, self.scalars = stream_scale, scalars
         if layer_types is not None and "layer_types" in inspect.signature(super().__init__).parameters:
             kwargs["layer_types"] = self._plain(layer_types)
-        super().__init__(**{"auto_map": _auto_map(type(self).__name__)} | kwargs)
+        rope = older_rope(
+            type(self).model_type.removeprefix("fulldepth_skipped_"), kwargs
+        )  # as transformers 5 saves it
+        super().__init__(**{"auto_map": _auto_map(type(self).__name__)} | rope | kwargs)
         self._check()
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -107,6 +114,34 @@ class SkippedConfig:
             marked = [NO_MLP + kind if layer in no_mlp else kind for layer, kind in enumerate(types, start=1)]
             values["layer_types"] = marked
         return values
+
+
+def older_rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions by the names before transformers 5, from the entry `rope_parameters`; nothing without it.
+
+    Earlier versions do not read that entry, and take their defaults without a message.
+
+    Args:
+        kind: `model_type` of the stock family.
+        values: entries of a configuration.
+    """
+    rope, names = values.get("rope_parameters"), {}
+    if not isinstance(rope, Mapping):
+        return {}
+    if kind in ROPE_BY_LAYER and isinstance(rope.get("full_attention"), Mapping):
+        local = rope.get("sliding_attention") or {}
+        if "rope_theta" in local:
+            names["rope_local_base_freq"] = local["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return names
+    aliases = OLDER_ROPE.get(kind, {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            names[aliases.get(name, name)] = rope[name]
+    scaled = rope.get("rope_type", "default") != "default"
+    rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    return names | {"rope_scaling": rest if scaled else None}
 
 
 def _auto_map(config: str) -> dict[str, str]:

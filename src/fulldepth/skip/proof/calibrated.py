@@ -13,8 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
-from fulldepth.skip.exports.fold import folded
+from fulldepth.skip.exports.fold import prepare
+from fulldepth.skip.exports.formats import FORMATS, Draft
 from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.proof.quantisers import EXTRAS, check_method
@@ -58,8 +58,7 @@ def calibrated(
     order = np.random.default_rng(seed).permutation(len(examples))[:SEQUENCES]
     with tempfile.TemporaryDirectory() as place:
         source, target, tokens = (Path(place) / name for name in ("source", "quantised", "tokens.json"))
-        with _silenced(anatomy, plan):
-            model.save_pretrained(source)
+        _save(anatomy, plan, source)
         tokens.write_text(json.dumps([examples[i].input_ids.tolist() for i in order]), encoding="utf-8")
         given: dict[str, Any] = {"method": method, "source": str(source), "target": str(target), "tokens": str(tokens)}
         given |= {"device": str(model.device), "group": _group(anatomy), "bits": BITS, "seed": seed}
@@ -75,14 +74,14 @@ def calibrated(
     return replace(anatomy, model=made.eval())
 
 
-@contextmanager
-def _silenced(anatomy: Anatomy, plan: Plan | None) -> Iterator[None]:
-    """The plan's blocks add nothing, by their weights."""
+def _save(anatomy: Anatomy, plan: Plan | None, folder: Path) -> None:
+    """Write the model as a checkpoint, in which the plan's blocks add nothing by their weights."""
     if plan is None:
-        yield
+        anatomy.model.save_pretrained(folder)
         return
-    with folded(anatomy, plan.changed(scalars={}, healed_loss=None, control_loss=None)):
-        yield
+    bare = plan.changed(scalars={}, healed_loss=None, control_loss=None)
+    folder.mkdir()
+    FORMATS["folded"].write(Draft(anatomy, bare, prepare(anatomy, bare), folder))
 
 
 def _group(anatomy: Anatomy) -> int:

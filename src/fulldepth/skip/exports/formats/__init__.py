@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from fulldepth.skip.exports.formats import decilm, fast, folded, layer
-from fulldepth.skip.exports.formats.checkpoint import Draft, as_stock, as_text, without_bars
+from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text, without_bars
 
 FORMATS = {"folded": folded, "fast": fast, "decilm": decilm, "layer": layer}
 """Name -> module."""
@@ -18,4 +18,14 @@ def in_forward(model: PreTrainedModel, format: str) -> bool:
     return format == "fast" and fast.keeps_scalars(model)
 
 
-__all__ = ["CARRY_CODE", "FORMATS", "TEXT_ALONE", "Draft", "as_stock", "as_text", "in_forward", "without_bars"]
+__all__ = [
+    "CARRY_CODE",
+    "FORMATS",
+    "SHARD_SIZE",
+    "TEXT_ALONE",
+    "Draft",
+    "as_stock",
+    "as_text",
+    "in_forward",
+    "without_bars",
+]

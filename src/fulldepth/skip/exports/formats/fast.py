@@ -52,7 +52,7 @@ def write(draft: Draft) -> list[str]:
     with torch.device("meta"):
         known = kind(config).state_dict().keys()
     skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
-    state = draft.model.state_dict()
+    state = draft.weights()
     weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
     save(draft, kind, config, weights)
     return [

@@ -50,7 +50,7 @@ def write(draft: Draft) -> list[str]:
     prefix = f"{draft.blocks_name}."
     numbers = {f"{layer - 1}": str(index) for index, layer in enumerate(kept)}
     weights = {}
-    for name, weight in draft.model.state_dict().items():
+    for name, weight in draft.weights().items():
         if name.startswith(prefix):
             number, _, rest = name.removeprefix(prefix).partition(".")
             if number not in numbers:

@@ -45,7 +45,12 @@ class NotLoadedError(FulldepthError):
 
 
 def read(
-    folder: Path, ids: Tensor, reader: str, *further: str, interpreter: str | Path | None = None
+    folder: Path,
+    ids: Tensor,
+    reader: str,
+    *further: str,
+    device_map: str | None = None,
+    interpreter: str | Path | None = None,
 ) -> tuple[Tensor, Said]:
     """What a fresh process computes from a checkpoint without this package.
 
@@ -54,6 +59,7 @@ def read(
         ids: `[B, T]` tokens.
         reader: a key of `READERS`.
         further: last arguments of its program.
+        device_map: for a reader of transformers; None = one device.
         interpreter: a Python that has the reader and torch; None = this one.
 
     Returns:
@@ -63,6 +69,8 @@ def read(
         NotLoadedError: if it does not load.
     """
     program, *arguments = READERS[reader]
+    if arguments and device_map is not None:
+        arguments.append(device_map)
     with tempfile.TemporaryDirectory() as place:
         files = [str(Path(place) / name) for name in ("ids.pt", "logits.pt")]
         torch.save(ids.cpu(), files[0])
@@ -79,7 +87,9 @@ def read(
             return found, Said.model_validate_json(done.stdout.splitlines()[-1], strict=True)
 
 
-def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str) -> float:
+def prove(
+    folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str, device_map: str | None = None
+) -> float:
     """Load a checkpoint in a fresh process without this package, and compare logits with and without a cache.
 
     Args:
@@ -87,6 +97,7 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         ids: `[B, T]` tokens.
         expected: `[B, T, V]` logits of the healed model.
         allowed: largest error, relative to the largest logit.
+        device_map: how transformers spreads the model over devices and disk; None: on the CPU.
         reader: a key of `READERS`.
 
     Returns:
@@ -96,7 +107,7 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         NotLoadedError: if it does not load, or as something else.
         FulldepthError: if it gives other logits.
     """
-    found, said = read(folder, ids, reader)
+    found, said = read(folder, ids, reader, device_map=device_map)
     error = relative_error(found, expected)
     if not error <= allowed:
         raise FulldepthError(
