@@ -97,8 +97,8 @@ def prove(
         ids: `[B, T]` tokens.
         expected: `[B, T, V]` logits of the healed model.
         allowed: largest error, relative to the largest logit.
-        device_map: how transformers spreads the model over devices and disk; None: on the CPU.
         reader: a key of `READERS`.
+        device_map: how transformers spreads the model over devices and disk; None: on the CPU.
 
     Returns:
         The error.
