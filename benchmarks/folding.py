@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -22,25 +23,32 @@ from skip_subjects import checkpoint
 BLOCKS = (4, 7)
 
 
-def plan_of(model: PreTrainedModel, num_layers: int, spread: float, seed: int) -> Plan:
-    """A plan whose scalars nobody fitted."""
+def plan_of(
+    model: PreTrainedModel,
+    num_layers: int,
+    spread: float,
+    seed: int,
+    blocks: Sequence[int] = BLOCKS,
+    granularity: str = "attention",
+) -> Plan:
+    """A plan whose scalars nobody fitted; with a spread of 0 it has none."""
     draw = random.Random(seed)
     names = {True: ("b_mlp", "s_mlp"), False: ("b_att", "s_att", "b_mlp", "s_mlp")}
     scalars = {
-        str(layer): {name: draw.uniform(1 - spread, 1 + spread) for name in names[layer in BLOCKS]}
+        str(layer): {name: draw.uniform(1 - spread, 1 + spread) for name in names[layer in blocks]}
         for layer in range(1, num_layers + 1)
     }
     document = {
         "schema_version": 1,
         "model": {"name": "drawn", "class": type(model).__name__, "hash": model_hash(model)},
-        "granularity": "attention",
+        "granularity": granularity,
         "criterion": "loss",
         "search": "given",
-        "blocks": list(BLOCKS),
-        "losses": [0.0] * (len(BLOCKS) + 1),
-        "healed_loss": 0.0,
-        "control_loss": {"scalars_only": 0.0},
-        "scalars": scalars,
+        "blocks": list(blocks),
+        "losses": [0.0] * (len(blocks) + 1),
+        "healed_loss": 0.0 if spread else None,
+        "control_loss": {"scalars_only": 0.0} if spread else None,
+        "scalars": scalars if spread else {},
         "data": {"hash": "sha256:" + "0" * 64},
         "seed": seed,
         "versions": {},

@@ -2,7 +2,7 @@
 
     python benchmarks/skipping.py FOLDER                         # trains a small model there first, some minutes
     python benchmarks/skipping.py FOLDER --checkpoint MODEL      # any checkpoint with its tokenizer
-    python benchmarks/skipping.py FOLDER --sequences 96 --blocks 1,2,3
+    python benchmarks/skipping.py FOLDER --sequences 96 --blocks 1,2,3 --dtype bfloat16
 
 The plain loop is what a person would write: a stock forward pass of every held-out batch for every candidate of every
 round, with what is skipped not computed. It takes turns with the searches, so that their times can be compared.
@@ -102,7 +102,7 @@ class PlainLoop:
             for batch in batches(self.examples.heldout, BATCH):
                 logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                 labels = batch["labels"][:, 1:].flatten()
-                total += float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum"))
+                total += float(functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="sum"))
                 tokens += int((labels != -100).sum())
         return total / tokens
 
@@ -135,10 +135,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--blocks", default="1,2,3,4,5,6")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="auto", help="precision of the weights; auto: the checkpoint's own")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     checkpoint = args.checkpoint or small_model(args.folder / "llama-12x64")
-    model = load_checkpoint(checkpoint, device="cpu").model
+    model = load_checkpoint(checkpoint, device="cpu", dtype=args.dtype).model
     examples = sample(checkpoint, model, args.sequences, args.length)
     print(f"{checkpoint.name}: {len(examples.heldout)} windows of {args.length} tokens\n")
     print(

@@ -15,7 +15,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-STOCK = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
+STOCK = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo", "phi3", "smollm3", "deepseek_v3", "qwen3_moe"),
+    *("starcoder2", "gpt_oss", "mixtral", "gemma2", "gemma3_text", "olmo2", "cohere", "phi", "falcon", "gpt2"),
+    *("gpt_neox", "opt"),
+)
 """Stock decoders that have a class without skipped parts."""
 MODEL_TYPES = dict.fromkeys(
     ("depth_llama", *(f"fulldepth_skipped_{name}" for name in STOCK)), "fulldepth.architectures"

@@ -57,7 +57,7 @@ def plan(model, blocks, granularity="attention", values="fitted", **entries: Any
 
 def layers(model) -> Any:
     """The blocks of a decoder."""
-    body = model.base_model
+    body = getattr(model.base_model, "decoder", model.base_model)
     return body.h if hasattr(body, "h") else body.layers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from fulldepth import console
 from fulldepth.cli.door import refuse_existing
 from fulldepth.cli.options import command
-from fulldepth.cli.skip import Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
+from fulldepth.cli.skip import DATA, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 
@@ -70,13 +71,25 @@ def bench_command(
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
     output: Results,
     settings: BenchSettings,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="Read the held-out loss of every model; as for `skip search`, the same for the same held-out tokens.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    heldout: Annotated[
+        str | None, typer.Option(help="Data whose rows are all read. [default: a seeded fifth]", rich_help_panel=DATA)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
     """Time exports beside their original: prefill and decode apart, memory, cache; measured and predicted.
 
-    All models run in turn, in rounds, so that what the machine does besides falls on all of them.
+    All models run in turn, in rounds, so that what the machine does besides falls on all of them. With data, the loss
+    of every model is read on the same held-out tokens.
 
-    Example: `fulldepth skip bench MODEL folded/ fast/ --output bench/`
+    Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
     """
     from fulldepth import report
     from fulldepth.skip import bench
@@ -87,6 +100,8 @@ def bench_command(
             original,
             exports,
             output,
+            data=data,
+            heldout=heldout,
             watcher=watcher,
             **settings.model_dump(exclude_unset=True),
         )
@@ -107,6 +122,14 @@ def quantise_command(
             "fulldepth[awq])."
         ),
     ] = "int8",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            help="Folder for checkpoints of the quantised models; must not exist. Each is loaded in a fresh process, "
+            "and its logits are compared. [default: no weights are written]",
+        ),
+    ] = None,
     heldout: Heldout = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
@@ -132,6 +155,7 @@ def quantise_command(
             data,
             method=method,
             output=output,
+            save=save,
             heldout=heldout,
             batch=batch,
             context=context,
@@ -141,4 +165,6 @@ def quantise_command(
             watcher=watcher,
             **({"trust_remote_code": True} if trust_remote_code else {}) | settings,
         )
+    for one in results.meta["saved"]:
+        typer.echo(f"Checkpoint: {one['path']} (logit error {one['logit_error']:.1e}, loaded again in a fresh process)")
     console.finish(results, report.write(output))

@@ -114,11 +114,16 @@ def apply_command(
         str | None, typer.Option(help="float32, bfloat16. [default: as in the search]", rich_help_panel=LOADING)
     ] = None,
     device: Device = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(help="auto: spread a large model over devices, CPU and disk.", rich_help_panel=LOADING),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name. [default: the search's]", rich_help_panel=LOADING)
     ] = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
+    shard_size: Annotated[str, typer.Option(help="Most bytes of one file of weights, as 2GB.")] = "5GB",
 ) -> None:
     """Make a checkpoint of a plan, load it in a fresh process, compare its logits, and only then give it its name.
 
@@ -134,8 +139,10 @@ def apply_command(
         tokenizer=tokenizer,
         dtype=dtype,
         device=device,
+        device_map=device_map,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        shard_size=shard_size,
     )
     console.table(
         [

@@ -58,6 +58,8 @@ class Contender:
     """Held-out, in nats."""
     base: float | None
     """The original's, on the same data."""
+    stated: bool
+    """Whether its loss is what its plan says, rather than measured with its times."""
     entry: Mapping[str, Any]
     """What the document says of it."""
 
@@ -121,10 +123,12 @@ def contenders(found: Iterable[Part]) -> list[Contender]:
         base = next((one for one in known if one is not None), None)
         several = sum(other.kind == part.kind for other in every) > 1
         for name, entry in entries.items():
-            own = _base(entry) if part.kind == "bench" and name != first else base
+            stated = not _read_losses(rows[name])
+            own = _base(entry) if stated and part.kind == "bench" and name != first else base
             loss = base if name == first else losses[name]
+            stated = stated and loss is not None
             shown = part.named(name) if several else name
-            made.append(Contender(shown, part, name == first, rows[name], rows[first], loss, own, entry))
+            made.append(Contender(shown, part, name == first, rows[name], rows[first], loss, own, stated, entry))
     names = [one.name for one in made]
     return [
         one if names.count(one.name) == 1 else replace(one, name=f"{one.name} ({SORTS[one.part.kind]})") for one in made
@@ -144,11 +148,16 @@ def _entries(part: Part) -> dict[str, Mapping[str, Any]]:
 
 def _loss(measured: Numbers, entry: Mapping[str, Any]) -> float | None:
     """A model's loss: measured, or what the plan of the export says."""
-    if known := measured.get(("loss", "model", "mean")):
-        return next(iter(known.values()))
+    if known := _read_losses(measured):
+        return known[0]
     losses = entry.get("losses") or []
     healed = number(entry.get("healed_loss"))
     return healed if healed is not None else (number(losses[-1]) if losses else None)
+
+
+def _read_losses(measured: Numbers) -> list[float]:
+    """The loss that was read with the model, if any."""
+    return list(measured.get(("loss", "model", "mean"), {}).values())
 
 
 def _base(entry: Mapping[str, Any]) -> float | None:

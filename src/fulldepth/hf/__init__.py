@@ -15,7 +15,7 @@ from fulldepth.hf.checkpoints import (
     settle_checkpoints,
     trained_steps,
 )
-from fulldepth.hf.ends import find_ends, scale_obstacle
+from fulldepth.hf.ends import End, find_ends, scale_obstacle
 from fulldepth.hf.families import FAMILIES, Family, Head
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.heads import Classifier
@@ -28,7 +28,7 @@ from fulldepth.hf.load import (
     pick_device,
     pick_dtype,
 )
-from fulldepth.hf.offloading import device_of, is_offloaded, loaded_weight
+from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.shards import (
     OPTIMIZER_SHARDS,
@@ -50,6 +50,7 @@ __all__ = [
     "Anatomy",
     "Checkpoint",
     "Classifier",
+    "End",
     "Family",
     "Head",
     "Scalars",
@@ -64,6 +65,7 @@ __all__ = [
     "first_broken_weight",
     "first_failure",
     "has_weights",
+    "in_memory",
     "is_offloaded",
     "is_sealed",
     "is_sharded",

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.offloading import device_of, in_memory
 from fulldepth.hf.wiring import first_input
 
 OFFSETS = (0.0, 1.0)
@@ -44,16 +45,17 @@ class End:
 
     def times(self, factor: float) -> dict[str, Tensor]:
         """Name -> values with which the branch gives `factor` times its output, in the parameter's own type."""
-        values = {}
-        for name in self.names:
-            parameter = self.branch.get_parameter(name).detach()
-            if factor == 0.0:  # 0 times a weight would be -0 for negative ones
-                values[name] = torch.full_like(parameter, -self.offset)
-            else:
-                values[name] = torch.empty_like(parameter)
-                parts = parameter if parameter.ndim > 2 else parameter[None]  # experts one by one: float64 takes room
-                for part, own in zip(values[name].view_as(parts), parts, strict=True):
-                    part.copy_((own.double() + self.offset) * factor - self.offset)
+        return {name: self.multiplied(self.branch.get_parameter(name), factor) for name in self.names}
+
+    def multiplied(self, weight: Tensor, factor: float) -> Tensor:
+        """What a weight of this end has to be for `factor` times the output, in its own type; it stays as it is."""
+        weight = weight.detach()
+        if factor == 0.0:  # 0 times a weight would be -0 for negative ones
+            return torch.full_like(weight, -self.offset)
+        values = torch.empty_like(weight)
+        parts = weight if weight.ndim > 2 else weight[None]  # experts one by one: float64 takes room
+        for part, own in zip(values.view_as(parts), parts, strict=True):
+            part.copy_((own.double() + self.offset) * factor - self.offset)
         return values
 
 
@@ -72,26 +74,32 @@ def find_ends(anatomy: Anatomy, wanted: Iterable[tuple[int, str]], ids: Tensor) 
         (layer, role) -> its end; without layers that lack the branch.
 
     Raises:
-        FulldepthError: if weights are quantised or not in memory, or no weights make the output of a branch 0.
+        FulldepthError: if weights are quantised, or no weights make the output of a branch 0.
     """
     branches = {key: branch for key in wanted if (branch := _branch(anatomy, *key)) is not None}
     for (layer, role), branch in branches.items():
         _check_plain(branch, f"the {role} of layer {layer}")
     with evaluating(anatomy.model):
-        return _find_all(branches, _record(anatomy, branches.values(), ids))
+        return _find_all(anatomy, branches, ids)
 
 
 def _find_all(
-    branches: Mapping[tuple[int, str], nn.Module], calls: Mapping[nn.Module, _Call]
+    anatomy: Anatomy, branches: Mapping[tuple[int, str], nn.Module], ids: Tensor
 ) -> dict[tuple[int, str], End]:
-    """The end of every branch; branches of one kind end alike."""
+    """The end of every branch; branches of one kind end alike, so that few of them are recorded."""
+    kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in branches.items()}
+    firsts = {kinds[key]: branch for key, branch in reversed(list(branches.items()))}
+    calls = _record(anatomy, firsts.values(), ids) if firsts else {}
     known: dict[Any, tuple[tuple[str, ...], float]] = {}
     ends = {}
     for (layer, role), branch in branches.items():
         where = f"the {role} of layer {layer}"
-        kind = (type(branch), tuple(name for name, _ in branch.named_parameters()))
+        kind = kinds[layer, role]
         if kind not in known:
-            names, offset = _find(branch, calls[branch], where)
+            if branch not in calls:
+                calls |= _record(anatomy, [branch], ids)
+            with in_memory(branch):
+                names, offset = _find(branch, calls[branch], where)
             if names:  # a branch that gives zeros already tells nothing about the others
                 known[kind] = names, offset
             ends[layer, role] = End(branch, names, offset)
@@ -123,7 +131,9 @@ def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
         for layer in layers:
             block = anatomy.blocks[layer - 1]
             own = {role: ends[layer, role] for role in ROLES if (layer, role) in ends}
-            if why := _block_obstacle(block, own, calls[block]):
+            with in_memory(block):
+                why = _block_obstacle(block, own, calls[block])
+            if why:
                 return why
         return _norm_obstacle(anatomy.final_norm, first_input(*calls[block]))
 
@@ -133,9 +143,10 @@ def _norm_obstacle(norm: nn.Module | None, stream: Tensor) -> str | None:
     """What keeps the final norm from taking the last factor out."""
     if norm is None:
         return "it has no final norm to take the last factor out"
-    weight = next(norm.parameters(), stream)
-    stream = _unit(stream).to(weight.device)
-    return None if _is_same(norm(stream / 2), norm(stream)) else "its final norm sees the scale of the stream"
+    with in_memory(norm):
+        weight = next(norm.parameters(), stream)
+        stream = _unit(stream).to(weight.device)
+        return None if _is_same(norm(stream / 2), norm(stream)) else "its final norm sees the scale of the stream"
 
 
 def _block_obstacle(block: nn.Module, ends: Mapping[str, End], call: _Call) -> str | None:
@@ -208,7 +219,7 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
     with ExitStack() as hooks:
         for module in modules:
             hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        ids = ids.to(anatomy.model.device)
+        ids = ids.to(device_of(anatomy.model))
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     if missing := [type(module).__name__ for module in modules if module not in calls]:
         raise FulldepthError(f"A {missing[0]} of {type(anatomy.model).__name__} does not run on a text.")
@@ -222,11 +233,10 @@ def _check_plain(branch: nn.Module, where: str) -> None:
         FulldepthError: naming the first.
     """
     for name, parameter in branch.named_parameters():
-        plain = parameter.dtype in INVARIANT and not hasattr(parameter, "__tensor_flatten__")
-        if not plain or parameter.device.type == "meta":
+        if parameter.dtype not in INVARIANT or hasattr(parameter, "__tensor_flatten__"):
             raise FulldepthError(
-                f"The weights {name} of {where} are quantised, or not in memory, and cannot be multiplied exactly. "
-                "Fold first, then quantise."
+                f"The weights {name} of {where} are quantised and cannot be multiplied exactly. Fold first, then "
+                "quantise."
             )
 
 

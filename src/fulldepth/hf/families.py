@@ -339,4 +339,5 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 }
 """model_type -> its rows (two for models of two towers)."""
 SKIPPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
+"""Families above that have a class without skipped parts; those of other families are found by structure."""
 FAMILIES |= {f"fulldepth_skipped_{name}": (replace(FAMILIES[name][0], sparse=True),) for name in SKIPPED}

@@ -24,6 +24,8 @@ NORM = re.compile(r"norm|ln_?\d*|layernorm", re.I)
 VALUE = re.compile(r"(^|\.)(v_proj|value|v|v_lin|wv)$")
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Class of a wrapper -> its attribute that holds the model."""
+SKIPPED = "fulldepth_skipped_"
+"""Beginning of the `model_type` of models some of whose blocks lack a part."""
 MOST_LISTS = 24
 """Lists of modules that are tried as the blocks."""
 
@@ -61,9 +63,11 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
             "Name it in the settings: anatomy.blocks=PATH."
         )
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
-    found = [family for path, blocks in lists[:MOST_LISTS] for family in _proposals(model, path, blocks)]
+    sparse = str(model.config.model_type).startswith(SKIPPED)
+    found = [family for path, blocks in lists[:MOST_LISTS] for family in _proposals(model, path, blocks, sparse)]
     place: dict[str, Any] = {} if tower is None else {"body": f"{tower}_model", "tower": tower, "heads": {}}
-    return [replace(family, modality="images" if inputs == "pixel_values" else "text", **place) for family in found]
+    place |= {"modality": "images" if inputs == "pixel_values" else "text", "sparse": sparse}
+    return [replace(family, **place) for family in found]
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -127,12 +131,17 @@ def _reads(part: nn.Module, name: str) -> bool:
     return name in parameters or "hidden_states" not in parameters
 
 
-def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList) -> Iterator[Family]:
-    """Every design that the names in the first block allow; other blocks may be of another kind."""
-    block = blocks[0]
+def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
+    """Every design that the names in the first block allow; other blocks may be of another kind.
+
+    Where blocks may lack parts, the first of those with the most parts is read.
+    """
+    block = max(blocks, key=lambda block: len([*block.children()])) if sparse else blocks[0]
     children = [name for name, _ in block.named_children()]
     norms = [name for name in children if NORM.search(name) and not isinstance(block.get_submodule(name), nn.Dropout)]
     branches = [name for name in children if name not in norms]
+    if sparse:  # without attention, a dropout of such a name would pass for it
+        branches = [name for name in branches if not isinstance(block.get_submodule(name), nn.Dropout)]
     attention = next((name for name in branches if ATTENTION.search(name)), None)
     mlp = next((name for name in branches if MLP.search(name)), None)
     mlp_branch = mlp

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +49,40 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
+@contextmanager
+def in_memory(module: nn.Module) -> Iterator[None]:
+    """Load the offloaded weights of a module and keep them inside `with`, whatever runs it.
+
+    By itself accelerate reads a weight again in every forward pass, over whatever was put in its place. On leaving the
+    weights are offloaded again. A module without offloaded weights stays as it is.
+    """
+    with ExitStack() as stack:
+        for part in module.modules():
+            for hook in _hooks(part):
+                if getattr(hook, "offload", False):
+                    stack.enter_context(_loaded(part, hook))
+        yield
+
+
+@contextmanager
+def _loaded(module: nn.Module, hook: Any) -> Iterator[None]:
+    """Have one hook of accelerate load its module's weights now, and drop them on leaving."""
+    try:
+        hook.pre_forward(module)
+        hook.offload = False
+        yield
+    finally:
+        hook.offload = True
+        hook.post_forward(module, None)
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks of accelerate on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
 def _weights_maps(module: nn.Module) -> list[Mapping[str, Tensor]]:
     """Where accelerate's hooks on a module read its weights from."""
-    hook = getattr(module, "_hf_hook", None)
-    maps = (getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,)))
+    maps = (getattr(hook, "weights_map", None) for hook in _hooks(module))
     return [weights for weights in maps if weights is not None]

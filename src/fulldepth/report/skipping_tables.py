@@ -52,12 +52,20 @@ def side_by_side(found: Sequence[Part]) -> Table | None:
         "On the frontier": lambda one: ", ".join(phase for phase in PHASES if one in best[phase]) or NOTHING,
     }
     note = (
-        "An export’s loss is its plan’s, healed if the plan is. Times are multiples of the original’s, with the least "
+        f"{_source(every)}Times are multiples of the original’s, with the least "
         "and the most over the grid (over the rounds where there is one place only); weights and cache per token are "
         "multiples of the original’s bytes. On the frontier: no other model here is as good and faster, or as fast and "
         "better."
     )
     return _by_model("Models side by side", columns, every, note)
+
+
+def _source(every: Sequence[Contender]) -> str:
+    """Where the losses of exports come from, as the beginning of a note."""
+    stated = [short(one.name, 40) for one in every if one.stated and not one.baseline]
+    if not stated:
+        return ""
+    return f"Not measured here: the loss of {', '.join(stated)} is the plan’s, healed if the plan is. "
 
 
 def _unbeaten(every: Sequence[Contender], phase: str) -> list[Contender]:

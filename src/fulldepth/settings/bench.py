@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fulldepth.settings.layers import Settings
+from fulldepth.settings.search import ReadingSettings
 
 MOST_ROUNDS = 100_000
 Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
@@ -14,12 +14,13 @@ Length = Annotated[PositiveInt, Field(le=10_000_000)]
 Count = Annotated[PositiveInt, Field(le=10**9)]
 
 
-class BenchSettings(Settings):
-    """Everything that decides what is timed."""
+class BenchSettings(ReadingSettings):
+    """Everything that decides what is timed, and how data are read for the losses."""
 
     options: ClassVar = {
         "What is timed": ("batches", "contexts", "new_tokens", "repeats", "tasks", "task_limit", "seed"),
-        "Loading the model": ("dtype", "device", "revision", "trust_remote_code"),
+        "Data": ("sequence_length", "limit", "batch_size"),
+        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
@@ -36,13 +37,7 @@ class BenchSettings(Settings):
     """Tasks of lm-eval that every model is scored on, by name or as YAML files, a list; needs fulldepth[evaluate]."""
     task_limit: Count | None = None
     """The first so many examples of each task only."""
-    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
-    """Seed of the tokens, of the order of models and of few-shot examples."""
     device: str | None = None
     """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
     dtype: str = "auto"
     """Precision to load the models in: float32, bfloat16; auto: each checkpoint's own."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
-    trust_remote_code: bool = False
-    """Run modelling code that a checkpoint carries; exports of this package need none."""

@@ -28,7 +28,26 @@ Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TIME = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])")
 
 
-class SearchSettings(Settings):
+class ReadingSettings(Settings):
+    """How the data of a search, a curve or a benchmark are read."""
+
+    batch_size: Batch = 8
+    """Sequences run at once while losses are read."""
+    sequence_length: Length | None = None
+    """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
+    limit: Rows | None = None
+    """Rows (or windows of text) to read; None = all."""
+    seed: Seed = 0
+    """Seed of the held-out fifth, and of everything else that is drawn."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    tokenizer: str | None = None
+    """Folder or Hub name of the tokenizer; None = the checkpoint's."""
+    trust_remote_code: bool = False
+    """Run modelling code that the checkpoint carries."""
+
+
+class SearchSettings(ReadingSettings):
     """Everything that decides which plan a search gives."""
 
     options: ClassVar = {
@@ -52,8 +71,6 @@ class SearchSettings(Settings):
     """The layers to remove, 1-based, in order: 3,7; with it the search is `given`."""
     format: Format | None = None
     """Format of `skip apply` that the plan is for: refused before the search if the model cannot have it."""
-    batch_size: Batch = 8
-    """Sequences run at once while searching."""
     chunks: Batch = 32
     """Parts of the held-out data after each of which candidates may leave; fewer where there are fewer batches."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
@@ -61,12 +78,6 @@ class SearchSettings(Settings):
     budget: Budget | str | None = None
     """FLOPs (2e15) or a time (90s, 10m, 2h) for the search without the fits. A greedy round that a budget ends is told
     in the plan (`stopped_by_budget`), and is unsure; None = no bound."""
-    sequence_length: Length | None = None
-    """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
-    limit: Rows | None = None
-    """Rows (or windows of text) to read; None = all."""
-    seed: Seed = 0
-    """Seed of the held-out fifth, the chunks, the order of training and the search `random`."""
     fit: bool = True
     """Train the scalars that heal, with the control "scalars only"."""
     learning_rate: Rate = 3e-3
@@ -91,12 +102,6 @@ class SearchSettings(Settings):
     """`auto` spreads a model over devices, CPU and disk; or a map of modules to devices and `disk`."""
     dtype: str = "auto"
     """Precision to load the model in: float32, bfloat16; auto: the checkpoint's own."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
-    tokenizer: str | None = None
-    """Folder or Hub name of the tokenizer; None = the checkpoint's."""
-    trust_remote_code: bool = False
-    """Run modelling code that the checkpoint carries."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf import load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
 from fulldepth.settings.search import SearchSettings
@@ -27,7 +26,7 @@ from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.proof.outcome import KIND, outcome
 from fulldepth.skip.selection.ready import prepared
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import open_for, open_tokenizer
+from fulldepth.skip.subject import open_for, tokenizer_for
 
 RUN_SETTINGS = "settings.yaml"
 """In the folder of a training run, whose results are kept under the same names."""
@@ -117,10 +116,7 @@ def _open(
     checkpoint = open_for(model, settings, me)
     if isinstance(data, Examples):
         return checkpoint.model, None
-    if settings.tokenizer:
-        return checkpoint.model, load_tokenizer(settings.tokenizer)
-    tokenizer = open_tokenizer(checkpoint, trust_remote_code=settings.trust_remote_code, revision=settings.revision)
-    return checkpoint.model, tokenizer
+    return checkpoint.model, tokenizer_for(checkpoint, settings)
 
 
 def _is_there(folder: Path, plan: Plan) -> bool:

@@ -23,7 +23,7 @@ from fulldepth.hf import (
     load_checkpoint,
     load_tokenizer,
 )
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.search import ReadingSettings, SearchSettings
 from fulldepth.skip.selection.score import Batch
 
 
@@ -113,6 +113,25 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, me: 
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
     )
+
+
+def tokenizer_for(checkpoint: Checkpoint, settings: ReadingSettings, tokenizer: Any = None) -> Any:
+    """The tokenizer as passed in, the one that is named (a folder or Hub name), or the checkpoint's own.
+
+    Args:
+        checkpoint: the model.
+        settings: may name a tokenizer; say which revision of a Hub model, and whether its code may run.
+        tokenizer: takes precedence over the settings'; None = as they say.
+
+    Raises:
+        FulldepthError: if there is none.
+    """
+    named = settings.tokenizer if tokenizer is None else tokenizer
+    if isinstance(named, str | Path):
+        return load_tokenizer(named, trust_remote_code=settings.trust_remote_code)
+    if named is not None:
+        return named
+    return open_tokenizer(checkpoint, trust_remote_code=settings.trust_remote_code, revision=settings.revision)
 
 
 def open_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:

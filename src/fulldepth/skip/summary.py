@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from fulldepth.skip.plan import Plan
 
+UNSEEING = ("given", "random", "last")
+"""Ways of choosing blocks that look at no data."""
+
 
 def stopped_rounds(plan: Plan) -> list[str]:
     """`round 2: stopped by budget after 48 of 160 sequences`, for each round of the search that a budget ended."""
     rounds = plan.cost.get("stopped_by_budget")
     return [line for line in rounds if isinstance(line, str) and ": " in line] if isinstance(rounds, list) else []
+
+
+def optimism(plan: Plan) -> str | None:
+    """Why the losses of a plan are lower than on other data: what was decided on the same held-out sequences.
+
+    Returns:
+        `blocks were chosen and the training of scalars was stopped on the same sequences`, one of the two, or None.
+    """
+    decided = [] if plan.search in UNSEEING else ["blocks were chosen"]
+    if plan.healed_loss is not None:
+        decided.append("the training of scalars was stopped")
+    return f"{' and '.join(decided)} on the same sequences" if decided else None
 
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
@@ -22,6 +37,8 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
     if plan.control_loss is not None:
         control = plan.control_loss.scalars_only
         rows.append(("scalars, nothing skipped", f"{control:.4f} nats", f"{control - base:+.4f}"))
+    if why := optimism(plan):
+        rows.append(("optimistic", why, "skip bench --heldout reads others"))
     share = plan.cost.get("share_of_plain")
     if isinstance(share, float):
         rows.append(("forward FLOPs", f"{plan.cost['flops']:.3g}", f"{share:.0%} of the plain loop's"))

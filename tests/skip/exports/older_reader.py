@@ -3,6 +3,7 @@
     python -P older_reader.py IDS.pt FOLDER...
 
 Each folder gets `logits.pt` (with a cache, token by token after the first half) and `tokens.json` beside its files.
+Token 0 is padding on the left.
 Folders named `fast...` and `decilm...` are loaded with their code.
 """
 
@@ -36,8 +37,11 @@ def load(folder: Path) -> Any:
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     half, found, cache = ids.shape[1] // 2, [], None
+    mask = (ids != 0).long()
+    places = (mask.cumsum(1) - 1).clamp(min=0)
     for begin, end in [(0, half), *((at, at + 1) for at in range(half, ids.shape[1]))]:
-        outputs = model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
+        given = {"attention_mask": mask[:, :end], "position_ids": places[:, begin:end], "past_key_values": cache}
+        outputs = model(input_ids=ids[:, begin:end], use_cache=True, **given)
         cache = outputs.past_key_values
         found.append(outputs.logits)
     return torch.cat(found, dim=1)

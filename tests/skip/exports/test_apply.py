@@ -94,9 +94,10 @@ def test_a_model_is_loaded_in_the_precision_of_the_search(tmp_path):
 
 
 @pytest.mark.usefixtures("unproven")
-def test_a_fast_model_that_was_saved_again_loads(tmp_path):
+@pytest.mark.parametrize("format", ["fast", "decilm"])
+def test_a_model_that_was_saved_again_loads(format, tmp_path):
     model = tiny_models.build("llama")
-    made = load(export(planned.plan(model, [2]), model, "fast", tmp_path / "out").path)
+    made = load(export(planned.plan(model, [2]), model, format, tmp_path / "out").path)
     with torch.no_grad():
         made.lm_head.weight.mul_(2.0)
     made.save_pretrained(tmp_path / "tuned")

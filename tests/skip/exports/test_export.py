@@ -282,7 +282,7 @@ def test_decilm_refuses_shapes_that_it_has_no_words_for(name, options, reason, t
 
 def test_a_reader_of_decilm_that_works_makes_it_verified(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(f"{EXPORT}.prove", lambda *arguments: asked.append(arguments[-1]) or 0.0)
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *arguments: asked.append(arguments[4]) or 0.0)
     monkeypatch.setattr(f"{EXPORT}.find_spec", lambda name: name)
     model = tiny_models.build("llama")
     report = export(planned.plan(model, [2]), model, "decilm", tmp_path / "out")

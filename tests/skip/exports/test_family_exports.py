@@ -1,4 +1,4 @@
-"""Unhealed plans of families beyond the table, against the stock model with hooks that zero a branch."""
+"""Plans of families beyond the table, against the stock model with hooks that zero or scale a branch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from families import zoo
 from fulldepth.capture import find_anatomy
-from fulldepth.skip import export
+from fulldepth.skip import export, load
 from fulldepth.skip.exports.fold import folded
 from skip import planned
 
@@ -35,15 +35,31 @@ def zeroed(output):
 
 
 @torch.no_grad()
-def logits_without(model, tokens, blocks, granularity):
-    attention, mlp = PARTS[model.config.model_type]
+def logits_without(model, tokens, blocks=(), granularity="layer"):
+    """Logits at once, with hooks that zero branches; token 0 is padding on the left."""
+    attention, mlp = PARTS.get(model.config.model_type, ("", ""))
     names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}[granularity]
+    mask = (tokens != 0).long()
     with ExitStack() as hooks:
         for layer in blocks:
             for name in names:
                 module = blocks_of(model)[layer - 1].get_submodule(name)
                 hooks.callback(module.register_forward_hook(lambda m, a, output: zeroed(output)).remove)
-        return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        return model(input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
+
+
+@torch.no_grad()
+def logits_in_steps(model, tokens):
+    """Half of the tokens at once, then one after the other with the cache."""
+    mask, half, cache, found = (tokens != 0).long(), tokens.shape[1] // 2, None, []
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    for begin, end in [(0, half), *((at, at + 1) for at in range(half, tokens.shape[1]))]:
+        given = {"attention_mask": mask[:, :end], "position_ids": places[:, begin:end], "past_key_values": cache}
+        outputs = model(input_ids=tokens[:, begin:end], use_cache=True, **given)
+        cache = outputs.past_key_values
+        found.append(outputs.logits)
+    return torch.cat(found, dim=1), cache
 
 
 def relative(got, expected):
@@ -133,3 +149,65 @@ def test_scalars_of_families_whose_norms_see_only_the_direction_are_folded(famil
         with folded(find_anatomy(model), plan) as folding:
             assert relative(logits_without(model, tokens, [], granularity), expected) < 1e-5
         assert folding.logit_error < 1e-5
+
+
+FALCONS = {"falcon-two-norms": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2}}
+
+
+def turning(family):
+    """A tiny model whose attention is far from uniform, with rotary positions of a base of its own."""
+    fields = FALCONS.get(family, {})
+    rope = getattr(zoo.config_for(family.partition("-")[0]), "rope_parameters", None) or {}
+    if "rope_theta" in rope:
+        fields = fields | {"rope_parameters": rope | {"rope_theta": 300.0}}
+    model = zoo.build(family.partition("-")[0], "causal-lm", **fields)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key", "q_b_proj")) and weight.ndim == 2:
+                weight.mul_(3.0)
+    return model
+
+
+def parts(model, granularity):
+    """The modules of a block that hold the weights of its attention or its MLP."""
+    attention, mlp = PARTS[model.config.model_type]
+    own = {"olmo2": ("self_attn", "mlp"), "opt": ("self_attn", "fc1")}.get(model.config.model_type, (attention, mlp))
+    return {"attention": own[:1], "mlp": {*own[1:], mlp}}[granularity]
+
+
+def padded(model):
+    tokens = zoo.inputs(model, 3)["input_ids"]
+    tokens[1, :5] = 0
+    return tokens
+
+
+@pytest.mark.parametrize("family", [*PARTS, *FALCONS])
+def test_fast_leaves_parts_of_any_family_out_and_computes_the_plan(family, tmp_path, monkeypatch):
+    """Healed attention and unhealed MLPs; at once, by steps with a cache, with padding, and after saving again."""
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    model = turning(family)
+    tokens = padded(model)
+    read = tokens != 0
+    for granularity, blocks, healed in (("attention", [1, 3], True), ("mlp", [2], family == "olmo2")):
+        values = planned.scalars(blocks, 3, granularity) if healed else None
+        plan = planned.plan(model, blocks, granularity, values=values)
+        with ExitStack() as hooks:
+            if healed:
+                Scaled(model, plan, hooks)
+            expected = logits_without(model, tokens, [] if healed else blocks, granularity)
+        folder = tmp_path / granularity
+        report = export(plan, model, "fast", folder)
+        made = load(folder)
+        made.save_pretrained(tmp_path / f"again-{granularity}")
+        for found in (made, load(tmp_path / f"again-{granularity}")):
+            assert type(found) is type(made)
+            assert relative(logits_without(found, tokens)[read], expected[read]) < 1e-5
+        stepped, cache = logits_in_steps(made, tokens)
+        assert relative(stepped[read], expected[read]) < 1e-5
+        assert len(cache.layers) == (1 if granularity == "attention" else 3)
+        gone = [
+            blocks_of(model)[layer - 1].get_submodule(part) for layer in blocks for part in parts(model, granularity)
+        ]
+        assert report.parameters <= model.num_parameters() - sum(w.numel() for m in gone for w in m.parameters())
+        anatomy = find_anatomy(made)
+        assert anatomy.layers_with("attention") == ([2] if granularity == "attention" else [1, 2, 3])

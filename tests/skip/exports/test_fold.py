@@ -158,16 +158,18 @@ def same(model, before):
 
 def test_the_context_heals_also_after_an_error():
     model = tiny_models.build("llama")
-    before, plan = state(model), planned.plan(model, [2])
+    before, plan, plain = state(model), planned.plan(model, [2]), logits(model)
 
     def fails():
         with folded(anatomy_candidates(model)[0], plan):
-            assert not same(model, before)
+            assert not torch.equal(logits(model), plain)
+            assert same(model, before)
             raise KeyError
 
     with pytest.raises(KeyError):
         fails()
     assert same(model, before)
+    assert torch.equal(logits(model), plain)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.5])

@@ -8,10 +8,12 @@ from transformers import Gemma3ForConditionalGeneration, LlavaForConditionalGene
 
 import tiny_models
 from families import zoo
+from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip import curve, export, search, search_into
+from fulldepth.skip import curve, export, load, search, search_into
+from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.exports.possible import Outline, possible_formats
 from skip import planned
 from skip.wordy import tokenizer, words
@@ -33,9 +35,10 @@ class Heard(Watcher):
     [
         ("llama", True, {"folded", "fast", "decilm"}),
         ("mistral", True, {"folded", "fast"}),
-        ("mixtral", True, {"folded"}),
-        ("olmo2", False, {"folded"}),
-        ("olmo2", True, set()),
+        ("mixtral", True, {"folded", "fast"}),
+        ("stablelm", True, {"folded"}),
+        ("olmo2", False, {"folded", "fast"}),
+        ("olmo2", True, {"fast"}),
     ],
 )
 def test_formats_said_beforehand_are_those_that_export_writes(family, healed, expected, tmp_path):
@@ -54,8 +57,10 @@ def test_formats_said_beforehand_are_those_that_export_writes(family, healed, ex
 
 def test_a_search_for_a_format_that_the_model_cannot_have_is_refused_before_anything_is_scored(tmp_path):
     model, heard = zoo.build("olmo2", "causal-lm"), Heard()
-    with pytest.raises(FulldepthError, match=r"no class for olmo2"):
-        search(model, PAIRS, 1, tokenizer=tokenizer(), fit=False, format="fast", watcher=heard)
+    with pytest.raises(FulldepthError, match=r"no class for stablelm"):
+        search(
+            zoo.build("stablelm", "causal-lm"), PAIRS, 1, tokenizer=tokenizer(), fit=False, format="fast", watcher=heard
+        )
     with pytest.raises(FulldepthError, match=r"folded into its weights: its .* sees the scale.*--no-fit"):
         search(model, PAIRS, 1, tokenizer=tokenizer(), format="folded", watcher=heard)
     with pytest.raises(FulldepthError, match=r"per channel cannot be folded"):
@@ -70,14 +75,31 @@ def test_a_search_for_a_format_that_the_model_cannot_have_is_refused_before_anyt
 
 
 def test_search_and_curve_say_first_what_their_plan_can_become():
-    model = zoo.build("mixtral", "causal-lm")
+    model = zoo.build("stablelm", "causal-lm")
     for work in (
         lambda heard: search(model, PAIRS, 1, tokenizer=tokenizer(), fit=False, watcher=heard),
         lambda heard: curve(model, PAIRS, max_blocks=1, tokenizer=tokenizer(), watcher=heard),
     ):
         heard = Heard()
         work(heard)
-        assert heard.lines[0].startswith("The plan can be exported as folded. Not fast: There is no class for mixtr")
+        assert heard.lines[0].startswith("The plan can be exported as folded. Not fast: There is no class for stabl")
+
+
+@pytest.mark.parametrize("family", IMAGES)
+@torch.no_grad()
+def test_fast_holds_the_language_model_alone_of_a_model_that_reads_images(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+    model = IMAGES[family](zoo.config_for(family)).eval()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    plan = planned.plan(model, [2], values=planned.scalars([2], 3))
+    ids = torch.arange(24).view(2, 12) + 3
+    expected = scaled_logits(find_anatomy(model), plan, ids)
+    report = export(plan, model, "fast", tmp_path / "out")
+    made = load(tmp_path / "out")
+    assert not any("vision" in name for name, _ in made.named_modules())
+    assert float((made(input_ids=ids).logits - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert any(f"language model of a {type(model).__name__} alone" in note for note in report.notes)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import median
 
 import numpy as np
@@ -14,14 +15,18 @@ from transformers import AutoModelForCausalLM
 
 from fulldepth.capture import verify
 from fulldepth.errors import FulldepthError
+from fulldepth.figures.contenders import contenders
+from fulldepth.figures.skipped import parts
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.skip.exports.export import export
+from fulldepth.skip.inputs.examples import Example, Examples, read_examples
 from fulldepth.skip.proof import trial
 from fulldepth.skip.proof.bench import bench, order
 from fulldepth.skip.proof.bench_table import Cell, Gone, Measured, headline, noise, step_flops, table_of
 from fulldepth.skip.proof.trial import Living, Runner, cache_bytes, parameter_bytes
 from fulldepth.skip.selection.flops import Costs, costs_of
+from skip import plain
 from skip.planned import layers, plan
 from skip.wordy import tokenizer
 from tiny_models import LAYERS, VOCAB, build
@@ -315,3 +320,86 @@ def test_models_that_cannot_be_compared_are_refused(folders) -> None:
         bench(model, [bigger], **SMALL)
     with pytest.raises(FulldepthError, match="No such folder"):
         bench(model, ["/no/such/folder"])
+
+
+def by_document(count: int) -> Examples:
+    """Held-out sequences of unlike lengths, two or three of a document; some have few labels."""
+    held = plain.sentences(count, 5)
+    spread = [Example(one.input_ids, one.labels, number // 3) for number, one in enumerate(held)]
+    return Examples([], spread, {"hash": "sha256:" + "4" * 64, "name": "sentences", "kind": "pairs", "warnings": []})
+
+
+@torch.no_grad()
+def plain_sums(model, examples) -> np.ndarray:
+    """[N] float64 nats of each sequence, by stock forward passes of one sequence without padding."""
+    model = model.double()
+    found = []
+    for one in examples:
+        targets = one.labels[1:][one.labels[1:] != -100]
+        found.append(-float(plain.log_probabilities(model, one).gather(1, targets[:, None]).sum()))
+    return np.array(found)
+
+
+def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders, tmp_path) -> None:
+    examples = by_document(11)
+    given = {**SMALL, "repeats": 1, "batch_size": 4}
+    results = bench(folders / "original", [folders / "folded", folders / "fast"], data=examples, **given)
+    names = ("original", "folded", "fast")
+    stock = [
+        AutoModelForCausalLM.from_pretrained(folders / name, dtype=torch.float64, trust_remote_code=name == "fast")
+        for name in names
+    ]
+    sums = {name: plain_sums(model, examples.heldout) for name, model in zip(names, stock, strict=True)}
+    tokens = np.array([one.predicted for one in examples.heldout])
+    documents = np.array([one.document for one in examples.heldout])
+    for name in names:
+        expected = sums[name].sum() / tokens.sum()
+        assert value(results, "loss", name, "mean") == pytest.approx(expected, rel=1e-6)
+        gap = sums[name] - sums["original"]
+        rate = gap.sum() / tokens.sum()
+        by_group = [(gap[documents == g] - rate * tokens[documents == g]).sum() for g in np.unique(documents)]
+        error = np.sqrt(len(by_group) / (len(by_group) - 1) * np.square(by_group).sum()) / tokens.sum()
+        rows = results.table[(results.table.measure == "loss") & (results.table.model == name)].set_index("statistic")
+        assert rows["count"]["mean"] == tokens.sum()
+        if name == "original":
+            assert list(rows.index) == ["mean"]
+            continue
+        assert rows["difference"]["mean"] == pytest.approx(rate, rel=1e-4)
+        assert rows["value"]["difference_stderr"] == pytest.approx(error, rel=1e-4)
+        assert rows["count"]["difference_stderr"] == len(by_group) == 4
+        assert f"{rate:+.4f} against original" in results.headline[f"loss_added {name}"]["sentence"]
+    assert abs(value(results, "loss", "fast", "mean") - value(results, "loss", "original", "mean")) > 1e-4
+    assert results.meta["data"]["hash"] == examples.meta["hash"]
+    shown = {one.name: one for one in contenders(parts(results.table, results.meta))}
+    assert shown["fast"].loss == value(results, "loss", "fast", "mean")  # not the plan's, which was made up
+    assert shown["fast"].base == value(results, "loss", "original", "mean")
+    assert not any(one.stated for one in shown.values())
+
+
+def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) -> None:
+    texts = [" ".join(f"w{(7 * row + 3 * at) % 80}" for at in range(9 + row)) for row in range(10)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer().save_pretrained(tmp_path / "words")
+    words = str(tmp_path / "words")
+    searched = read_examples(str(tmp_path / "data.jsonl"), tokenizer(), 64, sequence_length=8, limit=14)
+    original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
+    made = plan(original, [1], values=None, data={"hash": searched.meta["hash"]})
+    export(made, original, "fast", tmp_path / "fast", tokenizer=tokenizer())
+    given = {**SMALL, "repeats": 1, "tokenizer": words, "sequence_length": 8}
+    file = str(tmp_path / "data.jsonl")
+    results = bench(folders / "original", [tmp_path / "fast"], data=file, limit=14, **given)
+    expected = plain.loss(original, searched.heldout, (), "attention")
+    assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
+    assert any("fast are optimistic" in line for line in results.meta["warnings"])
+    whole = bench(folders / "original", [tmp_path / "fast"], heldout=file, **given)
+    starts = [(len(text.split()), at) for text in texts for at in range(0, len(text.split()) - 1, 8)]
+    count = sum(min(8, length - at) - 1 for length, at in starts)
+    assert whole.table[whole.table.measure == "loss"]["count"].iloc[0] == count
+    assert not any("optimistic" in line for line in whole.meta["warnings"])
+
+
+def test_without_data_the_loss_is_stated_by_the_plan(found) -> None:
+    assert "loss" not in set(found.table.measure)
+    shown = {one.name: one for one in contenders(parts(found.table, found.meta))}
+    assert shown["fast"].stated
+    assert (shown["fast"].loss, shown["fast"].base) == (1.0, 1.0)

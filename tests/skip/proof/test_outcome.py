@@ -11,6 +11,7 @@ from fulldepth.hf import anatomy_candidates
 from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.proof.outcome import analyse, settings_of
 from fulldepth.skip.proof.outcome_headline import headline, projections_of
+from fulldepth.skip.summary import lines
 from skip import plain, planned
 from tiny_models import LAYERS, WIDTH, build
 
@@ -173,3 +174,22 @@ def test_what_is_refused_and_what_is_warned_of(tmp_path) -> None:
     cost = {"forwards": 0, "flops": 0, "seconds": 0.0, "unsure_rounds": [2]}
     unsure = analyse(model, healed_plan(model, cost=cost, data=EXAMPLES.meta), EXAMPLES)
     assert ["1 of 2 rounds" in line for line in unsure.meta["warnings"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("search", "healed", "words"),
+    [
+        ("greedy", True, "blocks were chosen and the training of scalars was stopped"),
+        ("greedy", False, "blocks were chosen"),
+        ("given", True, "the training of scalars was stopped"),
+        ("given", False, None),
+    ],
+)
+def test_losses_say_what_was_decided_on_their_sequences(search, healed, words) -> None:
+    model = build("llama")
+    made = planned.plan(model, [2], values="fitted" if healed else None, search=search, data=EXAMPLES.meta)
+    sentence = analyse(model, made, EXAMPLES).headline["loss_added"]["sentence"]
+    told = [name for name, _, _ in lines(made)]
+    assert ("optimistic" in told) == (words is not None)
+    ending = f"Optimistic: {words} on the same sequences."
+    assert sentence.endswith(ending) if words else "Optimistic" not in sentence

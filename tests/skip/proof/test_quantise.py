@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
@@ -17,13 +20,16 @@ from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.inputs.examples import Example, Examples
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.proof import quantisers
+from fulldepth.skip.proof import calibrated, calibration, quantisers
+from fulldepth.skip.proof import quantise as quantise_module
 from fulldepth.skip.proof.quantise import quantise
 from fulldepth.skip.proof.quantise_table import removed_bytes
 from fulldepth.skip.proof.quantisers import int8
+from fulldepth.skip.proof.saved import folded_int8
 from fulldepth.skip.proof.trial import parameter_bytes
 from fulldepth.skip.selection.search import search
 from skip import plain, planned
+from skip.wordy import tokenizer
 from tiny_models import LAYERS, build
 
 pytest.importorskip("torchao", reason="needs torchao (the extra `quantise`)")
@@ -259,3 +265,109 @@ def test_times_are_not_taken_beside_other_processes(monkeypatch) -> None:
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(FulldepthError, match="without torchrun"):
         quantise(model, planned.plan(model, (2,)), EXAMPLES)
+
+
+def stock_logits(folder, ids):
+    """[B, T, V] logits of a checkpoint as transformers alone loads it."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits.double()
+
+
+@pytest.mark.parametrize("healed", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
+def test_scalars_go_into_packed_weights(family, healed) -> None:
+    """Where a branch ends in a matrix (Llama, NeoX, whose layers are parallel) and in a norm (Gemma)."""
+    model = build(family)
+    original = anatomy_candidates(model)[0]
+    measured = int8(original)
+    plan = planned.plan(model, (2,), values="fitted" if healed else None)
+    ids = torch.arange(3, 15).view(2, 6)
+    before = [value.clone() for value in measured.model.parameters()]
+    made = folded_int8(measured, original, plan, ids).model
+    with torch.no_grad():
+        expected = planned.scaled(rounded(model), plan)(input_ids=ids).logits
+        assert (made(input_ids=ids).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    kept = zip(before, measured.model.parameters(), strict=True)
+    assert all(torch.equal(dense(old), dense(now)) for old, now in kept)
+
+
+def dense(weight):
+    return weight.dequantize() if hasattr(weight, "dequantize") and hasattr(weight, "qdata") else weight
+
+
+def test_layers_that_packed_weights_do_not_run_in_are_refused() -> None:
+    with pytest.raises(FulldepthError, match="FalconLinear"):
+        int8(anatomy_candidates(build("falcon"))[0])
+
+
+@pytest.mark.slow
+def test_what_is_saved_is_what_was_measured(tmp_path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    plan = planned.plan(model, (2,), data=EXAMPLES.meta)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    results = quantise(loaded, plan, EXAMPLES, output=tmp_path / "out", save=tmp_path / "kept", epochs=2, **TIMES)
+    assert [one["model"] for one in results.meta["saved"]] == [CORNERS[2], CORNERS[4], CORNERS[3]]
+    second = Plan.load(tmp_path / "out" / "quantised")
+    ids = torch.arange(3, 15).view(2, 6)
+    coarse, folders = rounded(model), [Path(one["path"]) for one in results.meta["saved"]]
+    oracles = [coarse, planned.scaled(coarse, plan), planned.scaled(coarse, second)]
+    for folder, oracle, saved in zip(folders, oracles, results.meta["saved"], strict=True):
+        with torch.no_grad():
+            expected = oracle(input_ids=ids).logits
+        found = stock_logits(folder, ids)
+        assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+        assert 0 <= saved["logit_error"] < 2e-4
+        assert saved["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+        assert AutoTokenizer.from_pretrained(folder)("w3 w4").input_ids == tokenizer()("w3 w4").input_ids
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        assert "I8" in kinds
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {path.name for path in folders}
+    unlike = stock_logits(folders[0], ids) - stock_logits(folders[1], ids)
+    assert unlike.abs().max() > 1e-3
+    table = results.table[results.table.measure == "loss"].set_index("model").value
+    again = AutoModelForCausalLM.from_pretrained(folders[1]).eval()
+    assert plain.loss(again, EXAMPLES.heldout, (), "attention") == pytest.approx(table[CORNERS[4]], rel=1e-4)
+
+
+def test_what_cannot_be_saved_is_said_before_the_work(tmp_path, monkeypatch) -> None:
+    def work(*args, **kwargs):
+        raise AssertionError("began to work")
+
+    model = build("gpt2")
+    plan = planned.plan(model, (2,), data=EXAMPLES.meta)
+    with monkeypatch.context() as patch:
+        patch.setattr("fulldepth.skip.proof.quantise.prepared", work)
+        with pytest.raises(FulldepthError, match="in int8 cannot be saved"):
+            quantise(model, plan, EXAMPLES, save=tmp_path / "kept", **TIMES)
+        with pytest.raises(FulldepthError, match="exists already"):
+            quantise(build("llama"), planned.plan(build("llama"), (2,)), EXAMPLES, save=tmp_path, **TIMES)
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.slow
+def test_a_calibrated_checkpoint_is_kept_without_its_stand_in_tokenizer(tmp_path, monkeypatch) -> None:
+    """The packages of GPTQ are not here: what stands for them writes the model as it was given."""
+
+    def run(method, given):
+        made = AutoModelForCausalLM.from_pretrained(given["source"])
+        made.save_pretrained(given["target"])
+        calibration._any_tokenizer().save_pretrained(given["target"])
+
+    monkeypatch.setattr(calibrated, "_run", run)
+    monkeypatch.setattr(quantisers, "find_spec", lambda name: True)
+    monkeypatch.setattr(quantise_module, "version", lambda name: "0")
+    model = build("llama")
+    plan = planned.plan(model, (2,), data=EXAMPLES.meta)
+    results = quantise(model, plan, EXAMPLES, method="gptq", save=tmp_path / "kept", fit=False, **TIMES)
+    (saved,) = results.meta["saved"]
+    assert (saved["model"], saved["logit_error"]) == ("quantised", 0.0)
+    assert {path.name for path in Path(saved["path"]).iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors"
+    }  # fmt: skip
+    assert any("gptq has packed" in line for line in results.meta["warnings"])
+    assert any("No tokenizer" in line for line in results.meta["warnings"])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
+from fulldepth.distributed import Processes
 from fulldepth.skip.inputs.examples import Examples
-from fulldepth.skip.selection.elimination import compare, is_worse
+from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
+from fulldepth.skip.selection.flops import Costs, Variant
+from fulldepth.skip.selection.ledger import Ledger
+from fulldepth.skip.selection.score import Batch
 from fulldepth.skip.selection.search import search
 from skip import plain
 
@@ -57,3 +63,60 @@ def test_copies_within_a_document_add_no_certainty(name):
         for key in ("margin", "standard_error"):
             assert copied[key] == pytest.approx(alone[key], rel=1e-4)
         assert (copied["pick"], copied["sure"]) == (alone["pick"], alone["sure"])
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.9], ids=["independent", "alike within documents"])
+def test_estimates_from_a_part_of_the_data_are_unbiased_and_their_intervals_cover_the_whole(alike):
+    """m of N sequences are drawn: E r = R, and with independent ones Var r = S^2 / m (1 - m / N) / n^2."""
+    generator, population, drawn, tokens, draws = np.random.default_rng(2), 240, 80, 5, 4000
+    documents = np.repeat(np.arange(60), 4) if alike else np.arange(population)
+    shared = generator.normal(0, alike, 60)[documents] if alike else 0.0
+    gaps = tokens * (3 + shared + generator.normal(0, 1, population))
+    truth = gaps.sum() / (tokens * population)
+    estimates, squares, above = [], [], 0
+    for _ in range(draws):
+        part = generator.permutation(population)[:drawn]
+        found = compare(gaps[part], np.full(drawn, float(tokens)), documents[part], population)
+        estimates.append(found.mean)
+        squares.append(found.error**2)
+        above += is_worse(found._replace(mean=found.mean - truth), 0.05, population)
+    exact = gaps.var(ddof=1) / drawn * (1 - drawn / population) / tokens**2
+    assert np.mean(estimates) == pytest.approx(truth, abs=4 * (exact / draws) ** 0.5)
+    assert np.var(estimates) == pytest.approx(exact, rel=0.1)  # single sequences are drawn, whatever they share
+    assert np.mean(squares) == pytest.approx(exact, rel=0.02) if not alike else np.mean(squares) > exact
+    assert stats.binom.sf(above, draws, 0.05) > 0.001  # never more than five in a hundred beyond the bound
+    assert alike or stats.binom.cdf(above, draws, 0.05) > 0.001  # and no fewer, if sequences are independent
+
+
+class Table:
+    """A scorer that knows losses by sequence: batches carry the rows of the table in place of tokens."""
+
+    def __init__(self, losses: dict[Variant, np.ndarray], costs: Costs) -> None:
+        self.losses, self.costs = losses, costs
+
+    def sums(self, batch: Any, variants: Any, *, divergence: bool, done: Any) -> Any:
+        return {variant: {"loss": list(self.losses[variant][batch.inputs["rows"]])} for variant in variants}
+
+
+def test_a_race_loses_its_best_candidate_no_more_often_than_it_says():
+    """Seven near ties and one clear loser, sequences of a document alike: the pick is the best of all the data."""
+    layers, population, draws, confidence = 8, 96, 120, 0.95
+    costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0)
+    documents, wrong, scored = np.repeat(np.arange(48), 2), 0, []
+    for seed in range(draws):
+        generator = np.random.default_rng(seed)
+        worth = np.append(generator.normal(0, 0.02, layers - 1), 9.0)
+        own = generator.normal(0, 1, (layers, 48))[:, documents] + generator.normal(0, 1, (layers, population))
+        losses = {Variant(): np.full(population, 20.0)}
+        losses |= {Variant({layer + 1}): 20 + worth[layer] + own[layer] for layer in range(layers)}
+        chunks = [
+            [Batch({"rows": part}, torch.ones(8, 5, dtype=bool), *[torch.arange(8).repeat(5)] * 2, documents[part])]
+            for part in generator.permutation(population).reshape(-1, 8)
+        ]
+        ledger = Ledger(Table(losses, costs), chunks, Processes())
+        (pick,), (how,) = eliminate(ledger, "loss", 1, confidence=confidence)
+        wrong += pick != min(range(1, layers + 1), key=lambda layer: losses[Variant({layer})].sum())
+        scored.append(len(ledger.known_chunks("loss", Variant({layers}))))
+        assert how.decided_by in ("bounds", "data")
+    assert stats.binom.sf(wrong, draws, 1 - confidence) > 0.001
+    assert max(scored) <= 3 < len(chunks)  # of 12 chunks

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers.models.llama.configuration_llama import LlamaConfig
 
+from .configuration_skipped import older_rope
+
 AUTO_MAP = {
     "AutoConfig": "configuration_decilm.DeciLMConfig",
     "AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM",
@@ -27,7 +29,8 @@ class BlockConfigs:
     def __init__(self, block_configs: list[Any] | None = None, **kwargs: Any) -> None:
         """Only before transformers 5: its configurations are dataclasses, which call `__post_init__`."""
         self.block_configs = [_attributes(block) for block in block_configs or []]
-        super().__init__(**({"auto_map": dict(AUTO_MAP)} | kwargs))
+        rope = older_rope("llama", kwargs)  # a model that transformers 5 saved has the newer entry alone
+        super().__init__(**({"auto_map": dict(AUTO_MAP)} | rope | kwargs))
         self._check()
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -54,6 +57,11 @@ class BlockConfigs:
     @property
     def stream_scale(self) -> None:
         """The layout has no word for it."""
+        return None
+
+    @property
+    def scalars(self) -> None:
+        """The layout has no word for them."""
         return None
 
     def to_dict(self) -> dict[str, Any]:

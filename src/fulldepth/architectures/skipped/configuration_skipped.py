@@ -1,24 +1,33 @@
-"""Configurations of `fulldepth_skipped_*`: decoders whose skipped attention blocks and MLPs do not exist."""
+"""Configurations of `fulldepth_skipped_*`: decoders whose skipped attention blocks and MLPs do not exist.
+
+One class for each stock configuration, made when it is asked for: `SkippedLlamaConfig` for `LlamaConfig`.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.gpt2.configuration_gpt2 import GPT2Config
-from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+import transformers
 
 NO_ATTENTION, NO_MLP = "fulldepth_no_attention", "fulldepth_no_mlp:"
 """Entry of a saved `layer_types` for a layer without attention, and what stands before that of one without MLP. Stock
 configurations refuse to load them, so that `LlamaForCausalLM.from_pretrained` cannot make another model (with what is
 missing at random) of such a checkpoint."""
+OLDER_ROPE = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""`model_type` -> names that its configuration before transformers 5 has in place of the usual ones."""
+ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text")
+"""Families with two kinds of rotary positions, by type of layer."""
+
+
+FIELDS: dict[str, Any] = {
+    "skipped_attention": list[int] | None,
+    "skipped_mlp": list[int] | None,
+    "stream_scale": list[float] | None,
+    "scalars": dict[str, dict[str, float]] | None,
+}
+"""What is added to a stock configuration, with its types."""
 
 
 class SkippedConfig:
@@ -30,6 +39,8 @@ class SkippedConfig:
         stream_scale: what the residual stream was divided by where norms read it: before attention and before the MLP
             of every layer, then before the final norm. The norms' eps follows, so that they give what they gave
             before. None: it is as it was.
+        scalars: factors that the weights cannot hold: number of a layer -> `b_att`, `s_att`, `b_mlp`, `s_mlp`, as far
+            as it has them; `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
 
     Raises:
         ValueError: for a layer that does not exist, scales that are not positive or not 2 L + 1, or a GPT-2 with
@@ -42,21 +53,26 @@ class SkippedConfig:
     skipped_attention: list[int] | None
     skipped_mlp: list[int] | None
     stream_scale: list[float] | None
+    scalars: dict[str, dict[str, float]] | None
 
     def __init__(
         self,
         skipped_attention: list[int] | None = None,
         skipped_mlp: list[int] | None = None,
         stream_scale: list[float] | None = None,
+        scalars: dict[str, dict[str, float]] | None = None,
         layer_types: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         """Only before transformers 5: its configurations are dataclasses, which call `__post_init__`."""
         self.skipped_attention, self.skipped_mlp = list(skipped_attention or ()), list(skipped_mlp or ())
-        self.stream_scale = stream_scale
+        self.stream_scale, self.scalars = stream_scale, scalars
         if layer_types is not None and "layer_types" in inspect.signature(super().__init__).parameters:
             kwargs["layer_types"] = self._plain(layer_types)
-        super().__init__(**{"auto_map": _auto_map(type(self).__name__)} | kwargs)
+        rope = older_rope(
+            type(self).model_type.removeprefix("fulldepth_skipped_"), kwargs
+        )  # as transformers 5 saves it
+        super().__init__(**{"auto_map": _auto_map(type(self).__name__)} | rope | kwargs)
         self._check()
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -100,6 +116,34 @@ class SkippedConfig:
         return values
 
 
+def older_rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions by the names before transformers 5, from the entry `rope_parameters`; nothing without it.
+
+    Earlier versions do not read that entry, and take their defaults without a message.
+
+    Args:
+        kind: `model_type` of the stock family.
+        values: entries of a configuration.
+    """
+    rope, names = values.get("rope_parameters"), {}
+    if not isinstance(rope, Mapping):
+        return {}
+    if kind in ROPE_BY_LAYER and isinstance(rope.get("full_attention"), Mapping):
+        local = rope.get("sliding_attention") or {}
+        if "rope_theta" in local:
+            names["rope_local_base_freq"] = local["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return names
+    aliases = OLDER_ROPE.get(kind, {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            names[aliases.get(name, name)] = rope[name]
+    scaled = rope.get("rope_type", "default") != "default"
+    rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    return names | {"rope_scaling": rest if scaled else None}
+
+
 def _auto_map(config: str) -> dict[str, str]:
     """Auto class -> what it finds among the modelling files that a checkpoint carries."""
     base = config.removesuffix("Config")
@@ -119,86 +163,31 @@ def _layers(name: str, layers: Iterable[int] | None, num_layers: int) -> list[in
     return found
 
 
-class SkippedLlamaConfig(SkippedConfig, LlamaConfig):
-    """All fields of `LlamaConfig` and those of `SkippedConfig`."""
+def config_class(name: str) -> Any:
+    """The class with all fields of a stock configuration and those of `SkippedConfig`.
 
-    model_type = "fulldepth_skipped_llama"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
-
-
-class SkippedMistralConfig(SkippedConfig, MistralConfig):
-    """All fields of `MistralConfig` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_mistral"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
-
-
-class SkippedQwen2Config(SkippedConfig, Qwen2Config):
-    """All fields of `Qwen2Config` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_qwen2"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
+    Args:
+        name: of the stock class, `LlamaConfig`.
+    """
+    made = f"Skipped{name}"
+    if made not in globals():
+        stock = getattr(transformers, name)
+        values = {
+            **dict.fromkeys(FIELDS),
+            "__annotations__": dict(FIELDS),
+            "__doc__": f"All fields of `{name}` and those of `SkippedConfig`.",
+            "__module__": __name__,
+            "model_type": f"fulldepth_skipped_{stock.model_type}",
+        }
+        globals()[made] = type(made, (SkippedConfig, stock), values)
+    return globals()[made]
 
 
-class SkippedQwen3Config(SkippedConfig, Qwen3Config):
-    """All fields of `Qwen3Config` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_qwen3"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
+def __getattr__(name: str) -> Any:
+    """`SkippedXConfig` for transformers' `XConfig`."""
+    if name.startswith("Skipped") and name.endswith("Config"):
+        return config_class(name.removeprefix("Skipped"))
+    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
-class SkippedGemma2Config(SkippedConfig, Gemma2Config):
-    """All fields of `Gemma2Config` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_gemma2"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
-
-
-class SkippedGemma3TextConfig(SkippedConfig, Gemma3TextConfig):
-    """All fields of `Gemma3TextConfig` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_gemma3_text"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
-
-
-class SkippedGPT2Config(SkippedConfig, GPT2Config):
-    """All fields of `GPT2Config` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_gpt2"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
-
-
-class SkippedGPTNeoXConfig(SkippedConfig, GPTNeoXConfig):
-    """All fields of `GPTNeoXConfig` and those of `SkippedConfig`."""
-
-    model_type = "fulldepth_skipped_gpt_neox"
-    skipped_attention: list[int] | None = None
-    skipped_mlp: list[int] | None = None
-    stream_scale: list[float] | None = None
-
-
-__all__ = [
-    "SkippedConfig",
-    "SkippedGPT2Config",
-    "SkippedGPTNeoXConfig",
-    "SkippedGemma2Config",
-    "SkippedGemma3TextConfig",
-    "SkippedLlamaConfig",
-    "SkippedMistralConfig",
-    "SkippedQwen2Config",
-    "SkippedQwen3Config",
-]
+__all__ = ["SkippedConfig", "config_class"]

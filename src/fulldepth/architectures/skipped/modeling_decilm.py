@@ -5,20 +5,20 @@ from __future__ import annotations
 # transformers 4 copies those files of carried code that this one names, and not what they name in their turn.
 from .cache_skipped import compact  # noqa: F401
 from .configuration_decilm import DeciLMConfig
-from .configuration_skipped import SkippedConfig  # noqa: F401
+from .configuration_skipped import config_class  # noqa: F401
 from .modeling_skipped import SkippedLlamaForCausalLM, SkippedLlamaModel
 
 
 class DeciLMModel(SkippedLlamaModel):
     """The decoder without a head."""
 
-    config_class = DeciLMConfig  # type: ignore[assignment]
+    config_class = DeciLMConfig
 
 
 class DeciLMForCausalLM(SkippedLlamaForCausalLM):
     """The decoder with a language-model head."""
 
-    config_class = DeciLMConfig  # type: ignore[assignment]
+    config_class = DeciLMConfig
     model_class = DeciLMModel
 
 

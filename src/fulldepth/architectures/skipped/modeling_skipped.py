@@ -3,202 +3,276 @@
 A layer without attention is `y = x + M(Norm(x))`: it has no attention weights, no norm before them and no entry in the
 key/value cache. Entries of the cache are numbered through the layers that have attention, so that the cache's length,
 which transformers reads from its first entry, is right whichever layers are gone.
+
+There is one class for each stock class, made when it is asked for: `SkippedLlamaForCausalLM` for `LlamaForCausalLM`.
+Its blocks are the stock ones; where a part is gone, something that adds nothing stands in its place.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2Model
-from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3ForCausalLM, Gemma3TextModel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel, GPT2Model
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM, GPTNeoXLayer, GPTNeoXModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralForCausalLM, MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from .cache_skipped import TokenCounter, compact
-from .configuration_skipped import (
-    SkippedGemma2Config,
-    SkippedGemma3TextConfig,
-    SkippedGPT2Config,
-    SkippedGPTNeoXConfig,
-    SkippedLlamaConfig,
-    SkippedMistralConfig,
-    SkippedQwen2Config,
-    SkippedQwen3Config,
+from .configuration_skipped import config_class
+
+BEFORE_5 = transformers.__version__.startswith("4.")
+conversions: Any = None if BEFORE_5 else import_module("transformers.conversion_mapping")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of modules in a stock decoder: of `layers` and `final_norm` from the body, of the others from a block.
+
+    Of a tuple of norms the block has the first that exists.
+    """
+
+    attention: str = "self_attn"
+    attention_norms: tuple[str, ...] = ("input_layernorm",)
+    """What attention reads."""
+    after_attention: str | None = None
+    """Norm behind attention."""
+    mlp: tuple[str, ...] = ("mlp",)
+    """The MLP, or its first and its last module."""
+    mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
+    """What the MLP reads; a norm that attention reads, too, stays when one of them is gone."""
+    after_mlp: str | None = None
+    """Norm behind the MLP."""
+    mlp_outputs: int = 0
+    """Elements of the tuple that the MLP gives; 0 for a tensor. Attention gives two everywhere."""
+    layers: str = "layers"
+    final_norm: str = "norm"
+
+    @property
+    def keeps_scalars(self) -> bool:
+        """Whether scalars stand beside the weights: attention and MLP read the stream itself, whose scale they see."""
+        return not self.attention_norms and not self.mlp_norms
+
+
+LLAMA = Layout()
+GEMMA = Layout(
+    after_attention="post_attention_layernorm",
+    mlp_norms=("pre_feedforward_layernorm",),
+    after_mlp="post_feedforward_layernorm",
 )
-
-LAYERS_GIVE_TUPLES = transformers.__version__.startswith("4.")
-"""Whether stock layers of Gemma, GPT-2 and GPT-NeoX return `(hidden_states,)`, and not the tensor."""
-
-
-class Nothing(nn.Module):
-    """What stands for an MLP that is gone: it adds 0."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, D] zeros."""
-        return torch.zeros_like(hidden_states)
-
-
-def _as_stock(hidden_states: Tensor) -> Any:
-    """`[B, T, D]` states in the form in which the model takes them from its layers."""
-    return (hidden_states,) if LAYERS_GIVE_TUPLES else hidden_states
-
-
-class WithoutAttention:
-    """A layer of Llama's layout without attention: `y = x + M(Norm(x))`. Stands before the stock class."""
-
-    gone: ClassVar[tuple[str, ...]] = ("self_attn", "input_layernorm")
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)  # type: ignore[call-arg]
-        for name in self.gone:
-            delattr(self, name)
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """`[B, T, D]` -> the same; masks, positions and caches are for other layers."""
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # type: ignore[attr-defined]
-
-
-class WithoutAttentionGemma(WithoutAttention):
-    """The same with norms before and after each branch."""
-
-    gone = ("self_attn", "input_layernorm", "post_attention_layernorm")
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """`[B, T, D]` -> the same."""
-        branch = self.mlp(self.pre_feedforward_layernorm(hidden_states))  # type: ignore[attr-defined]
-        return _as_stock(hidden_states + self.post_feedforward_layernorm(branch))  # type: ignore[attr-defined]
+PARALLEL = Layout(mlp_norms=("input_layernorm",))
+LAYOUTS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo", "phi3", "smollm3"), LLAMA),
+    **dict.fromkeys(("deepseek_v3", "qwen3_moe", "starcoder2"), LLAMA),
+    "gpt_oss": Layout(mlp_outputs=2),
+    "mixtral": Layout(mlp=("block_sparse_moe",), mlp_outputs=2) if BEFORE_5 else LLAMA,
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "olmo2": replace(GEMMA, attention_norms=(), mlp_norms=()),
+    "cohere": PARALLEL,
+    "phi": replace(PARALLEL, final_norm="final_layernorm"),
+    "falcon": Layout(
+        attention="self_attention",
+        attention_norms=("ln_attn", "input_layernorm"),
+        mlp_norms=("ln_mlp", "post_attention_layernorm", "input_layernorm"),
+        layers="h",
+        final_norm="ln_f",
+    ),
+    "gpt2": Layout(attention="attn", attention_norms=("ln_1",), mlp_norms=("ln_2",), layers="h", final_norm="ln_f"),
+    "gpt_neox": Layout(attention="attention", final_norm="final_layer_norm"),
+    "opt": Layout(
+        attention_norms=("self_attn_layer_norm",),
+        mlp=("fc1", "fc2"),
+        mlp_norms=("final_layer_norm",),
+        layers="decoder.layers",
+        final_norm="decoder.final_layer_norm",
+    ),
+}
+"""`model_type` of a stock decoder -> its layout."""
+BASE_MODEL_PREFIX = {"gemma3_text": "model"}
+"""Before transformers 5, `Gemma3ForCausalLM` has that of the class with images."""
 
 
-class WithoutAttentionGPT2(WithoutAttention):
-    """The same by GPT-2's names."""
+class NoAttention:
+    """What stands for attention that is gone: it adds 0. No module, so that the block has none by that name."""
 
-    gone = ("attn", "ln_1")
+    is_sliding = False  # asked by Gemma 3's block before transformers 5, to choose the positions that it hands over
 
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """`[B, T, D]` -> the same."""
-        return _as_stock(hidden_states + self.mlp(self.ln_2(hidden_states)))  # type: ignore[attr-defined]
-
-
-class WithoutAttentionGPTNeoX(WithoutAttention):
-    """The same by GPT-NeoX's names; parallel and serial residuals do not differ then."""
-
-    gone = ("attention", "input_layernorm")
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """`[B, T, D]` -> the same."""
-        branch = self.mlp(self.post_attention_layernorm(hidden_states))  # type: ignore[attr-defined]
-        return _as_stock(hidden_states + self.post_mlp_dropout(branch))  # type: ignore[attr-defined]
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """[B, T, D] zeros, and no weights of attention."""
+        return torch.zeros_like(hidden_states), None
 
 
-class SkippedLlamaLayer(WithoutAttention, LlamaDecoderLayer):
-    """Llama's layer without attention."""
+class NoMLP(nn.Module):
+    """What stands for an MLP that is gone: it adds 0.
+
+    Args:
+        outputs: elements of the tuple that the MLP gave; 0 for a tensor.
+    """
+
+    def __init__(self, outputs: int = 0) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        """[B, T, D] zeros, alone or first in a tuple."""
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
 
 
-class SkippedMistralLayer(WithoutAttention, MistralDecoderLayer):
-    """Mistral's layer without attention."""
+def _same(hidden_states: Tensor) -> Tensor:
+    """What stands for a norm of attention that is gone."""
+    return hidden_states
 
 
-class SkippedQwen2Layer(WithoutAttention, Qwen2DecoderLayer):
-    """Qwen2's layer without attention."""
+def _put(block: nn.Module, name: str | None, part: Any) -> None:
+    """Put something in the place of a module, or nothing where there is none."""
+    if name is not None:
+        delattr(block, name)
+        setattr(block, name, part)
 
 
-class SkippedQwen3Layer(WithoutAttention, Qwen3DecoderLayer):
-    """Qwen3's layer without attention."""
+def _norm_of(block: nn.Module, names: tuple[str, ...]) -> str | None:
+    """The norm that a part of a block reads; None where it reads the stream itself."""
+    return next((name for name in names if hasattr(block, name)), None)
 
 
-class SkippedGemma2Layer(WithoutAttentionGemma, Gemma2DecoderLayer):
-    """Gemma 2's layer without attention."""
+def _leave_out(block: nn.Module, layout: Layout, attention: bool, mlp: bool) -> None:
+    """Put what adds nothing in the place of a block's attention, its MLP, and the norms of each alone."""
+    norm, mlp_norm = (_norm_of(block, names) for names in (layout.attention_norms, layout.mlp_norms))
+    shared = norm == mlp_norm
+    if attention:
+        _put(block, layout.attention, NoAttention())
+        _put(block, None if shared else norm, _same)
+        _put(block, layout.after_attention, _same)
+    if mlp:
+        for name in (None if shared else mlp_norm, *layout.mlp[:-1], layout.after_mlp):
+            _put(block, name, nn.Identity())
+        _put(block, layout.mlp[-1], NoMLP(layout.mlp_outputs))
 
 
-class SkippedGemma3Layer(WithoutAttentionGemma, Gemma3DecoderLayer):
-    """Gemma 3's layer without attention."""
-
-
-class SkippedGPT2Layer(WithoutAttentionGPT2, GPT2Block):
-    """GPT-2's layer without attention."""
-
-
-class SkippedGPTNeoXLayer(WithoutAttentionGPTNeoX, GPTNeoXLayer):
-    """GPT-NeoX's layer without attention."""
-
-
-def _rescale(norm: nn.Module | None, scale: float) -> None:
+def _rescale(norm: Any, scale: float) -> None:
     """Let a norm read `x / scale` as it read x: only its eps knows the difference."""
+    if not isinstance(norm, nn.Module) or scale == 1.0:
+        return
     for name in ("eps", "variance_epsilon"):
         if hasattr(norm, name):
             setattr(norm, name, getattr(norm, name) / scale**2)
+            return
+    norm.forward = partial(_of_scaled, scale, norm.forward)  # OLMo's eps is no attribute
+
+
+def _of_scaled(scale: float, forward: Any, hidden_states: Tensor) -> Tensor:
+    return forward(scale * hidden_states)
+
+
+class _Factors:
+    """The factors of one branch at work: it gives `b A + (s - 1) x`, to which its block adds x."""
+
+    def __init__(self, b: float, s: float) -> None:
+        self.b, self.s = b, s
+        self.stream: Tensor | None = None
+
+    def note(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module that reads the stream."""
+        self.stream = args[0] if args else kwargs["hidden_states"]
+        return forward(*args, **kwargs)
+
+    def mix(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module whose output the block adds; in float32 at least, in the dtype of the sum."""
+        branch, stream = forward(*args, **kwargs), self.stream
+        assert stream is not None  # noted before
+        self.stream = None
+        dtype = torch.promote_types(branch.dtype, stream.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.b * branch.to(wide) + (self.s - 1) * stream.to(wide)).to(dtype)
+
+
+def _multiply(block: nn.Module, layout: Layout, own: dict[str, float]) -> None:
+    """Scalars at the branches of a block whose attention and MLP read the stream itself and end in norms."""
+    for name, reader, end in (
+        ("att", layout.attention, layout.after_attention),
+        ("mlp", layout.mlp[0], layout.after_mlp),
+    ):
+        if f"b_{name}" in own:
+            factors = _Factors(own[f"b_{name}"], own[f"s_{name}"])
+            first, last = getattr(block, reader), getattr(block, str(end))
+            first.forward, last.forward = partial(factors.note, first.forward), partial(factors.mix, last.forward)
+
+
+def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hand over a cache that has entries for the layers with attention alone.
+
+    Args:
+        names: of the forward's arguments.
+        stack: the module that runs the layers.
+        args: by position.
+        kwargs: by name.
+    """
+    kwargs = kwargs | dict(zip(names, args, strict=False))
+    cache, config = kwargs.get("past_key_values"), stack.config
+    if cache is None and _wants_cache(stack, kwargs.get("use_cache")):
+        cache = kwargs["past_key_values"] = DynamicCache(config=config)
+    if isinstance(cache, Cache):
+        # Not L but what the configuration says: early exit in `generate` lowers it for a while.
+        num_layers = config.num_hidden_layers
+        compact(cache, {layer for layer in config.skipped_attention if layer <= num_layers}, num_layers)
+    return (), kwargs
+
+
+def _wants_cache(stack: Any, use_cache: bool | None) -> bool:
+    """Whether the stock class would make a cache."""
+    wanted = stack.config.use_cache if use_cache is None else use_cache
+    return bool(wanted) and not (stack.gradient_checkpointing and stack.training)
+
+
+def _after_pass(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    """Count the tokens of a cache without entries."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], TokenCounter):
+        given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        cache.layers[0].cumulative_length += given.shape[1]  # type: ignore[union-attr]
 
 
 class SkippedModel:
     """A stock decoder without its head whose skipped parts do not exist. Stands before the stock class."""
 
-    layer_class: ClassVar[type]
-    layer_list: ClassVar[str] = "layers"
-    attention: ClassVar[tuple[str, str]] = ("self_attn", "input_layernorm")
-    """Attention and the norm before it."""
-    mlp: ClassVar[tuple[str, ...]] = ("mlp", "post_attention_layernorm")
-    """The MLP, the norm before it and that after it."""
-    final_norm: ClassVar[str] = "norm"
-    _no_split_modules: Any
+    layout: ClassVar[Layout]
 
     def __init__(self, config: Any) -> None:
+        if BEFORE_5 and getattr(config, "scale_attn_by_inverse_layer_idx", False):
+            raise ValueError("attention scaled by its layer's number needs transformers 5")
         super().__init__(config)  # type: ignore[call-arg]
-        layers = getattr(self, self.layer_list)
-        self._skipped = set(config.skipped_attention)
+        layout, body = self.layout, self
+        layers: Any = body.get_submodule(layout.layers)  # type: ignore[attr-defined]
         entry = 0
-        for index in range(len(layers)):
-            if index + 1 in self._skipped:
-                layers[index] = self.layer_class(config, index)
-            else:
-                getattr(layers[index], self.attention[0]).layer_idx = entry
+        for layer, block in enumerate(layers, start=1):
+            attention, mlp = layer in config.skipped_attention, layer in config.skipped_mlp
+            if config.stream_scale is not None:
+                self._rescale_norms(block, config.stream_scale[2 * layer - 2 : 2 * layer])
+            if not attention:
+                getattr(block, layout.attention).layer_idx = entry
                 entry += 1
-            if index + 1 in set(config.skipped_mlp):
-                for name, part in zip(self.mlp, (Nothing(), nn.Identity(), nn.Identity()), strict=False):
-                    setattr(layers[index], name, part)
+            _leave_out(block, layout, attention, mlp)
+            if config.scalars is not None:
+                _multiply(block, layout, config.scalars.get(str(layer), {}))
         if config.stream_scale is not None:
-            readers = [getattr(layer, name, None) for layer in layers for name in (self.attention[1], self.mlp[1])]
-            for norm, scale in zip([*readers, getattr(self, self.final_norm)], config.stream_scale, strict=True):
-                _rescale(norm, scale)
-        self._forward_names = [*inspect.signature(super().forward).parameters]  # type: ignore[misc]
-        self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
-        self.post_init()  # type: ignore[attr-defined]
+            _rescale(body.get_submodule(layout.final_norm), config.stream_scale[-1])  # type: ignore[attr-defined]
+        stack = body.get_submodule(layout.layers.rpartition(".")[0])  # type: ignore[attr-defined]
+        names = [*inspect.signature(stack.forward).parameters]
+        stack.register_forward_pre_hook(partial(_before_pass, names), with_kwargs=True)
+        stack.register_forward_hook(_after_pass, with_kwargs=True)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock class."""
-        kwargs |= zip(self._forward_names, args, strict=False)
-        cache = kwargs.get("past_key_values")
-        if cache is None and self._wants_cache(kwargs.get("use_cache")):
-            cache = kwargs["past_key_values"] = DynamicCache(config=self.config)  # type: ignore[attr-defined]
-        if isinstance(cache, Cache):
-            # Not L but what the configuration says: early exit in `generate` lowers it for a while.
-            num_layers = self.config.num_hidden_layers  # type: ignore[attr-defined]
-            compact(cache, {layer for layer in self._skipped if layer <= num_layers}, num_layers)
-        outputs = super().forward(**kwargs)  # type: ignore[misc]
-        if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], TokenCounter):
-            given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-            cache.layers[0].cumulative_length += given.shape[1]  # type: ignore[union-attr]
-        return outputs
-
-    def _wants_cache(self, use_cache: bool | None) -> bool:
-        """Whether the stock class would make a cache."""
-        wanted = self.config.use_cache if use_cache is None else use_cache  # type: ignore[attr-defined]
-        return bool(wanted) and not (self.gradient_checkpointing and self.training)  # type: ignore[attr-defined]
-
-
-class SkippedGemmaModel(SkippedModel):
-    """The same for norms before and after each branch."""
-
-    mlp = ("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    def _rescale_norms(self, block: nn.Module, scales: list[float]) -> None:
+        """Let the norms before attention and MLP read what they read before; one that both read, once."""
+        names = [_norm_of(block, norms) for norms in (self.layout.attention_norms, self.layout.mlp_norms)]
+        for name, scale in dict(zip(names, scales, strict=True)).items():
+            if name is not None:
+                _rescale(getattr(block, name), scale)
 
 
 class SkippedForCausalLM:
@@ -207,153 +281,49 @@ class SkippedForCausalLM:
     model_class: ClassVar[type]
 
     def __init__(self, config: Any) -> None:
-        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # the stock class would build a stock body
+        super().__init__(config)  # type: ignore[call-arg]
         setattr(self, self.base_model_prefix, self.model_class(config))  # type: ignore[attr-defined]
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[attr-defined]
 
 
-class SkippedLlamaModel(SkippedModel, LlamaModel):
-    """Llama's decoder without a head."""
+def _make(model_type: str, base: str) -> None:
+    """Make the classes of a family.
 
-    config_class = SkippedLlamaConfig
-    layer_class = SkippedLlamaLayer
-
-
-class SkippedLlamaForCausalLM(SkippedForCausalLM, LlamaForCausalLM):
-    """Llama."""
-
-    config_class = SkippedLlamaConfig
-    model_class = SkippedLlamaModel
-
-
-class SkippedMistralModel(SkippedModel, MistralModel):
-    """Mistral's decoder without a head."""
-
-    config_class = SkippedMistralConfig
-    layer_class = SkippedMistralLayer
-
-
-class SkippedMistralForCausalLM(SkippedForCausalLM, MistralForCausalLM):
-    """Mistral."""
-
-    config_class = SkippedMistralConfig
-    model_class = SkippedMistralModel
+    Args:
+        model_type: of the stock decoder.
+        base: the name of its configuration without `Config`.
+    """
+    stock: list[str] = [MODEL_MAPPING_NAMES[model_type], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # type: ignore[list-item]
+    body, causal_lm = (getattr(transformers, name) for name in stock)
+    own = {"__module__": __name__, "config_class": config_class(f"{base}Config")}
+    values = own | {"__doc__": f"`{stock[0]}` without skipped parts.", "layout": LAYOUTS[model_type]}
+    model_class = type(f"Skipped{base}Model", (SkippedModel, body), values)
+    values = own | {"__doc__": f"`{stock[1]}` without skipped parts.", "model_class": model_class}
+    if model_type in BASE_MODEL_PREFIX:
+        values["base_model_prefix"] = BASE_MODEL_PREFIX[model_type]
+    made = type(f"Skipped{base}ForCausalLM", (SkippedForCausalLM, causal_lm), values)
+    globals().update({model_class.__name__: model_class, made.__name__: made})
+    if conversions is not None:  # transformers 5 stores weights of some families by other names than their modules'
+        names = (model_class.__name__, made.__name__, f"fulldepth_skipped_{model_type}")
+        for name, known in zip(names, (*stock, model_type), strict=True):
+            if (mapping := conversions.get_checkpoint_conversion_mapping(known)) is not None:
+                conversions.register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
-class SkippedQwen2Model(SkippedModel, Qwen2Model):
-    """Qwen2's decoder without a head."""
-
-    config_class = SkippedQwen2Config
-    layer_class = SkippedQwen2Layer
-
-
-class SkippedQwen2ForCausalLM(SkippedForCausalLM, Qwen2ForCausalLM):
-    """Qwen2."""
-
-    config_class = SkippedQwen2Config
-    model_class = SkippedQwen2Model
+def causal_lm_class(model_type: str) -> Any:
+    """The class without skipped parts of a family of `LAYOUTS`; its `model_class` is the decoder alone."""
+    name = f"Skipped{CONFIG_MAPPING_NAMES[model_type].removesuffix('Config')}ForCausalLM"
+    return globals().get(name) or __getattr__(name)
 
 
-class SkippedQwen3Model(SkippedModel, Qwen3Model):
-    """Qwen3's decoder without a head."""
-
-    config_class = SkippedQwen3Config
-    layer_class = SkippedQwen3Layer
-
-
-class SkippedQwen3ForCausalLM(SkippedForCausalLM, Qwen3ForCausalLM):
-    """Qwen3."""
-
-    config_class = SkippedQwen3Config
-    model_class = SkippedQwen3Model
+def __getattr__(name: str) -> Any:
+    """`SkippedXModel` and `SkippedXForCausalLM` for the stock decoder whose configuration is `XConfig`."""
+    for model_type in LAYOUTS:
+        base = CONFIG_MAPPING_NAMES.get(model_type, "").removesuffix("Config")
+        if base and name in (f"Skipped{base}Model", f"Skipped{base}ForCausalLM"):
+            _make(model_type, base)
+            return globals()[name]
+    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
-class SkippedGemma2Model(SkippedGemmaModel, Gemma2Model):
-    """Gemma 2's decoder without a head."""
-
-    config_class = SkippedGemma2Config
-    layer_class = SkippedGemma2Layer
-
-
-class SkippedGemma2ForCausalLM(SkippedForCausalLM, Gemma2ForCausalLM):
-    """Gemma 2."""
-
-    config_class = SkippedGemma2Config
-    model_class = SkippedGemma2Model
-
-
-class SkippedGemma3TextModel(SkippedGemmaModel, Gemma3TextModel):
-    """The text decoder of Gemma 3 without a head."""
-
-    config_class = SkippedGemma3TextConfig
-    layer_class = SkippedGemma3Layer
-
-
-class SkippedGemma3TextForCausalLM(SkippedForCausalLM, Gemma3ForCausalLM):
-    """The text decoder of Gemma 3."""
-
-    config_class = SkippedGemma3TextConfig
-    model_class = SkippedGemma3TextModel
-    base_model_prefix = "model"  # transformers 4 inherits that of the class with images
-
-
-class SkippedGPT2Model(SkippedModel, GPT2Model):
-    """GPT-2's decoder without a head."""
-
-    config_class = SkippedGPT2Config
-    layer_class = SkippedGPT2Layer
-    layer_list, attention, mlp, final_norm = "h", ("attn", "ln_1"), ("mlp", "ln_2"), "ln_f"
-
-
-class SkippedGPT2ForCausalLM(SkippedForCausalLM, GPT2LMHeadModel):
-    """GPT-2."""
-
-    config_class = SkippedGPT2Config
-    model_class = SkippedGPT2Model
-    model_parallel = False  # read by transformers 4
-
-
-class SkippedGPTNeoXModel(SkippedModel, GPTNeoXModel):
-    """GPT-NeoX's decoder without a head."""
-
-    config_class = SkippedGPTNeoXConfig
-    layer_class = SkippedGPTNeoXLayer
-    attention, final_norm = ("attention", "input_layernorm"), "final_layer_norm"
-
-
-class SkippedGPTNeoXForCausalLM(SkippedForCausalLM, GPTNeoXForCausalLM):
-    """GPT-NeoX."""
-
-    config_class = SkippedGPTNeoXConfig
-    model_class = SkippedGPTNeoXModel
-
-    @property
-    def embed_out(self) -> Any:
-        """The head, by the name that the stock class calls it before transformers 5."""
-        return self.lm_head
-
-    @embed_out.setter
-    def embed_out(self, head: Any) -> None:
-        self.lm_head = head
-
-
-__all__ = [
-    "SkippedGPT2ForCausalLM",
-    "SkippedGPT2Model",
-    "SkippedGPTNeoXForCausalLM",
-    "SkippedGPTNeoXModel",
-    "SkippedGemma2ForCausalLM",
-    "SkippedGemma2Model",
-    "SkippedGemma3TextForCausalLM",
-    "SkippedGemma3TextModel",
-    "SkippedLlamaForCausalLM",
-    "SkippedLlamaModel",
-    "SkippedMistralForCausalLM",
-    "SkippedMistralModel",
-    "SkippedQwen2ForCausalLM",
-    "SkippedQwen2Model",
-    "SkippedQwen3ForCausalLM",
-    "SkippedQwen3Model",
-]
+__all__ = ["LAYOUTS", "Layout", "SkippedForCausalLM", "SkippedModel", "causal_lm_class"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,17 +15,20 @@ from typing import Any
 import pydantic
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.hub import convert_file_size_to_int
 
-from fulldepth.architectures import DeciLMForCausalLM
+from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
+from fulldepth.capture import find_anatomy
 from fulldepth.capture.stream import TOLERANCE
 from fulldepth.errors import FulldepthError, one_line, unknown
-from fulldepth.files import atomic_folder, read_document, read_json, remove_leftovers
-from fulldepth.hf import Anatomy, load_checkpoint, load_tokenizer, pick_device
-from fulldepth.skip.exports.fold import Folding, folded, heals, probes, scaled_logits
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, Draft, without_bars
+from fulldepth.files import read_document, read_json
+from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer, pick_device
+from fulldepth.skip.exports.fold import Folding, heals, prepare, probes, scaled_logits
+from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
+from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, SHARD_SIZE, Draft, in_forward, without_bars
 from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_names, publish_older_tokenizer
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.exports.readers import NotLoadedError, prove
@@ -62,13 +66,17 @@ def export(
     tokenizer: Any = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    shard_size: int | str = SHARD_SIZE,
 ) -> Export:
     """Write a plan's model as a checkpoint, load it in a fresh process, compare logits, and only then name it.
 
     The folder appears whole or not at all: it is written beside `output` under another name. It carries the tokenizer,
-    the generation settings, and `fulldepth_skip.json` with the plan.
+    the generation settings, and `fulldepth_skip.json` with the plan. Weights are changed and written file by file:
+    beside the model at most `shard_size` bytes are held, or one layer's weights while the folding is measured. A model
+    that is loaded here is dropped before the fresh process starts.
 
     Args:
         plan: what is skipped, with the scalars; or its file.
@@ -80,102 +88,189 @@ def export(
             there, or beside the checkpoint, or beside the one that the plan names.
         dtype: precision to load the model in; None = that of the search.
         device: where to; None = the first accelerator, else the CPU. A loaded model stays where it is.
+        device_map: `auto` or a map of modules, for models larger than one device; the fresh process uses `auto` then.
         revision: branch, tag or commit of a Hub model and its tokenizer.
         trust_remote_code: run code that the checkpoint or its tokenizer carries.
+        shard_size: most bytes of one file of weights, also as text such as `2GB`.
 
     Raises:
         FulldepthError: if `output` exists, the plan is for another model, has scalars per channel, or is of a
             granularity that the format does not know, folding is refused, the disk is full, or the export loads as
-            anything but the plan's model.
+            anything but the plan's model; for a device and a device map at once.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    target = Path(output)
+    most, target = _bytes(shard_size), Path(output)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_exportable(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    loaded = _opened(plan, model, dtype=dtype or plan.dtype, device=device, **hub)
+    loaded = _opened(plan, model, device, device_map, dtype=dtype or plan.dtype, **hub)
     anatomy = check_format(loaded, Outline.of(plan), format)
+    reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
     source = model.name_or_path if isinstance(model, PreTrainedModel) else model
-    places = (plan.data.get("tokenizer"), source, plan.model.name)
-    return _made(plan, anatomy, format, target, lambda folder: _save_tokenizer(tokenizer, places, folder, **hub))
+    with folder_to_be(target) as folder:
+        whole = anatomy if anatomy.model is loaded else find_anatomy(loaded)
+        written = _write(plan, whole, anatomy, format, folder, most)
+        del loaded, whole, anatomy
+        gc.collect()  # a model that was passed in is held by its owner
+        places = (plan.data.get("tokenizer"), source, plan.model.name)
+        written.notes.extend(save_tokenizer(tokenizer, places, folder, **hub))
+        return _proven(plan, format, target, _Checked(folder, written, reader_map))
 
 
-def _made(
-    plan: Plan, anatomy: Anatomy, format: str, target: Path, save_tokenizer: Callable[[Path], list[str]]
-) -> Export:
-    """Write, load again, compare, name.
+def _proven(plan: Plan, format: str, target: Path, checked: _Checked) -> Export:
+    """Load the checkpoint as others will, compare its logits, and write down what it is."""
+    folder = checked.folder
+    publish_older_tokenizer(folder)
+    strip_foreign_code(folder, carries_code=format in CARRY_CODE)
+    error = checked.by("carried" if format in CARRY_CODE else "stock")
+    verified, said = _read_elsewhere(checked) if format == "decilm" else (True, [])
+    notes = (*said, *checked.written.notes)
+    report = Export(format, target, error, count_parameters(folder), 0, verified, notes)
+    _describe(report, plan, folder)
+    return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is known of an export besides its files."""
+
+    ids: Tensor
+    """[B, T] tokens to compare logits on."""
+    logits: Tensor
+    """[B, T, V] of the healed model."""
+    allowed: float
+    """Largest error of the export's, relative to the largest logit."""
+    notes: list[str]
+
+
+def _write(plan: Plan, whole: Anatomy, anatomy: Anatomy, format: str, folder: Path, shard_size: int) -> _Written:
+    """Write the checkpoint, without tokenizer and notes; the model stays as it is.
 
     Args:
         plan: for this model.
-        anatomy: of a stock class.
+        whole: of the model.
+        anatomy: of a stock class that computes the same of text.
         format: that can hold both.
-        target: the folder to be.
-        save_tokenizer: writes into a folder, and gives what is to be noted.
+        folder: where to.
+        shard_size: most bytes of one file of weights.
     """
-    stock = anatomy.model
-    with _folder_to_be(target) as folder:
-        ids = probes(anatomy)
-        expected = scaled_logits(anatomy, plan, ids)
-        with _scalars_inside(anatomy, plan, format) as folding, _generation_settings(stock, folder), without_bars():
-            notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder))
-        notes += save_tokenizer(folder)
-        publish_older_names(folder)
-        publish_older_tokenizer(folder)
-        strip_foreign_code(folder, carries_code=format in CARRY_CODE)
-        # The fast class follows the stream's scale in its eps, so nothing but rounding is left.
-        allowed = TOLERANCE[expected.dtype] + (0.0 if format == "fast" else folding.logit_error)
-        error = prove(folder, ids, expected, allowed, "carried" if format in CARRY_CODE else "stock")
-        verified, said = _read_elsewhere(folder, ids, expected, allowed) if format == "decilm" else (True, [])
-        report = Export(format, target, error, _parameters(folder), 0, verified, (*said, *notes))
-        _describe(report, plan, folder)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return replace(report, bytes=size)
+    folding = _folding(anatomy, plan, format)
+    ids = probes(whole)
+    expected = scaled_logits(whole, plan, ids)
+    with generation_settings(anatomy.model, folder), without_bars():
+        notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder, shard_size))
+    if whole.config is not whole.model.config and anatomy.config is anatomy.model.config:
+        notes.append(f"This is the language model of a {type(whole.model).__name__} alone; it reads no images.")
+    publish_older_names(folder)
+    # The fast class follows the stream's scale in its eps, so nothing but rounding is left.
+    allowed = TOLERANCE[expected.dtype] + (0.0 if format == "fast" else folding.logit_error)
+    return _Written(ids, expected, allowed, notes)
 
 
-def _opened(plan: Plan, model: PreTrainedModel | str | Path, **options: Any) -> PreTrainedModel:
+def _folding(anatomy: Anatomy, plan: Plan, format: str) -> Folding:
+    """The scalars inside the weights, as far as the format needs that."""
+    unscaled = (1.0,) * (2 * anatomy.num_layers + 1)
+    if format == "layer" and not heals(plan):  # whole layers go, and nothing is left to fold: any family will do
+        return Folding(0.0, unscaled, "There are no scalars to fold.")
+    if in_forward(anatomy.model, format) and heals(plan):
+        return Folding(0.0, unscaled, "The scalars stay outside the weights.")
+    return prepare(anatomy, plan, most=math.inf if format == "fast" else None)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """An export to be loaded by fresh processes."""
+
+    folder: Path
+    written: _Written
+    device_map: str | None
+
+    def by(self, reader: str) -> float:
+        """The error of its logits, as a reader loads it."""
+        own = self.written
+        return prove(self.folder, own.ids, own.logits, own.allowed, reader, self.device_map)
+
+
+def _bytes(size: int | str) -> int:
+    """A size such as `5GB` as a number of bytes.
+
+    Raises:
+        FulldepthError: if it is none, or not above 0.
+    """
+    try:
+        number = convert_file_size_to_int(size)
+    except ValueError:
+        number = 0
+    if number <= 0:
+        raise FulldepthError(f"Expected the size of a file such as 5GB or 500MB, got {one_line(repr(size), 60)}.")
+    return number
+
+
+def _opened(
+    plan: Plan, model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
+) -> PreTrainedModel:
     """The plan's model, loaded with these options unless it is already.
 
     Raises:
-        FulldepthError: if it is another model.
+        FulldepthError: if it is another model; for a device and a device map at once.
     """
-    loaded = model if isinstance(model, PreTrainedModel) else load_checkpoint(model, **options).model
+    if device is not None and device_map is not None:
+        raise FulldepthError("Set a device or a device map, not both.")
+    where = {"device": device, "device_map": device_map}
+    loaded = model if isinstance(model, PreTrainedModel) else load_checkpoint(model, **where, **options).model
     plan.check_model(loaded)
     return loaded
 
 
-def load(directory: str | Path, *, device: str | torch.device | None = None) -> PreTrainedModel:
+def load(
+    directory: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
     """The model of an export of any format, in evaluation mode; no foreign code runs.
 
-    A `fast` export that was fine-tuned or saved again (`save_pretrained`) has no notes, and is loaded all the same.
+    An export of the format `fast` or `decilm` that was fine-tuned or saved again (`save_pretrained`) has no notes, and
+    is loaded all the same.
+
+    Args:
+        directory: of the export.
+        device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
+        device_map: `auto`, or a map of modules to devices, for models larger than one device.
 
     Raises:
         FulldepthError: if the folder is no export, or is broken.
     """
     folder = Path(directory)
-    if _saved_again(folder) or read_notes(folder)["format"] != "decilm":
-        return load_checkpoint(folder, device=device).model
+    if (_model_type_saved_again(folder) or read_notes(folder)["format"]) not in ("decilm", DeciLMConfig.model_type):
+        return load_checkpoint(folder, device=device, device_map=device_map).model
+    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:  # its model type is not ours to register
         with without_bars():
             found: Any = DeciLMForCausalLM.from_pretrained(
-                folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+                folder, dtype="auto", output_loading_info=True, trust_remote_code=False, **placed
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
     model, info = found
     if wrong := sorted(str(key) for keys in info.values() for key in keys):
         raise FulldepthError(f"The weights in {folder} do not fit its configuration (first: {wrong[0]}).")
-    return model.to(pick_device(device)).eval()
+    return (model if device_map is not None else model.to(pick_device(device))).eval()
 
 
-def _saved_again(folder: Path) -> bool:
-    """Whether a folder without notes holds a model of the `fast` format."""
+def _model_type_saved_again(folder: Path) -> str | None:
+    """The model type of a folder without notes that holds a model of the format `fast` or `decilm`."""
     path = folder / "config.json"
     if (folder / NOTES).exists() or not path.is_file():
-        return False
+        return None
     config = read_json(path)
-    return isinstance(config, dict) and str(config.get("model_type")).startswith("fulldepth_skipped_")
+    kind = str(config.get("model_type")) if isinstance(config, dict) else ""
+    if kind.startswith("fulldepth_skipped_"):
+        return kind
+    own_code = kind == DeciLMConfig.model_type and config.get("architectures") == [DeciLMForCausalLM.__name__]
+    return kind if own_code else None
 
 
 class Notes(pydantic.BaseModel):
@@ -217,31 +312,21 @@ def read_notes(folder: Path) -> dict[str, Any]:
     return notes.model_dump()
 
 
-def _read_elsewhere(folder: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[bool, list[str]]:
+def _read_elsewhere(checked: _Checked) -> tuple[bool, list[str]]:
     """Whether a reader of the DeciLM layout (mlx-lm, the one that runs anywhere) has loaded it, and what to say."""
     if find_spec("mlx_lm") is None:
         why = "install mlx-lm (on Linux with mlx[cpu]) to have it checked."
     else:
         try:
-            prove(folder, ids, expected, allowed, "mlx")
+            checked.by("mlx")
         except NotLoadedError as error:
             why = f"mlx-lm could not: {error}"
         else:
-            return True, ["mlx-lm has loaded it and gives the plan's logits. vLLM and llama.cpp have not been run."]
+            return True, ["mlx-lm has loaded it and gives the plan's logits."]
     return False, [
         "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the plan's "
         f"logits, but no reader of the DeciLM layout has loaded it; {why}"
     ]
-
-
-def check_target(target: Path) -> None:
-    """Refuse what exists.
-
-    Raises:
-        FulldepthError: if there is something by that name.
-    """
-    if target.exists() or target.is_symlink():
-        raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
 
 
 def check_exportable(plan: Plan) -> None:
@@ -255,17 +340,7 @@ def check_exportable(plan: Plan) -> None:
 
 
 @contextmanager
-def _scalars_inside(anatomy: Anatomy, plan: Plan, format: str) -> Iterator[Folding]:
-    """The model with the scalars in its weights, as far as the format needs that."""
-    if format == "layer" and not heals(plan):  # whole layers go, and nothing is left to fold: any family will do
-        yield Folding(0.0, (1.0,) * (2 * anatomy.num_layers + 1), "There are no scalars to fold.")
-        return
-    with folded(anatomy, plan, most=math.inf if format == "fast" else None) as folding:
-        yield folding
-
-
-@contextmanager
-def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
     """Carry the generation settings as they are: some checkpoints have such as transformers loads but will not save."""
     settings = model.generation_config
     model.generation_config = GenerationConfig()
@@ -277,29 +352,7 @@ def _generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]
         settings.to_json_file(folder / "generation_config.json")
 
 
-@contextmanager
-def _folder_to_be(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that gets its name at the end; on an error it is gone, as if never begun.
-
-    Raises:
-        FulldepthError: if it cannot be written (disk full, no permission).
-    """
-    new = [parent for parent in target.absolute().parents if not parent.exists()]
-    try:
-        remove_leftovers(target.absolute().parent)
-        with atomic_folder(target) as part:
-            yield part
-            check_target(target)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error
-    finally:
-        with suppress(OSError):  # up to the first that is not empty
-            for parent in new:
-                parent.rmdir()
-
-
-def _save_tokenizer(
+def save_tokenizer(
     tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
 ) -> list[str]:
     """Save the tokenizer given, or copy the files of the first place that has one.
@@ -318,38 +371,6 @@ def _save_tokenizer(
         load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
         return []
     return ["No tokenizer was given, and none was found with the checkpoint."]
-
-
-def strip_foreign_code(folder: Path, *, carries_code: bool) -> None:
-    """Remove `auto_map` from every configuration: it names code of the model's origin, which is not in the export.
-
-    Args:
-        folder: the export.
-        carries_code: whether `config.json` names this package's own code, which stays.
-    """
-    for path in folder.glob("*.json"):
-        if path.name == "config.json" and carries_code:
-            continue
-        text = path.read_text(encoding="utf-8")
-        if "auto_map" not in text or path.name == "tokenizer.json":
-            continue
-        path.write_text(json.dumps(_without_code(json.loads(text)), indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-def _without_code(value: Any) -> Any:
-    """Plain values without any key `auto_map`."""
-    if isinstance(value, dict):
-        return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
-    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _parameters(folder: Path) -> int:
-    """Numbers in the weights on disk."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return count
 
 
 def _describe(report: Export, plan: Plan, folder: Path) -> None:

@@ -15,9 +15,9 @@ Source: SPEC section 4 ("Beyond the paper"), for Hopscotch (arXiv 2506.03303).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from fulldepth.capture import find_anatomy
 from fulldepth.capture.stream import relative_error
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, device_of, find_ends, scale_obstacle
+from fulldepth.hf import Anatomy, End, device_of, find_ends, in_memory, is_offloaded, scale_obstacle
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import skipping
 from fulldepth.skip.plan import PER_CHANNEL, Plan
@@ -40,8 +40,32 @@ PROBES, PROBE_LENGTH = 4, 32
 
 
 @dataclass(frozen=True)
+class Change:
+    """What folding does to one branch: its last weights are multiplied with a factor."""
+
+    where: str
+    """For messages: `attention of layer 3`."""
+    end: End
+    factor: float
+
+    def weight(self, name: str, weight: Tensor) -> Tensor:
+        """New values of a weight of the branch, in its own type.
+
+        Raises:
+            FulldepthError: if the type cannot hold them.
+        """
+        values = self.end.multiplied(weight, self.factor)
+        if not bool(torch.isfinite(values).all()):
+            raise FulldepthError(
+                f"Folding makes {name} of the {self.where} too large for {weight.dtype}: its factor is "
+                f"{self.factor:.3g}. Load the model in float32."
+            )
+        return values
+
+
+@dataclass(frozen=True)
 class Folding:
-    """What folding did, and how exact it is."""
+    """What folding does, and how exact it is."""
 
     logit_error: float
     """Largest difference of a logit from the model with its scalars outside, relative to the largest logit."""
@@ -49,10 +73,18 @@ class Folding:
     """c where norms read the stream, kept as x / c: before attention and MLP of each layer, then at the end."""
     note: str
     """The error and where it comes from, in a sentence."""
+    changes: Mapping[str, Change] = field(default_factory=dict, repr=False)
+    """Name of a weight in the model's state dict -> what becomes of it."""
+
+    def weight(self, name: str, weight: Tensor) -> Tensor:
+        """A weight of the folded model, computed from the model's own; one that does not change is given as it is."""
+        return self.changes[name].weight(name, weight) if name in self.changes else weight
 
 
 def fold(model: PreTrainedModel, plan: Plan) -> Folding:
     """Multiply a plan's scalars into the model's own weights, and zero the skipped branches. In place, for good.
+
+    The error is measured first, then one weight after the other is changed: nothing is held twice.
 
     Args:
         model: the model that the plan was made for, as loaded.
@@ -64,55 +96,69 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
 
     Raises:
         FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of
-            the stream is not positive or differs by channel, or weights are quantised; says which. The model is as it
-            was then.
+            the stream is not positive or differs by channel, or weights are quantised or offloaded; says which. The
+            model is as it was then.
     """
+    if is_offloaded(model):
+        raise FulldepthError(
+            "Weights that are offloaded cannot be changed in place. Load the model without a device map, or export the "
+            "plan in the format folded, which reads them one after the other."
+        )
     plan.check_model(model)
-    anatomy = find_anatomy(model)
-    with folded(anatomy, plan, heal=False) as folding:
-        return folding
+    folding = prepare(find_anatomy(model), plan)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for parameter, name in {parameters[name]: name for name in folding.changes}.items():
+            parameter.copy_(folding.weight(name, parameter))
+    return folding
 
 
-@contextmanager
-def folded(anatomy: Anatomy, plan: Plan, *, heal: bool = True, most: float | None = None) -> Iterator[Folding]:
-    """The same inside `with`: afterwards the weights are what they were, bit for bit.
+def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Folding:
+    """Which weights change, and the error of the model that has them; the model stays as it is.
+
+    A branch gets its new weights for the length of its forward pass, so that those of one branch are held at a time.
 
     Args:
         anatomy: the model; the plan is not compared with its weights.
         plan: what is skipped, and the scalars.
-        heal: whether to put the weights back at the end, or only if something goes wrong.
         most: largest error in logits that is accepted; None: `MOST` of the model's precision.
 
     Raises:
-        FulldepthError: as `fold`, except for another model.
+        FulldepthError: as `fold`, except for another model and for offloaded weights.
     """
     check_foldable(anatomy, plan)
     ids = probes(anatomy)
     factors, scales = branch_factors(plan, anatomy.num_layers, parallel=anatomy.family.design == "parallel")
-    changed = dict(_new_weights(anatomy, factors, ids))
-    expected = scaled_logits(anatomy, plan, ids)
+    changes = _changes(anatomy, factors, ids)
     kind, why = ("healed", _why(anatomy)) if heals(plan) else ("skipping", "There are no scalars to fold.")
-    before = {parameter: parameter.detach().clone() for parameter in changed}
-    done = False
-    try:
-        with torch.no_grad():
-            for parameter, values in changed.items():
-                parameter.copy_(values)
-        changed.clear()
-        with _adding_nothing(anatomy, factors):
-            error = relative_error(logits(anatomy, ids), expected)
-        if not error <= (MOST[expected.dtype] if most is None else most):
-            raise FulldepthError(
-                f"Folding is refused: the logits of the folded {type(anatomy.model).__name__} miss those of the healed "
-                f"one by {error:.1e} of the largest. {why}"
-            )
-        yield Folding(error, scales, f"Logits within {error:.1e} of the {kind} model's, relative. {why}")
-        done = True
-    finally:
-        if heal or not done:
-            with torch.no_grad():
-                for parameter, values in before.items():
-                    parameter.copy_(values)
+    with _in_use(changes.values()), _adding_nothing(anatomy, factors):
+        got = logits(anatomy, ids)
+    expected = scaled_logits(anatomy, plan, ids)
+    error = relative_error(got, expected)
+    if not error <= (MOST[expected.dtype] if most is None else most):
+        raise FulldepthError(
+            f"Folding is refused: the logits of the folded {type(anatomy.model).__name__} miss those of the healed "
+            f"one by {error:.1e} of the largest. {why}"
+        )
+    note = f"Logits within {error:.1e} of the {kind} model's, relative. {why}"
+    return Folding(error, scales, note, changes)
+
+
+@contextmanager
+def folded(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Iterator[Folding]:
+    """Let the model compute with the folded weights inside `with`; its own weights stay as they are.
+
+    Args:
+        anatomy: the model; the plan is not compared with its weights.
+        plan: what is skipped, and the scalars.
+        most: largest error in logits that is accepted; None: `MOST` of the model's precision.
+
+    Raises:
+        FulldepthError: as `prepare`.
+    """
+    folding = prepare(anatomy, plan, most=most)
+    with _in_use(folding.changes.values()):
+        yield folding
 
 
 def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
@@ -192,26 +238,56 @@ def branch_factors(
     return factors, (*scales, scale)
 
 
-def _new_weights(
-    anatomy: Anatomy, factors: list[tuple[float, float]], ids: Tensor
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter that changes, with its new values in its own type."""
+def _changes(anatomy: Anatomy, factors: list[tuple[float, float]], ids: Tensor) -> dict[str, Change]:
+    """Name of every weight that changes -> what becomes of it.
+
+    Raises:
+        FulldepthError: if a weight of several branches would have to be multiplied with different factors.
+    """
     wanted = {
         (layer, role): factor
         for layer, pair in enumerate(factors, start=1)
         for role, factor in zip(("attention", "mlp"), pair, strict=True)
         if factor != 1.0
     }
-    for (layer, role), end in find_ends(anatomy, wanted, ids).items():
-        factor = wanted[layer, role]
-        for name, values in end.times(factor).items():
-            parameter = end.branch.get_parameter(name)
-            if not bool(torch.isfinite(values).all()):
-                raise FulldepthError(
-                    f"Folding makes {name} of the {role} of layer {layer} too large for {parameter.dtype}: its factor "
-                    f"is {factor:.3g}. Load the model in float32."
-                )
-            yield parameter, values
+    ends = find_ends(anatomy, wanted, ids)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in anatomy.model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    changes: dict[str, Change] = {}
+    for (layer, role), end in ends.items():
+        change = Change(f"{role} of layer {layer}", end, wanted[layer, role])
+        for own in end.names:
+            for name in names[end.branch.get_parameter(own)]:
+                if changes.setdefault(name, change).factor != change.factor:
+                    raise FulldepthError(
+                        f"Folding is refused: {name} belongs to the {changes[name].where} and to the {change.where}, "
+                        "which need different factors."
+                    )
+    return changes
+
+
+@contextmanager
+def _in_use(changes: Iterable[Change]) -> Iterator[None]:
+    """Give branches their new weights for the length of each forward pass."""
+    with ExitStack() as hooks, ExitStack() as swapped:
+
+        def enter(change: Change, *_: Any) -> None:
+            branch = change.end.branch
+            swapped.enter_context(in_memory(branch))
+            for name in change.end.names:
+                parameter = branch.get_parameter(name)
+                swapped.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = change.weight(name, parameter)
+
+        def leave(*_: Any) -> None:
+            swapped.close()
+
+        for change in {id(change.end.branch): change for change in changes}.values():
+            branch = change.end.branch
+            hooks.callback(branch.register_forward_pre_hook(partial(enter, change)).remove)
+            hooks.callback(branch.register_forward_hook(leave, always_call=True).remove)
+        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from fulldepth.architectures.skipped import older_rope
 from fulldepth.files import read_json
 
 TOKENIZER_FILES = (
@@ -22,10 +23,8 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """What tokenizers of transformers are read from."""
-ROPE = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""`model_type` -> names that its older configuration has in place of the usual ones."""
-ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text")
-"""Families with two kinds of rotary positions, by type of layer."""
+RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+"""`model_type` -> entries of its configuration and their older names."""
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Class of transformers 5 -> what it was called before, which transformers 5 knows too."""
 
@@ -40,27 +39,15 @@ def publish_older_names(folder: Path) -> None:
 
 
 def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by the names before transformers 5: rotary positions and the type of the weights."""
+    """Entries by the names before transformers 5: rotary positions, the type of the weights, the number of experts."""
     names: dict[str, Any] = {}
     if isinstance(config.get("dtype"), str):
         names["torch_dtype"] = config["dtype"]
-    rope, kind = config.get("rope_parameters"), str(config.get("model_type")).removeprefix("fulldepth_skipped_")
-    if not isinstance(rope, dict):
-        return names
-    if kind in ROPE_BY_LAYER and isinstance(rope.get("full_attention"), dict):
-        local = rope.get("sliding_attention") or {}
-        if "rope_theta" in local:
-            names["rope_local_base_freq"] = local["rope_theta"]
-        rope = rope["full_attention"]
-    if "rope_theta" not in rope:
-        return names
-    aliases = ROPE.get(kind, {})
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            names[aliases.get(name, name)] = rope[name]
-    scaled = rope.get("rope_type", "default") != "default"
-    rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    return names | {"rope_scaling": rest if scaled else None}
+    if config.get("model_type") == "gpt2" and "n_positions" in config:
+        names["n_ctx"] = config["n_positions"]  # mlx-lm and llama.cpp's converter want it
+    kind = str(config.get("model_type")).removeprefix("fulldepth_skipped_")
+    names |= {older: config[name] for name, older in RENAMED.get(kind, {}).items() if name in config}
+    return names | older_rope(kind, config)
 
 
 def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bool:

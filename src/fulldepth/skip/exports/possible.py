@@ -12,7 +12,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports.fold import check_scalable, heals
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, as_stock
+from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, TEXT_ALONE, as_stock, as_text, in_forward
 from fulldepth.skip.plan import Plan
 
 
@@ -66,7 +66,18 @@ def check_format(model: PreTrainedModel, outline: Outline, format: str) -> Anato
             "would be missing."
         )
     FORMATS[format].check(stock, outline.blocks)
+    stock = as_text(stock) if format in TEXT_ALONE else stock
     return anatomy if stock is model else find_anatomy(stock)
+
+
+def check_scalars(anatomy: Anatomy, outline: Outline, format: str) -> None:
+    """Refuse a format that cannot hold the scalars of this model, whatever their values are.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    if outline.healed and (outline.per_channel or not in_forward(anatomy.model, format)):
+        check_scalable(anatomy, per_channel=outline.per_channel)
 
 
 def possible_formats(model: PreTrainedModel, outline: Outline) -> tuple[list[str], dict[str, str]]:
@@ -80,8 +91,7 @@ def possible_formats(model: PreTrainedModel, outline: Outline) -> tuple[list[str
             continue
         try:
             anatomy = check_format(model, outline, name)
-            if outline.healed:
-                check_scalable(anatomy, per_channel=outline.per_channel)
+            check_scalars(anatomy, outline, name)
             fitting.append(name)
         except FulldepthError as error:
             reasons[name] = str(error)
@@ -97,8 +107,7 @@ def announce(model: PreTrainedModel, settings: SearchSettings, blocks: int) -> s
     outline = Outline.before(settings, blocks)
     if settings.format is not None:
         anatomy = check_format(model, outline, settings.format)
-        if outline.healed:
-            check_scalable(anatomy, per_channel=outline.per_channel)
+        check_scalars(anatomy, outline, settings.format)
     fitting, reasons = possible_formats(model, outline)
     distinct = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
     why = " ".join(f"Not {' or '.join(names)}: {reason}" for reason, names in distinct.items())

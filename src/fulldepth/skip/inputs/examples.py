@@ -92,6 +92,7 @@ def read_examples(
         data: rows with a prompt and a response or with messages (all that `fulldepth.data.conversations` reads), rows
             with `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a
             list of texts or of mappings. Long plain text is several documents (`fulldepth.data.documents.text_pieces`).
+            None = held-out data only, nothing to fit on.
         tokenizer: the model's; its chat template, if it has one, is used for pairs too.
         max_positions: what the model can take, None = any length.
         heldout: the same kinds of data, to score with; None = a seeded fifth of the rows or documents of `data`.
@@ -109,12 +110,12 @@ def read_examples(
     _check_settings(max_positions, sequence_length, limit)
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
-    first = _read(data, tokenizer, longest, window, limit)
-    if heldout is None:
+    second = None if heldout is None else _read(heldout, tokenizer, longest, window, limit)
+    first = second if second and data is None else _read(data, tokenizer, longest, window, limit)
+    train = [] if first is second else first.examples
+    if second is None:
         train, kept = _split(first, seed)
         second = _Part(f"a seeded fifth of {first.name}", first.kind, kept)
-    else:
-        train, second = first.examples, _read(heldout, tokenizer, longest, window, limit)
     highest = max(int(example.input_ids.max()) for example in (*train, *second.examples))
     warnings = [*check_vocabulary(highest, tokenizer, vocab_size), *_overlap(train, second.examples)]
     meta = {

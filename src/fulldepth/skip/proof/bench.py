@@ -13,16 +13,17 @@ Rows, by `model`, `batch` and `context`; `difference` is the value minus the ori
 `prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
 `predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's steps:
 what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
-`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token), and with `tasks` `task_score` (site:
-the task; statistic: lm-eval's metric, and its `_stderr`).
+`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token), with data `loss` (`mean`: nats per
+token on the same held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the
+difference to the original, summed by document, `count` documents), and with `tasks` `task_score` (site: the task;
+statistic: lm-eval's metric, and its `_stderr`).
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,21 +34,24 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
-from fulldepth.capture import find_anatomy, verify
+from fulldepth.capture import verify
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, pick_dtype
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.identity import model_hash
+from fulldepth.skip.inputs.examples import Examples
+from fulldepth.skip.proof.bench_entries import Entry, open_entries
 from fulldepth.skip.proof.bench_table import Cell, Gone, Measured, headline, noise, table_of
+from fulldepth.skip.proof.heldout_loss import heldout_losses
 from fulldepth.skip.proof.tasks import TaskScorer
 from fulldepth.skip.proof.trial import PHASES, Runner, Trial, cache_bytes, parameter_bytes
 from fulldepth.skip.selection.flops import costs_of
-from fulldepth.skip.subject import check_task, evaluating, open_model, open_tokenizer
+from fulldepth.skip.selection.ready import read_data
+from fulldepth.skip.subject import check_task, evaluating, tokenizer_for
 
 
 def bench(
@@ -55,6 +59,9 @@ def bench(
     exports: Sequence[str | Path | PreTrainedModel],
     output: str | Path | None = None,
     *,
+    data: Any = None,
+    heldout: Any = None,
+    tokenizer: Any = None,
     batches: Sequence[int] = (1, 4),
     contexts: Sequence[int] | None = None,
     new_tokens: int = 16,
@@ -74,6 +81,10 @@ def bench(
         exports: folders that `export` wrote; other checkpoints and loaded models are timed too, without predictions
             where it is not known which blocks they lack.
         output: result folder; None = not saved.
+        data: as for `search`: the losses of all models are read on its held-out fifth, the one that a search with the
+            same seed scores blocks with. None = no loss is read, unless `heldout` is given.
+        heldout: data whose rows are all read, instead of that fifth.
+        tokenizer: of the data and the tasks: a tokenizer, its folder or Hub name; None = the original's.
         batches: sequences at once.
         contexts: tokens of the prompt; None = 128 and 512, less where the model has fewer positions.
         new_tokens: tokens decoded after it.
@@ -86,7 +97,8 @@ def bench(
 
     Raises:
         FulldepthError: if there is nothing to compare, a model cannot be loaded or is no language model, models are on
-            different devices or know different tokens, or a context with its new tokens exceeds their positions.
+            different devices or know different tokens, a context with its new tokens exceeds their positions, or the
+            data cannot be read (as `search`).
     """
     asked: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats}
     asked |= {} if contexts is None else {"contexts": list(contexts)}
@@ -94,83 +106,49 @@ def bench(
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Nothing to compare the original with: name one export or more.")
     watcher = watcher or Watcher()
-    entries = _open([original, *exports], settings)
+    entries = open_entries([original, *exports], settings)
     with ExitStack() as modes:
         for entry in entries:
             modes.enter_context(evaluating(entry.model))
-        results = _bench(entries, settings, contexts is None, watcher)
+        results = _bench(entries, settings, contexts is None, _Asked(data, heldout, tokenizer), watcher)
     if output is not None:
         results.save(output)
     return results
 
 
-def _bench(entries: Sequence[_Entry], settings: BenchSettings, shorten: bool, watcher: Watcher) -> Results:
+class _Asked(NamedTuple):
+    """What losses are to be read on."""
+
+    data: Any
+    heldout: Any
+    tokenizer: Any
+
+    def examples(self, entry: Entry, anatomy: Anatomy, settings: BenchSettings) -> Examples | None:
+        """The sequences, read as the original reads them; None if no loss is asked for."""
+        if self.data is None and self.heldout is None:
+            return None
+        place = Checkpoint(entry.model, entry.name)
+        return read_data(place, anatomy, self.data, settings, tokenizer=self.tokenizer, heldout=self.heldout)
+
+
+def _bench(
+    entries: Sequence[Entry], settings: BenchSettings, shorten: bool, asked: _Asked, watcher: Watcher
+) -> Results:
     """Everything about models in memory."""
     subject = _Original.of(entries)
     if shorten:
         settings = _fitting(settings, subject.anatomy.max_positions)
     _check(entries, subject.anatomy, settings)
     entries[0].hash = model_hash(entries[0].model)
-    scorer = _scorer(entries[0], settings)
+    examples = asked.examples(entries[0], subject.anatomy, settings)
+    scorer = _scorer(entries[0], settings, asked.tokenizer)
+    models = {entry.label: entry.model for entry in entries}
+    losses = None if examples is None else heldout_losses(models, examples.heldout, settings.batch_size, watcher)
     measured = _measure(entries, subject, settings, watcher)
+    measured.losses = losses
     if scorer is not None:
-        measured.scores = scorer.scores({entry.label: entry.model for entry in entries}, watcher)
-    return Results(table_of(measured), _document(entries, subject, measured, settings))
-
-
-@dataclass
-class _Entry:
-    """A model that takes part."""
-
-    label: str
-    model: PreTrainedModel
-    name: str
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What an export says of itself: `format`, `plan`."""
-    hash: str | None = None
-
-    @property
-    def gone(self) -> Gone | None:
-        """What it does not compute of the original; None if that is not known."""
-        if self.notes:
-            plan = self.notes["plan"]
-            left = self.notes["format"] == "folded"  # zero weights are multiplied like any others
-            return Gone(plan["granularity"], frozenset() if left else frozenset(plan["blocks"]))
-        attention, mlp = (
-            frozenset(getattr(self.model.config, f"skipped_{part}", None) or ()) for part in ("attention", "mlp")
-        )
-        if attention and not mlp:
-            return Gone("attention", attention)
-        return Gone("mlp", mlp) if mlp and not attention else None
-
-    def describe(self, baseline: bool) -> dict[str, Any]:
-        """Its entry in the document."""
-        model, plan = self.model, self.notes.get("plan") or {}
-        gone = self.gone
-        return {
-            "label": self.label,
-            "baseline": baseline,
-            "model": {
-                "name": self.name,
-                "class": type(model).__name__,
-                "num_layers": find_anatomy(model).num_layers if baseline else _depth(model),
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "hash": self.hash,
-            },
-            "format": self.notes.get("format"),
-            "granularity": None if gone is None or baseline else gone.granularity,
-            "blocks": plan.get("blocks"),
-            "not_computed": None if gone is None or baseline else sorted(gone.layers),
-            "data": {"hash": (plan.get("data") or {}).get("hash")},
-            "losses": plan.get("losses"),
-            "healed_loss": plan.get("healed_loss"),
-        }
-
-
-def _depth(model: PreTrainedModel) -> int | None:
-    found = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    return found if isinstance(found, int) else None
+        measured.scores = scorer.scores(models, watcher)
+    return Results(table_of(measured), _document(entries, subject, measured, settings, examples))
 
 
 class _Original(NamedTuple):
@@ -183,7 +161,7 @@ class _Original(NamedTuple):
     warnings: list[str]
 
     @classmethod
-    def of(cls, entries: Sequence[_Entry]) -> _Original:
+    def of(cls, entries: Sequence[Entry]) -> _Original:
         """Prove the anatomy of the first entry, and try what is to be skipped in it."""
         model = entries[0].model
         candidates = anatomy_candidates(model)
@@ -205,45 +183,6 @@ class _Original(NamedTuple):
         return cls(anatomy, proven.classifier, toggles, said)
 
 
-def _open(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[_Entry]:
-    """Every model in memory, under a label of its own."""
-    paths = [
-        Path(model.name_or_path or type(model).__name__ if isinstance(model, PreTrainedModel) else model)
-        for model in models
-    ]
-    return [_Entry(label, *_opened(model, settings)) for label, model in zip(_labels(paths), models, strict=True)]
-
-
-def _opened(
-    model: str | Path | PreTrainedModel, settings: BenchSettings
-) -> tuple[PreTrainedModel, str, dict[str, Any]]:
-    """A model, its name, and what it says of itself as an export."""
-    if isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
-        loaded = load(model, device=settings.device)
-        dtype = pick_dtype(settings.dtype)
-        if isinstance(dtype, torch.dtype):
-            loaded.to(dtype)  # type: ignore[arg-type]
-        return loaded, str(model), read_notes(Path(model))
-    found = open_model(
-        model,
-        dtype=settings.dtype,
-        device=settings.device,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    return found.model, found.name, {}
-
-
-def _labels(paths: Sequence[Path]) -> list[str]:
-    """As little of the end of each path as tells them apart; numbers where nothing does."""
-    parts = [path.parts or (".",) for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(part[-length:]) for part in parts]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
-
-
 def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
     """The contexts that nobody asked for, no longer than the model's positions allow."""
     most = max(1, (limit or max(settings.contexts) + settings.new_tokens) - settings.new_tokens)
@@ -251,17 +190,15 @@ def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
     return settings.model_copy(update={"contexts": fitting})
 
 
-def _scorer(entry: _Entry, settings: BenchSettings) -> TaskScorer | None:
-    """What scores models on the tasks that are asked for, with the original's tokenizer."""
+def _scorer(entry: Entry, settings: BenchSettings, tokenizer: Any) -> TaskScorer | None:
+    """What scores models on the tasks that are asked for, with the original's tokenizer unless another is named."""
     if not settings.tasks:
         return None
-    tokenizer = open_tokenizer(
-        Checkpoint(entry.model, entry.name), trust_remote_code=settings.trust_remote_code, revision=settings.revision
-    )
+    tokenizer = tokenizer_for(Checkpoint(entry.model, entry.name), settings, tokenizer)
     return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
 
 
-def _check(entries: Sequence[_Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
+def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
     """Refuse what cannot run, or not side by side."""
     first = entries[0].model
     longest = max(settings.contexts) + settings.new_tokens
@@ -282,7 +219,7 @@ def _check(entries: Sequence[_Entry], anatomy: Anatomy, settings: BenchSettings)
             )
 
 
-def _measure(entries: Sequence[_Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
+def _measure(entries: Sequence[Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
     """Every number that comes from running the models."""
     runners = {entry.label: Runner(entry.model) for entry in entries}
     contestants = [(label, runner, None) for label, runner in runners.items()]
@@ -350,10 +287,14 @@ def order(count: int, number: int, seed: int) -> list[int]:
 
 
 def _document(
-    entries: Sequence[_Entry], subject: _Original, measured: Measured, settings: BenchSettings
+    entries: Sequence[Entry],
+    subject: _Original,
+    measured: Measured,
+    settings: BenchSettings,
+    examples: Examples | None,
 ) -> dict[str, Any]:
     """Everything that `results.json` says, apart from the table."""
-    first = entries[0]
+    first, data = entries[0], {} if examples is None else examples.meta
     described = [entry.describe(entry is first) for entry in entries]
     document = {
         "kind": "bench",
@@ -363,6 +304,7 @@ def _document(
         "baseline": first.label,
         "model": described[0]["model"],
         "models": described,
+        "data": data or None,
         "machine": _machine(first.model.device),
         "versions": {
             "fulldepth": __version__,
@@ -371,7 +313,13 @@ def _document(
             "python": platform.python_version(),
         },
         "seed": settings.seed,
-        "warnings": [*subject.warnings, *_mismatches(entries, settings), *noise(measured)],
+        "warnings": [
+            *subject.warnings,
+            *_mismatches(entries, settings),
+            *data.get("warnings", []),
+            *_optimistic(entries, data),
+            *noise(measured),
+        ],
         "headline": headline(measured),
     }
     return dict(finite(document))
@@ -383,7 +331,22 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
 
 
-def _mismatches(entries: Sequence[_Entry], settings: BenchSettings) -> list[str]:
+def _optimistic(entries: Sequence[Entry], data: Mapping[str, Any]) -> list[str]:
+    """Says so where blocks were chosen on the very sequences that losses were read on."""
+    chosen = [
+        entry.label
+        for entry in entries[1:]
+        if data and (entry.notes.get("plan") or {}).get("data", {}).get("hash") == data.get("hash")
+    ]
+    if not chosen:
+        return []
+    return [
+        f"The losses of {', '.join(chosen)} are optimistic: blocks were chosen on the same held-out sequences. Name "
+        "other data as held-out data."
+    ]
+
+
+def _mismatches(entries: Sequence[Entry], settings: BenchSettings) -> list[str]:
     """What makes a comparison unfair."""
     first, lines = entries[0], []
     for entry in entries[1:]:

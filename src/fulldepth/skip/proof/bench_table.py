@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, stdev
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from fulldepth.results import COLUMNS, tabulate
+from fulldepth.skip.proof.heldout_loss import HeldoutLosses
 from fulldepth.skip.proof.tasks import Score
 from fulldepth.skip.proof.trial import PHASES
 from fulldepth.skip.selection.flops import Costs, Shape, Variant
@@ -55,6 +57,8 @@ class Measured:
     kv: dict[tuple[str, Cell], float] = field(default_factory=dict)
     scores: dict[str, list[Score]] = field(default_factory=dict)
     """Label -> what the model scores on tasks."""
+    losses: HeldoutLosses | None = None
+    """Of all models; None if there are no data to read them on."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -111,7 +115,8 @@ def table_of(measured: Measured) -> pd.DataFrame:
     for label in measured.labels:
         size = [("parameter_bytes", "model", None, None, "value", measured.parameter_bytes[label], None, "bytes")]
         scores = list(_score_rows(measured.scores.get(label, [])))
-        tables.append(tabulate([*size, *scores], model=label, batch=None, context=None))
+        losses = list(_loss_rows(measured, label))
+        tables.append(tabulate([*size, *losses, *scores], model=label, batch=None, context=None))
         tables += [
             tabulate(list(_rows(measured, label, cell)), model=label, batch=cell.batch, context=cell.context)
             for cell in measured.cells
@@ -161,6 +166,17 @@ def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Itera
             yield "time_saved_ratio", phase, None, None, how, median(saved) / share, count, "1"
 
 
+def _loss_rows(measured: Measured, label: str) -> Iterator[tuple[Any, ...]]:
+    """The mean loss over held-out tokens, and the standard error of its difference to the original's."""
+    losses = measured.losses
+    if losses is None:
+        return
+    yield "loss", "model", None, None, "mean", losses.mean(label), losses.count, "nats"
+    added = losses.added(label)
+    if label != measured.labels[0] and math.isfinite(added.free_error):
+        yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
+
+
 def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
     """`task_score` with the task as site and the metric as statistic, its standard error beside it."""
     for score in scores:
@@ -175,9 +191,11 @@ def _spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iter
 
 
 def headline(measured: Measured) -> dict[str, dict[str, Any]]:
-    """For each export and phase the share of time saved, the median over the grid, beside what was predicted."""
+    """For each export the loss that it adds, and for each phase the share of time saved, beside what was predicted."""
     found = {}
     for label in measured.labels[1:]:
+        if measured.losses is not None:
+            found[f"loss_added {label}"] = _loss_added(measured.losses, measured.labels[0], label)
         for phase in PHASES:
             shares = [median(measured.saved(label, cell, phase)) for cell in measured.cells]
             value = median(shares)
@@ -188,6 +206,17 @@ def headline(measured: Measured) -> dict[str, dict[str, Any]]:
             ending = _expectation(measured.gone[label], guesses)
             found[f"{phase}_time_saved {label}"] = {"value": value, "unit": "1", "sentence": f"{sentence}{ending}."}
     return found
+
+
+def _loss_added(losses: HeldoutLosses, original: str, label: str) -> dict[str, Any]:
+    """By how much an export is worse than the original, on the same tokens."""
+    added = losses.added(label)
+    error = f"standard error {added.free_error:.4f}" if math.isfinite(added.free_error) else "one document"
+    sentence = (
+        f"{label}: held-out loss {losses.mean(label):.4f} nats, {added.mean:+.4f} against {original} ({error}; "
+        f"{losses.count} tokens of {added.documents} document{'' if added.documents == 1 else 's'})."
+    )
+    return {"value": added.mean, "unit": "nats", "sentence": sentence}
 
 
 def _expectation(gone: Gone | None, guesses: Sequence[Mapping[str, float]]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
-from fulldepth.skip.exports.fold import folded
+from fulldepth.skip.exports.fold import prepare
+from fulldepth.skip.exports.formats import FORMATS, Draft
 from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.proof.quantisers import EXTRAS, check_method
@@ -35,7 +36,9 @@ SEQUENCES = 128
 """Training examples that the rounding is fitted to, at most: a seeded sample."""
 
 
-def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan: Plan | None, seed: int) -> Anatomy:
+def calibrated(
+    anatomy: Anatomy, method: str, examples: Sequence[Example], plan: Plan | None, seed: int, keep: Path | None = None
+) -> Anatomy:
     """A quantised copy of a model.
 
     Args:
@@ -45,6 +48,7 @@ def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan:
         plan: blocks that add nothing meanwhile, so that the others are fitted to what they will see; None = none. The
             scalars stay out.
         seed: of the sample of examples.
+        keep: folder to copy the checkpoint to that the method writes; must not exist. None = it is lost.
 
     Raises:
         FulldepthError: if packages are missing, or cannot quantise or load this model here; says why.
@@ -54,8 +58,7 @@ def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan:
     order = np.random.default_rng(seed).permutation(len(examples))[:SEQUENCES]
     with tempfile.TemporaryDirectory() as place:
         source, target, tokens = (Path(place) / name for name in ("source", "quantised", "tokens.json"))
-        with _silenced(anatomy, plan):
-            model.save_pretrained(source)
+        _save(anatomy, plan, source)
         tokens.write_text(json.dumps([examples[i].input_ids.tolist() for i in order]), encoding="utf-8")
         given: dict[str, Any] = {"method": method, "source": str(source), "target": str(target), "tokens": str(tokens)}
         given |= {"device": str(model.device), "group": _group(anatomy), "bits": BITS, "seed": seed}
@@ -66,17 +69,19 @@ def calibrated(anatomy: Anatomy, method: str, examples: Sequence[Example], plan:
             )
         except (ImportError, RuntimeError, ValueError, OSError) as error:
             raise FulldepthError(_failed(method, "load", str(error))) from error
+        if keep is not None:
+            shutil.copytree(target, keep)
     return replace(anatomy, model=made.eval())
 
 
-@contextmanager
-def _silenced(anatomy: Anatomy, plan: Plan | None) -> Iterator[None]:
-    """The plan's blocks add nothing, by their weights."""
+def _save(anatomy: Anatomy, plan: Plan | None, folder: Path) -> None:
+    """Write the model as a checkpoint, in which the plan's blocks add nothing by their weights."""
     if plan is None:
-        yield
+        anatomy.model.save_pretrained(folder)
         return
-    with folded(anatomy, plan.changed(scalars={}, healed_loss=None, control_loss=None)):
-        yield
+    bare = plan.changed(scalars={}, healed_loss=None, control_loss=None)
+    folder.mkdir()
+    FORMATS["folded"].write(Draft(anatomy, bare, prepare(anatomy, bare), folder))
 
 
 def _group(anatomy: Anatomy) -> int:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from fulldepth.hf import Anatomy
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.summary import stopped_rounds
+from fulldepth.skip.summary import optimism, stopped_rounds
 
 PARTS = {
     "attention": ("attention", "attention_norm", "attention_branch"),
@@ -59,6 +59,8 @@ def _added(plan: Plan, depth: int) -> Answer:
     )
     if stopped := stopped_rounds(plan):
         sentence += f" The search was cut short ({'; '.join(stopped)})."
+    if why := optimism(plan):
+        sentence += f" Optimistic: {why}."
     return {"value": last - base, "unit": "nats", "sentence": sentence}
 
 

@@ -2,8 +2,8 @@
 
 Five models: the original; skipped (a plan, with its scalars); quantised; quantised, then skipped (searched and healed
 anew, on the quantised model); skipped, then quantised (the original's plan and its scalars). Skipped parts are switched
-off in place, scalars stay float32 and unquantised. Quantised weights are not saved: results, and the plan of the
-quantised model, are all that is written.
+off in place, scalars stay float32 and unquantised. Written are the results, the plan of the quantised model, and with
+`save` the quantised models as checkpoints (`saved.py`).
 
 Rows, with the columns `model` and `difference` (the value minus the original's): `loss` (mean nats over held-out
 tokens, healed where the plan is), `parameter_bytes` (as held in memory, without the parts that are not computed, with
@@ -16,10 +16,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ from fulldepth.skip.proof.quantise_table import (
     table_of,
 )
 from fulldepth.skip.proof.quantisers import PACKAGES, check_method, int8
+from fulldepth.skip.proof.saved import Saver
 from fulldepth.skip.proof.trial import PHASES, Runner
 from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ready import Ready, prepared
@@ -74,6 +76,7 @@ def quantise(
     *,
     method: str = "int8",
     output: str | Path | None = None,
+    save: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
     batch: int = 1,
@@ -92,7 +95,8 @@ def quantise(
         data: as for `search`; the same for the same held-out tokens.
         method: `int8` (torchao, weight-only), `gptq` or `awq` (4 bits, calibrated on the training part of the data).
         output: result folder; the plan of the quantised model goes into `quantised` in it. None = not saved.
-        tokenizer: as for `search`.
+        save: folder to be made, for the checkpoints that `saved.py` describes; None = no weights are written.
+        tokenizer: as for `search`; also what is saved.
         heldout: as for `search`.
         batch: sequences at once, while times are taken.
         context: tokens of the prompt.
@@ -104,7 +108,7 @@ def quantise(
 
     Raises:
         FulldepthError: if the plan is for another model, the packages of the method are missing or cannot quantise this
-            model here, or a context with its new tokens exceeds the model's positions.
+            model here, its quantised weights cannot be saved, or a context with its new tokens exceeds its positions.
     """
     check_method(method)
     if launch.world() > 1:
@@ -119,13 +123,29 @@ def quantise(
         _check_place(work.folder, resume)
         owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
         plan.check_model(owner)
+        _check_context(find_anatomy(owner), timing)
+        saver = None if save is None else _saver(Path(save), work, owner, plan, tokenizer, model)
         with evaluating(owner):
-            _check_context(find_anatomy(owner), timing)
-            corners, examples = _corners(owner, plan, data, work, tokenizer=tokenizer, heldout=heldout)
-            _time(corners, timing, work.watcher)
-        results = Results(table_of(corners), _document(corners, plan, examples, work, timing))
-        if work.folder is not None:
-            results.save(work.folder)
+            return _quantise(owner, plan, data, work, timing, saver, tokenizer=tokenizer, heldout=heldout)
+
+
+def _quantise(
+    owner: PreTrainedModel,
+    plan: Plan,
+    data: Any,
+    work: _Work,
+    timing: BenchSettings,
+    saver: Saver | None,
+    *,
+    tokenizer: Any,
+    heldout: Any,
+) -> Results:
+    """Measure the models in memory, and save the results."""
+    corners, examples = _corners(owner, plan, data, work, saver, tokenizer=tokenizer, heldout=heldout)
+    _time(corners, timing, work.watcher)
+    results = Results(table_of(corners), _document(corners, plan, examples, work, timing, saver))
+    if work.folder is not None:
+        results.save(work.folder)
     return results
 
 
@@ -140,12 +160,27 @@ class _Work:
     watcher: Watcher
     me: Processes
 
-    def quantised(self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None) -> Anatomy:
+    def quantised(
+        self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
+    ) -> Anatomy:
         """A quantised copy, calibrated where the method is; with the plan's blocks skipped meanwhile."""
         self.watcher.say(f"Quantising ({self.method}).")
         if self.method == "int8":
             return int8(anatomy)
-        return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed)
+        return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed, keep)
+
+
+def _saver(folder: Path, work: _Work, owner: PreTrainedModel, plan: Plan, tokenizer: Any, model: Any) -> Saver:
+    """What saves quantised models, after it was asked whether it can."""
+    settings = work.settings
+    source = model.name_or_path if isinstance(model, PreTrainedModel) else model
+    places = (settings.tokenizer, plan.data.get("tokenizer"), source, plan.model.name)
+    hub = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    saver = Saver(folder, work.method, find_anatomy(owner), tokenizer, places, hub)
+    saver.check(plan)
+    for note in saver.notes:
+        work.watcher.say(note)
+    return saver
 
 
 def _check_place(output: Path | None, resume: bool) -> None:
@@ -167,15 +202,17 @@ def _check_context(anatomy: Anatomy, timing: BenchSettings) -> None:
 
 
 def _corners(
-    owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, *, tokenizer: Any, heldout: Any
+    owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, saver: Saver | None, *, tokenizer: Any, heldout: Any
 ) -> tuple[list[Corner], Examples]:
     """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
     with prepared(owner, data, work.settings, work.me, tokenizer=tokenizer, heldout=heldout) as ready:
         corners = [_corner(ready, ORIGINAL), _corner(ready, SKIPPED, plan)]
         anatomy, examples = ready.scorer.anatomy, ready.examples
-    whole = work.quantised(anatomy, examples)
+    whole = _whole(anatomy, plan, examples, work, saver)
     folder = None if work.folder is None else work.folder / SEARCHED
     second = search_with(whole.model, examples, work.settings, work.me, work.watcher, output=folder, resume=work.resume)
+    if saver is not None:
+        saver.try_to_save(FIRST, whole, second)
     with prepared(whole.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as ready:
         corners += [_corner(ready, QUANTISED), _corner(ready, FIRST, second)]
         if work.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
@@ -183,6 +220,18 @@ def _corners(
     without = work.quantised(anatomy, examples, plan)
     with prepared(without.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as ready:
         return [*corners, _corner(ready, SECOND, plan)], examples
+
+
+def _whole(anatomy: Anatomy, plan: Plan, examples: Examples, work: _Work, saver: Saver | None) -> Anatomy:
+    """The quantised model, saved if that is asked for: before the second search, which takes longest."""
+    if saver is None:
+        return work.quantised(anatomy, examples)
+    with TemporaryDirectory() as place:
+        source = None if work.method == "int8" else Path(place) / "quantised"
+        whole = work.quantised(anatomy, examples, keep=source)
+        saver.save(QUANTISED, whole, source=source)
+    saver.try_to_save(SECOND, whole, plan)
+    return whole
 
 
 def _corner(ready: Ready, name: str, plan: Plan | None = None) -> Corner:
@@ -223,7 +272,12 @@ def _switched(corner: Corner) -> Iterator[None]:
 
 
 def _document(
-    corners: Sequence[Corner], plan: Plan, examples: Examples, work: _Work, timing: BenchSettings
+    corners: Sequence[Corner],
+    plan: Plan,
+    examples: Examples,
+    work: _Work,
+    timing: BenchSettings,
+    saver: Saver | None,
 ) -> dict[str, Any]:
     """Everything that `results.json` says, apart from the table."""
     device = corners[0].anatomy.model.device
@@ -238,6 +292,7 @@ def _document(
         "model": {**plan.document()["model"], "num_layers": corners[0].anatomy.num_layers},
         "models": [_described(corner) for corner in corners],
         "data": examples.meta,
+        "saved": [] if saver is None else [asdict(one) for one in saver.saved],
         "machine": {
             "device": str(device),
             "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -252,7 +307,7 @@ def _document(
         },
         "seed": work.settings.seed,
         "plans": {SKIPPED: plans[SKIPPED], FIRST: plans[FIRST]},
-        "warnings": list(_warnings(corners, plan, examples)),
+        "warnings": [*_warnings(corners, plan, examples), *([] if saver is None else saver.notes)],
         "headline": headline(corners),
     }
     return dict(finite(document))

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import Anatomy
@@ -54,7 +56,7 @@ def int8(anatomy: Anatomy) -> Anatomy:
         The copy, on the same device, in evaluation mode.
 
     Raises:
-        FulldepthError: if torchao cannot be imported.
+        FulldepthError: if torchao cannot be imported, or a layer of the model does not run with packed weights.
     """
     quantize, config = _torchao()
     made = replace(anatomy, model=copy.deepcopy(anatomy.model).eval())
@@ -64,7 +66,44 @@ def int8(anatomy: Anatomy) -> Anatomy:
         targets |= {module for module in block.modules() if isinstance(module, nn.Linear)}
     with _quiet():
         quantize(made.model, config, filter_fn=lambda module, name: module in targets)
+    for module in targets:
+        _check_runs(module)
     return made
+
+
+@torch.no_grad()
+def _check_runs(module: nn.Linear) -> None:
+    """Refuse a linear layer of a family's own, such as Falcon's, that asks of its weights what packed ones cannot do.
+
+    Raises:
+        FulldepthError: naming it.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return
+    try:
+        module(torch.zeros(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype))
+    except NotImplementedError as error:
+        raise FulldepthError(
+            f"int8 cannot quantise this model: torchao packs linear layers, and its {type(module).__name__} multiplies "
+            "in a way that packed weights do not know."
+        ) from error
+
+
+@contextmanager
+def packed_as_torchao(model: PreTrainedModel) -> Iterator[None]:
+    """What `int8` made, inside `with` as transformers' own quantised model, which saves how to read packed weights.
+
+    Raises:
+        FulldepthError: if torchao cannot be imported.
+    """
+    config = TorchAoConfig(_torchao()[1])
+    module: Any = model
+    module.config.quantization_config = config
+    module.hf_quantizer = TorchAoHfQuantizer(config, pre_quantized=True)
+    try:
+        yield
+    finally:
+        del module.config.quantization_config, module.hf_quantizer
 
 
 def _torchao() -> tuple[Any, Any]:

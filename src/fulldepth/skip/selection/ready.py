@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from fulldepth.capture import find_anatomy
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Checkpoint, first_broken_weight, load_tokenizer
+from fulldepth.hf import Anatomy, Checkpoint, first_broken_weight
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import SearchSettings, parse_budget
+from fulldepth.settings.search import ReadingSettings, SearchSettings, parse_budget
 from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples, read_examples
 from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
@@ -25,7 +25,7 @@ from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.ledger import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
 from fulldepth.skip.selection.score import BASE, SCALED, Scorer, make_batches
-from fulldepth.skip.subject import check_task, evaluating, open_for, open_tokenizer, prove
+from fulldepth.skip.subject import check_task, evaluating, open_for, prove, tokenizer_for
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,7 @@ def prepared(
     with evaluating(owner):
         guess = check_task(find_anatomy(owner))
         _check_blocks(settings, guess.num_layers)
-        if not isinstance(data, Examples):
-            if tokenizer is None:
-                tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else open_tokenizer(checkpoint)
-            data = read_examples(
-                data,
-                tokenizer,
-                guess.max_positions,
-                heldout=heldout,
-                seed=settings.seed,
-                sequence_length=settings.sequence_length,
-                limit=settings.limit,
-                vocab_size=guess.vocab_size,
-            )
+        data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
         chunks = split(data, settings)
         anatomy, classifier = prove(owner, chunks[0][0])
         hashed = model_hash(owner)
@@ -98,6 +86,36 @@ def prepared(
                 check_fit(fit_options(settings), data.train)
             refit = _refit(scorer, data, settings) if settings.criterion == SCALED else None
             yield Ready(checkpoint, hashed, scorer, data, chunks, settings, blocks, refit)
+
+
+def read_data(
+    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings, *, tokenizer: Any, heldout: Any
+) -> Examples:
+    """The examples of a search, a curve or a benchmark.
+
+    Args:
+        checkpoint: the model, whose tokenizer is taken where none is named.
+        anatomy: of that model.
+        data: as for `read_examples`; `Examples` are returned as they are.
+        settings: how to read.
+        tokenizer: a tokenizer, its folder or Hub name; None = as the settings say.
+        heldout: as for `read_examples`.
+
+    Raises:
+        FulldepthError: as `read_examples`; if there is no tokenizer.
+    """
+    if isinstance(data, Examples):
+        return data
+    return read_examples(
+        data,
+        tokenizer_for(checkpoint, settings, tokenizer),
+        anatomy.max_positions,
+        heldout=heldout,
+        seed=settings.seed,
+        sequence_length=settings.sequence_length,
+        limit=settings.limit,
+        vocab_size=anatomy.vocab_size,
+    )
 
 
 def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:

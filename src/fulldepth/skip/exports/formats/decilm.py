@@ -12,6 +12,7 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
-from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
+from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save
 
 GRANULARITIES = ("attention",)
 MULTIPLE = 256
@@ -107,20 +108,29 @@ def _llama_values(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in plain_values(config).items() if name not in foreign}
 
 
-def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Tensor]:
+def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Weight]:
     """Weights by Llama's names: those of skipped attention gone, zeros where readers want more than there is."""
     gone = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
-    weights = {name: weight for name, weight in draft.model.state_dict().items() if not name.startswith(gone)}
+    weights = {name: weight for name, weight in draft.weights().items() if not name.startswith(gone)}
     for name, weight in list(weights.items()):
         missing = size - draft.model.config.intermediate_size
         if missing and ".mlp." in name:
             if ".down_proj." not in name:
-                weights[name] = torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
+                weights[name] = weight.then(partial(_padded, missing=missing, dim=0))
             elif name.endswith("weight"):
-                weights[name] = torch.cat([weight, weight.new_zeros(weight.shape[0], missing)], dim=1)
+                weights[name] = weight.then(partial(_padded, missing=missing, dim=1))
         if biased and name.endswith("o_proj.weight"):
-            weights.setdefault(name.replace("weight", "bias"), weight.new_zeros(weight.shape[0]))
+            weights.setdefault(
+                name.replace("weight", "bias"), weight.then(lambda tensor: tensor.new_zeros(len(tensor)))
+            )
     return weights
+
+
+def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
+    """A weight with so many more entries along a dimension, all 0."""
+    shape = list(weight.shape)
+    shape[dim] = missing
+    return torch.cat([weight, weight.new_zeros(shape)], dim=dim)
 
 
 def _notes(draft: Draft, size: int, biased: bool) -> list[str]:

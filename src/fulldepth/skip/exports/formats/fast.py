@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
+from fulldepth.skip.exports.fold import heals
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 
 GRANULARITIES = ("attention", "mlp")
-PARTS = {
-    "llama": (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")),
-    "gpt2": (("attn", "ln_1"), ("mlp", "ln_2")),
-    "gpt_neox": (("attention", "input_layernorm"), ("mlp", "post_attention_layernorm")),
-    "gemma2": (
-        ("self_attn", "input_layernorm", "post_attention_layernorm"),
-        ("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    ),
-}
-PARTS |= dict.fromkeys(("mistral", "qwen2", "qwen3"), PARTS["llama"]) | {"gemma3_text": PARTS["gemma2"]}
-"""`model_type` -> modules of a block that go with its attention, and with its MLP."""
 
 
 def check(model: PreTrainedModel, skipped: int) -> None:
@@ -28,14 +21,7 @@ def check(model: PreTrainedModel, skipped: int) -> None:
     Raises:
         FulldepthError: with those that have one.
     """
-    family, text = model.config.model_type, model.config.get_text_config(decoder=True)
-    if text is not model.config:
-        raise FulldepthError(
-            f"A {type(model).__name__} also reads images, and fast is for text models alone. Save its text model as a "
-            "checkpoint of its own and search that: text = AutoModelForCausalLM.from_config(model.config."
-            "get_text_config()); text.base_model.load_state_dict(model.get_decoder().state_dict()); "
-            "text.lm_head.load_state_dict(model.lm_head.state_dict()); text.save_pretrained(FOLDER)."
-        )
+    family = model.config.get_text_config(decoder=True).model_type
     if family not in SKIPPED:
         raise FulldepthError(
             f"There is no class for {family} models without some of their parts. Available: "
@@ -43,24 +29,35 @@ def check(model: PreTrainedModel, skipped: int) -> None:
         )
 
 
+def keeps_scalars(model: PreTrainedModel) -> bool:
+    """Whether the class multiplies by a plan's scalars itself, as the family's weights cannot hold them."""
+    kind: Any = SKIPPED[model.config.model_type]
+    return bool(kind.model_class.layout.keeps_scalars)
+
+
 def write(draft: Draft) -> list[str]:
     """Write a checkpoint of the class without the skipped parts, with its code."""
     family = draft.model.config.model_type
-    kind = SKIPPED[family]
+    kind: Any = SKIPPED[family]
+    beside = keeps_scalars(draft.model) and heals(draft.plan)
     attention = draft.plan.granularity == "attention"
     layers = sorted(draft.plan.blocks)
-    config = kind.config_class(  # type: ignore[attr-defined]
+    config = kind.config_class(
         **plain_values(draft.model.config),
         skipped_attention=layers if attention else [],
         skipped_mlp=[] if attention else layers,
-        stream_scale=list(draft.folding.stream_scale),
+        stream_scale=None if beside else list(draft.folding.stream_scale),
+        scalars=draft.plan.scalars if beside else None,
     )
-    gone = tuple(
-        f"{draft.blocks_name}.{layer - 1}.{name}." for layer in layers for name in PARTS[family][not attention]
-    )
-    weights = {name: weight for name, weight in draft.model.state_dict().items() if not name.startswith(gone)}
+    with torch.device("meta"):
+        known = kind(config).state_dict().keys()
+    skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
+    state = draft.weights()
+    weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
     save(draft, kind, config, weights)
     return [
-        "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
+        "The scalars are in the configuration: this family's weights cannot hold them."
+        if beside
+        else "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
         f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs nothing.",
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 from transformers import PreTrainedModel
 
-from fulldepth.skip.exports.formats.checkpoint import Draft
+from fulldepth.skip.exports.formats.checkpoint import Draft, save
 
 GRANULARITIES = ("attention", "mlp", "layer")
 
@@ -14,6 +16,8 @@ def check(model: PreTrainedModel, skipped: int) -> None:
 
 
 def write(draft: Draft) -> list[str]:
-    """Write the model as it is: scalars in its weights, skipped branches zero."""
-    draft.model.save_pretrained(draft.folder)
+    """Write all weights, with the scalars in them and zeros at the end of skipped branches."""
+    model = draft.model
+    conversions = getattr(model, "_weight_conversions", None)
+    save(draft, type(model), copy.deepcopy(model.config), draft.weights(), conversions=conversions)
     return [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]

@@ -15,6 +15,10 @@ NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
 """Endings of names whose lists are not one entry a layer, however long they happen to be."""
 LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
 """Lists that name layers by number, from 0."""
+ONLY_BY_LIST = (
+    "What a layer computes no longer follows from its number, only from the list: {}. transformers and vLLM read it; "
+    "llama.cpp and mlx-lm may count with the original's period instead, and compute another model without an error."
+)
 
 
 def check(model: PreTrainedModel, skipped: int) -> None:
@@ -39,11 +43,14 @@ def write(draft: Draft) -> list[str]:
     kept = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
     config = copy.deepcopy(draft.model.config)
     inner = config.get_text_config(decoder=True)
-    sliced = sorted([*slice_lists(inner, kept, num_layers), *renumber_layers(inner, kept, num_layers)])
+    cut = slice_lists(inner, kept, num_layers)
+    whole = draft.model.config.get_text_config(decoder=True)
+    out_of_step = [name for name in cut if list(getattr(inner, name)) != list(getattr(whole, name))[: len(kept)]]
+    sliced = sorted([*cut, *renumber_layers(inner, kept, num_layers)])
     prefix = f"{draft.blocks_name}."
     numbers = {f"{layer - 1}": str(index) for index, layer in enumerate(kept)}
     weights = {}
-    for name, weight in draft.model.state_dict().items():
+    for name, weight in draft.weights().items():
         if name.startswith(prefix):
             number, _, rest = name.removeprefix(prefix).partition(".")
             if number not in numbers:
@@ -52,7 +59,8 @@ def write(draft: Draft) -> list[str]:
         weights[name] = weight
     save(draft, type(draft.model), config, weights)
     lists = f" Cut to them: {', '.join(sliced)}." if sliced else ""
-    return [draft.folding.note, f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}"]
+    notes = [draft.folding.note, f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}"]
+    return [*notes, ONLY_BY_LIST.format(", ".join(out_of_step))] if out_of_step else notes
 
 
 def slice_lists(config: PreTrainedConfig, kept: list[int], num_layers: int) -> list[str]:

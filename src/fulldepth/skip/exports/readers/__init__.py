@@ -24,9 +24,12 @@ READERS = {
     "stock": ("with_transformers.py", "stock"),
     "carried": ("with_transformers.py", "carried"),
     "mlx": ("with_mlx.py",),
+    "llama.cpp": ("with_llama_cpp.py",),
+    "vllm": ("with_vllm.py",),
 }
 """Name -> program and its last arguments. `stock`: transformers alone; `carried`: transformers with the folder's code,
-which must be refused without; `mlx`: mlx-lm."""
+which must be refused without; `mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, with the path of llama.cpp's converter as
+last argument; `vllm`: vLLM on the CPU."""
 
 
 class Said(pydantic.BaseModel):
@@ -41,7 +44,52 @@ class NotLoadedError(FulldepthError):
     """A reader could not load the checkpoint at all."""
 
 
-def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str) -> float:
+def read(
+    folder: Path,
+    ids: Tensor,
+    reader: str,
+    *further: str,
+    device_map: str | None = None,
+    interpreter: str | Path | None = None,
+) -> tuple[Tensor, Said]:
+    """What a fresh process computes from a checkpoint without this package.
+
+    Args:
+        folder: the checkpoint.
+        ids: `[B, T]` tokens.
+        reader: a key of `READERS`.
+        further: last arguments of its program.
+        device_map: for a reader of transformers; None = one device.
+        interpreter: a Python that has the reader and torch; None = this one.
+
+    Returns:
+        `[B, T, V]` logits, and what the reader says.
+
+    Raises:
+        NotLoadedError: if it does not load.
+    """
+    program, *arguments = READERS[reader]
+    if arguments and device_map is not None:
+        arguments.append(device_map)
+    with tempfile.TemporaryDirectory() as place:
+        files = [str(Path(place) / name) for name in ("ids.pt", "logits.pt")]
+        torch.save(ids.cpu(), files[0])
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(place) / "modules")}
+        python = [str(interpreter or sys.executable), "-W", "ignore", "-P", str(Path(__file__).with_name(program))]
+        command = [*python, str(folder.absolute()), *files, *arguments, *further]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, env=environment, check=False, cwd=place, **streams)
+        if done.returncode:
+            why = " ".join(done.stderr.strip().splitlines()[-1:])[:400]
+            raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {why}")
+        with reading(f"what a fresh process computed from {folder}"):
+            found = torch.load(files[1], weights_only=True)
+            return found, Said.model_validate_json(done.stdout.splitlines()[-1], strict=True)
+
+
+def prove(
+    folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str, device_map: str | None = None
+) -> float:
     """Load a checkpoint in a fresh process without this package, and compare logits with and without a cache.
 
     Args:
@@ -50,6 +98,7 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         expected: `[B, T, V]` logits of the healed model.
         allowed: largest error, relative to the largest logit.
         reader: a key of `READERS`.
+        device_map: how transformers spreads the model over devices and disk; None: on the CPU.
 
     Returns:
         The error.
@@ -58,21 +107,7 @@ def prove(folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: s
         NotLoadedError: if it does not load, or as something else.
         FulldepthError: if it gives other logits.
     """
-    program, *arguments = READERS[reader]
-    with tempfile.TemporaryDirectory() as place:
-        files = [str(Path(place) / name) for name in ("ids.pt", "logits.pt")]
-        torch.save(ids.cpu(), files[0])
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(place) / "modules")}
-        path = Path(__file__).with_name(program)
-        command = [sys.executable, "-W", "ignore", "-P", str(path), str(folder.absolute()), *files, *arguments]
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        done = subprocess.run(command, env=environment, check=False, cwd=place, **streams)
-        if done.returncode:
-            why = " ".join(done.stderr.strip().splitlines()[-1:])[:400]
-            raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {why}")
-        with reading(f"what a fresh process computed from {folder}"):
-            found = torch.load(files[1], weights_only=True)
-            said = Said.model_validate_json(done.stdout.splitlines()[-1], strict=True)
+    found, said = read(folder, ids, reader, device_map=device_map)
     error = relative_error(found, expected)
     if not error <= allowed:
         raise FulldepthError(

@@ -1,4 +1,4 @@
-"""A program of its own: loads a checkpoint in the layout of DeciLM with mlx-lm, and says what it computes.
+"""A program of its own: loads a checkpoint with mlx-lm, and says what it computes.
 
     python -P with_mlx.py FOLDER IDS.pt LOGITS.pt
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import torch
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 
@@ -24,7 +25,7 @@ def main(folder: str, ids_file: str, logits_file: str) -> None:
     ids = mx.array(torch.load(ids_file, weights_only=True).numpy())
     found = np.array(model(ids).astype(mx.float32))
     start = max(1, ids.shape[1] - 4)
-    cache = model.make_cache()
+    cache = make_prompt_cache(model)
     spans = [(0, start), *((at, at + 1) for at in range(start, ids.shape[1]))]
     parts = [np.array(model(ids[:, begin:end], cache=cache).astype(mx.float32)) for begin, end in spans]
     torch.save(torch.from_numpy(found), logits_file)

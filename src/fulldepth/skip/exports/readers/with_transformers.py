@@ -1,6 +1,6 @@
 """A program of its own: loads an export as somebody else would, without this package, and says what it computes.
 
-    python -P with_transformers.py FOLDER IDS.pt LOGITS.pt stock|carried
+    python -P with_transformers.py FOLDER IDS.pt LOGITS.pt stock|carried [DEVICE_MAP]
 
 `stock`: without `trust_remote_code`, and the class must be transformers' own. `carried`: transformers must refuse the
 folder without `trust_remote_code`, and its own classes must refuse it too. Writes the logits of the ids; the last line
@@ -20,7 +20,7 @@ import transformers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 
-def load(folder: str, carried: bool) -> Any:
+def load(folder: str, carried: bool, device_map: str | None) -> Any:
     """The model, with every weight from the folder and every weight of the folder in it."""
     if carried:
         try:
@@ -32,7 +32,10 @@ def load(folder: str, carried: bool) -> Any:
     # Classes that read images beside text stand in a list of their own.
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
-    found: Any = auto.from_pretrained(folder, dtype="auto", trust_remote_code=carried, output_loading_info=True)
+    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
+    found: Any = auto.from_pretrained(
+        folder, dtype="auto", trust_remote_code=carried, output_loading_info=True, **placed
+    )
     model, info = found
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
@@ -60,11 +63,11 @@ def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     return torch.cat(found, dim=1)
 
 
-def main(folder: str, ids_file: str, logits_file: str, kind: str) -> None:
+def main(folder: str, ids_file: str, logits_file: str, kind: str, device_map: str | None = None) -> None:
     """Load, compute, write, say."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = load(folder, kind == "carried")
+    model = load(folder, kind == "carried", device_map)
     ids = torch.load(ids_file, weights_only=True)
     found = logits(model, ids, cached=False)
     again = logits(model, ids, cached=True)

@@ -1,0 +1,169 @@
+"""Exports file by file: what is held beside the model, shards, and models whose weights are on disk."""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import tiny_models
+from families import zoo
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import is_offloaded, load_checkpoint
+from fulldepth.skip.exports.export import export, load
+from fulldepth.skip.exports.fold import fold
+from fulldepth.skip.proof.trial import Living
+from fulldepth.skip.selection.search import search
+from skip import plain, planned
+from skip.exports.test_export import ids, logits
+
+EXPORT = "fulldepth.skip.exports.export"
+FORMATS = {"folded": "attention", "fast": "attention", "decilm": "attention", "layer": "layer"}
+"""Format -> what is skipped."""
+
+
+@pytest.fixture
+def unproven(monkeypatch):
+    """Exports without the fresh process, for tests of what is written."""
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: 0.0)
+
+
+def weights(folder):
+    """Name -> weight in any of the files of a checkpoint."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        own = load_file(path)
+        assert not found.keys() & own.keys()
+        found |= own
+    return found
+
+
+def assert_same_files(one, other):
+    """The same weights to the bit, and the same configuration."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        assert weight.dtype == second[name].dtype
+        assert torch.equal(weight, second[name]), name
+    assert (one / "config.json").read_text() == (other / "config.json").read_text()
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_export_holds_one_file_of_weights_beside_the_model(format, tmp_path):
+    model = plain.fresh(16, 128)
+    plan = planned.plan(model, [2, 5], FORMATS[format])
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    shard = size // 8
+    with Living([*model.parameters(), *model.buffers()]) as living:
+        export(plan, model, format, tmp_path / "out", shard_size=shard)
+    assert living.peak <= shard
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 0.8 * size
+
+
+@pytest.mark.parametrize("format", ["folded", "decilm"])
+def test_a_model_that_the_export_loaded_is_dropped_before_the_check(format, tmp_path, monkeypatch):
+    model = tiny_models.build("llama")
+    model.save_pretrained(tmp_path / "model")
+    loaded, alive = [], []
+
+    def watched(*arguments, **options):
+        checkpoint = load_checkpoint(*arguments, **options)
+        loaded.append(weakref.ref(checkpoint.model))
+        return checkpoint
+
+    monkeypatch.setattr(f"{EXPORT}.load_checkpoint", watched)
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: alive.append(loaded[0]()) or 0.0)
+    export(planned.plan(model, [2]), tmp_path / "model", format, tmp_path / "out")
+    assert alive[0] is None
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma"])
+def test_shards_hold_what_transformers_saves(family, tmp_path):
+    """Of the model folded in place; several names in a file stand for a part of one weight in memory."""
+    model = zoo.build(family, "causal-lm")
+    plan = planned.plan(model, [2], values=None)
+    made = export(plan, model, "folded", tmp_path / "out", shard_size="40KB").path
+    files = list(made.glob("model-*.safetensors"))
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    assert len(files) > 2
+    assert all(path.stat().st_size < max(40_000, largest) + 8_000 for path in files)  # with its header
+    index = json.loads((made / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights(made).values())
+    fold(model, plan)
+    model.save_pretrained(tmp_path / "stock")
+    expected, got = weights(tmp_path / "stock"), weights(made)
+    assert index["weight_map"].keys() == expected.keys() == got.keys()
+    assert all(torch.equal(weight, got[name]) for name, weight in expected.items())
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(made).eval()(input_ids=ids()).logits
+        assert torch.equal(again, model(input_ids=ids()).logits)
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("size", ["5 apples", 0, "-1GB"])
+def test_sizes_of_files_are_numbers_above_0(size, tmp_path):
+    model = tiny_models.build("llama")
+    with pytest.raises(FulldepthError, match="Expected the size of a file such as 5GB"):
+        export(planned.plan(model, [2]), model, "folded", tmp_path / "out", shard_size=size)
+
+
+ENDS = dict.fromkeys(("model.embed_tokens", "lm_head", "model.norm", "model.rotary_emb"), "cpu")
+MAPS = {
+    "all": {"": "disk"},
+    "within blocks": ENDS
+    | {f"model.layers.{i}.{part}": "cpu" for i in range(3) for part in ("input_layernorm", "post_attention_layernorm")}
+    | {f"model.layers.{i}.self_attn": ("cpu", "disk")[i % 2] for i in range(3)}
+    | {f"model.layers.{i}.mlp": ("disk", "cpu")[i % 2] for i in range(3)},
+}
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize(
+    ("name", "format", "map_name"),
+    [
+        *(("llama", format, "all") for format in FORMATS),
+        ("qwen2", "decilm", "within blocks"),
+        ("gemma3", "folded", "all"),
+    ],
+)
+def test_an_export_of_an_offloaded_model_is_that_of_the_model_in_memory(name, format, map_name, tmp_path):
+    model = tiny_models.build(name)
+    plan = planned.plan(model, [2], FORMATS[format])
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    expected = export(plan, tmp_path / "model", format, tmp_path / "expected", device="cpu").path
+    made = export(plan, tmp_path / "model", format, tmp_path / "out", device_map=MAPS[map_name], shard_size="30KB").path
+    assert_same_files(made, expected)
+    again = load(made, device_map={"": "disk"})
+    assert is_offloaded(again)
+    assert torch.equal(logits(again), logits(load(expected, device="cpu")))
+
+
+@pytest.mark.usefixtures("unproven")
+def test_weights_that_are_offloaded_are_not_folded_in_place(tmp_path):
+    model = tiny_models.build("llama")
+    plan = planned.plan(model, [2])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(FulldepthError, match="cannot be changed in place"):
+        fold(load_checkpoint(tmp_path, device_map={"": "disk"}).model, plan)
+
+
+@pytest.mark.slow
+def test_from_search_to_load_with_a_device_map(tmp_path, monkeypatch):
+    plain.trained(4, 32, 20).save_pretrained(tmp_path / "model")
+    place = ENDS | {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(4)}
+    examples = plain.examples(train=4, heldout=8)
+    plan = search(str(tmp_path / "model"), examples, device_map=place, blocks=1, batch_size=4, epochs=1)
+    made = export(plan, tmp_path / "model", "fast", tmp_path / "spread", device_map=place)
+    assert made.logit_error < 1e-4
+    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: 0.0)
+    whole = export(plan, tmp_path / "model", "fast", tmp_path / "whole", device="cpu")
+    assert_same_files(made.path, whole.path)
+    spread = load(made.path, device_map={"": "disk"})
+    tokens = torch.arange(3, 15)[None]
+    assert torch.equal(spread(input_ids=tokens).logits, load(whole.path, device="cpu")(input_ids=tokens).logits)
