@@ -137,7 +137,7 @@ def _help(field: FieldInfo) -> str:
     stated = NONE.search(text)
     if stated and default is None:
         return f"{text[: stated.start()]}. [default: {stated[1]}]"
-    if default in (None, False, []):
+    if default is None or default is False or default == []:
         return text
     if default is True:
         return f"{text} [default: on]"
