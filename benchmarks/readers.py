@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from folding import plan_of
-from fulldepth.capture.stream import relative_error
+from fulldepth.execution.stream import relative_error
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip import export, load
 from fulldepth.skip.exports import readers
@@ -137,8 +137,8 @@ def cases(folder: Path, checkpoint: str | None, only: str | None) -> Iterator[Ca
             if not target.exists():
                 model = built(kind) if kind in KINDS else load_checkpoint(str(checkpoint), dtype="float32").model
                 if format:
-                    gone = blocks if kind in KINDS else CHECKPOINT_BLOCKS
-                    plan = plan_of(model, model.config.num_hidden_layers, spread, 0, gone, granularity)
+                    removed = blocks if kind in KINDS else CHECKPOINT_BLOCKS
+                    plan = plan_of(model, model.config.num_hidden_layers, spread, 0, removed, granularity)
                     export(plan, model, format, target)
                 else:
                     model.save_pretrained(target)

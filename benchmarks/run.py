@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from fulldepth.capture import body_inputs, capture
 from fulldepth.distributed import Processes
+from fulldepth.execution import body_inputs, capture
 from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
@@ -53,10 +53,10 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
         inputs = model_inputs(batch.inputs, it.device, torch.float32)
         plain += timed(lambda inputs=inputs: it.checkpoint.model(**inputs, use_cache=False))
         start = time.perf_counter()
-        with capture(it.anatomy, plan.sites) as tape:
+        with capture(it.anatomy, plan.sites) as activations:
             with clock("body"):
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
-            states = {site: tape.stack(site) for site in plan.sites}
+            states = {site: activations.stack(site) for site in plan.sites}
         feed(plan, observe(it, batch, states, states["residual"], None, 0), clock)
         measured += time.perf_counter() - start
     measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
@@ -73,9 +73,9 @@ def lens(size: str, count: int) -> tuple[float, float]:
     products = measured = 0.0
     clock = Clock()
     for batch in it.sequences.batches(BATCH):
-        with capture(it.anatomy, ["residual"]) as tape:
+        with capture(it.anatomy, ["residual"]) as activations:
             it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch.inputs, it.device, torch.float32)))
-            states = {"residual": tape.stack("residual")}
+            states = {"residual": activations.stack("residual")}
         rows = [layer.flatten(0, 1)[:-BATCH] for layer in states["residual"]]  # as many positions as have a target
         products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
         measured += timed(

@@ -18,7 +18,7 @@ import fulldepth
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
-NOUNS = {"architectures", "losses", "capture", "data", "results", "hf", "metrics"}
+NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics"}
 VERBS = {"measurement", "comparison", "training", "skip", "exit", "evaluation"}
 COMPOSITIONS = {"demo", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
@@ -26,6 +26,7 @@ COMPOSITIONS = {"demo", "reproduction"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "launch": set(),
+    "fingerprint": set(),
     "distributed": set(),
     "progress": set(),
     "files": set(),
@@ -37,8 +38,8 @@ ARROWS: dict[str, set[str]] = {
     "architectures": set(),
     "data": set(),
     "hf": {"metrics"},
-    "capture": {"hf", "metrics"},
-    "losses": {"capture", "hf", "metrics"},
+    "execution": {"hf", "metrics"},
+    "losses": {"execution", "hf", "metrics"},
     "results": {"figures"},
     "report": {"results", "figures"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
@@ -48,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "settings", "figures"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
-EVERYWHERE = {"distributed", "errors", "files", "launch", "progress"}
+EVERYWHERE = {"distributed", "errors", "files", "fingerprint", "launch", "progress"}
 
 LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""

@@ -29,9 +29,9 @@ _HOME = {
 """Public name -> the room that holds it."""
 _ROOMS = (
     "architectures",
-    "capture",
     "comparison",
     "data",
+    "execution",
     "figures",
     "hf",
     "losses",

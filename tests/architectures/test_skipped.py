@@ -172,11 +172,11 @@ def test_a_cache_that_another_model_filled_is_refused():
 def test_skipped_attention_does_not_exist(name):
     stock = tiny_models.build(name)
     model = skipped(stock, (1, 3))
-    gone = [n for n in stock.state_dict() if n not in model.state_dict()]
-    parts = {n.split(".layers.")[-1].split(".h.")[-1].split(".")[1] for n in gone}
+    removed = [n for n in stock.state_dict() if n not in model.state_dict()]
+    parts = {n.split(".layers.")[-1].split(".h.")[-1].split(".")[1] for n in removed}
     norms = {"input_layernorm", "ln_1", "post_attention_layernorm"}
     assert parts - norms in ({"self_attn"}, {"attn"}, {"attention"})
-    assert {n.split(".")[2] for n in gone} == {"0", "2"}
+    assert {n.split(".")[2] for n in removed} == {"0", "2"}
     assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in stock.parameters())
     left = dict(blocks(model)[0].named_modules())
     assert not any("attn" in n or n.startswith("attention") for n in left)

@@ -1,4 +1,4 @@
-"""The door: help, version, names that are nearly right, exit codes. What commands do is tested with their rooms."""
+"""The program: help, version, names that are nearly right, exit codes. What commands do is tested with their rooms."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fulldepth import console
-from fulldepth.cli import door
+from fulldepth.cli import program
 from fulldepth.errors import FulldepthError, brief
 from fulldepth.files import atomic
 from fulldepth.results import Results, tabulate
@@ -98,14 +98,14 @@ def test_an_ignored_signal_stays_ignored(main, monkeypatch):
 def test_the_first_process_tells_of_a_mistake_and_the_others_only_if_they_are_left(main, monkeypatch):
     inside(monkeypatch, lambda: throw(FulldepthError("no such file")))
     slept = []
-    monkeypatch.setattr(door.time, "sleep", slept.append)
+    monkeypatch.setattr(program.time, "sleep", slept.append)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main("report", "somewhere")[2] == "Error: no such file\n"
     assert slept == []
     monkeypatch.setenv("RANK", "1")
     assert main("report", "somewhere")[2] == "Error: process 1: no such file\n"
-    assert slept == [door.PATIENCE], "torchrun ends this process meanwhile, if the first one has left"
+    assert slept == [program.PATIENCE], "torchrun ends this process meanwhile, if the first one has left"
 
 
 def test_a_process_that_lost_another_one_blames_no_bug(main, monkeypatch):
@@ -130,8 +130,8 @@ def test_a_closed_pipe_ends_quietly():
 @pytest.mark.parametrize("text", ["9" * 30, "1,x", "", "1," + "9" * 5000])
 def test_lists_of_whole_numbers(text):
     with pytest.raises(FulldepthError, match="expected whole numbers"):
-        door.whole_numbers("--batches", text)
-    assert door.whole_numbers("--batches", "3, 7") == [3, 7]
+        program.whole_numbers("--batches", text)
+    assert program.whole_numbers("--batches", "3, 7") == [3, 7]
 
 
 def test_markup_in_a_result_is_printed_as_it_is(capsys):

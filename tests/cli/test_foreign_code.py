@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import tiny_models
+from fulldepth.skip.assessment import quantise as quantising
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.proof import quantise as quantising
-from skip import planned, wordy
+from skip import planned, word_tokenizer
 
 EVIL = """
 from pathlib import Path
@@ -33,14 +33,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a known and one of an unknown type, both with code; data, recipes and a plan that trusts."""
     home = tmp_path_factory.mktemp("house")
     model = tiny_models.build("llama")
-    rows = [{"prompt": wordy.words(n, n + 1), "response": wordy.words(*range(n, n + 6))} for n in range(12)]
+    rows = [
+        {"prompt": word_tokenizer.words(n, n + 1), "response": word_tokenizer.words(*range(n, n + 6))}
+        for n in range(12)
+    ]
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (home / "text.jsonl").write_text("".join(json.dumps({"text": row["response"]}) + "\n" for row in rows * 2))
     data = {"name": str(home / "text.jsonl"), "validation_share": 0.3}
     for name in ("known", "unknown"):
         folder = home / name
         model.save_pretrained(folder)
-        wordy.tokenizer().save_pretrained(folder)
+        word_tokenizer.tokenizer().save_pretrained(folder)
         change(folder / "config.json", auto_map=AUTO)
         change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
         (folder / "evil.py").write_text(EVIL.format(marker=str(home / "ran")))

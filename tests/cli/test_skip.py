@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 import tiny_models
-from skip import wordy
+from skip import word_tokenizer
 
 FRESH = """
 import json, sys
@@ -40,7 +40,9 @@ def rows(count, seed):
     made = []
     for _ in range(count):
         numbers = torch.randint(0, 80, (9,), generator=generator).tolist()
-        made.append({"prompt": f"{wordy.words(*numbers[:4])} ", "response": wordy.words(*numbers[4:])})
+        made.append(
+            {"prompt": f"{word_tokenizer.words(*numbers[:4])} ", "response": word_tokenizer.words(*numbers[4:])}
+        )
     return made
 
 
@@ -56,7 +58,7 @@ def house(tmp_path_factory):
     for name, seed in (("model", 0), ("other", 1)):
         model = tiny_models.build("llama", seed=seed)
         model.save_pretrained(home / name)
-        wordy.tokenizer().save_pretrained(home / name)
+        word_tokenizer.tokenizer().save_pretrained(home / name)
     write(home / "pairs.jsonl", rows(24, 0))
     write(home / "heldout.jsonl", rows(12, 1))
     return home
@@ -158,14 +160,14 @@ def _search(house, out, *more, model="model", data="pairs.jsonl", blocks="1"):
 )
 def test_a_search_that_cannot_be_is_refused(main, house, tmp_path, more, words):
     write(house / "empty.jsonl", [])
-    write(house / "unanswered.jsonl", [{"prompt": wordy.words(1), "response": ""}] * 4)
-    write(house / "long.jsonl", [{"prompt": wordy.words(*[1] * 90), "response": wordy.words(2)}] * 4)
+    write(house / "unanswered.jsonl", [{"prompt": word_tokenizer.words(1), "response": ""}] * 4)
+    write(house / "long.jsonl", [{"prompt": word_tokenizer.words(*[1] * 90), "response": word_tokenizer.words(2)}] * 4)
     if more.get("model") == "bert" and not (house / "bert").exists():
         config = BertConfig(
             vocab_size=96, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
         )
         BertForMaskedLM(config).save_pretrained(house / "bert")
-        wordy.tokenizer().save_pretrained(house / "bert")
+        word_tokenizer.tokenizer().save_pretrained(house / "bert")
     extra = more.pop("more", [])
     refused(main(*_search(house, tmp_path / "out", *extra, **more)), words)
     assert not (tmp_path / "out").exists()

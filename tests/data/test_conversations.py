@@ -69,8 +69,8 @@ def test_pairs_of_every_naming(tmp_path, plain, templated):
     ]
     pd.DataFrame(alpaca).to_parquet(tmp_path / "b.parquet")
     assert conversations(tmp_path / "b.parquet", templated).to_list() == [said("Add.\n\n1 1", "2"), said("Go.", "x")]
-    ready = [said("a", "b")]
-    assert conversations(ready).to_list() == ready
+    problem = [said("a", "b")]
+    assert conversations(problem).to_list() == problem
     (tmp_path / "folder").mkdir()
     jsonl(tmp_path / "folder" / "2.jsonl", {"prompt": "c", "response": "d"})
     (tmp_path / "folder" / "1.tsv").write_text("prompt\tresponse\na\tb\n")

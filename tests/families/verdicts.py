@@ -15,8 +15,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from families import zoo  # the tests' folder is on the path under pytest, not when this file runs as a program
-from fulldepth.capture import body_inputs, capture, verify
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution import body_inputs, capture, verify
 from fulldepth.hf import anatomy_candidates
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"

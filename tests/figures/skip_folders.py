@@ -99,8 +99,8 @@ def search(layers: int = 12, blocks: tuple[int, ...] = BLOCKS, healed: bool = Tr
             add(("scalar", site, int(layer), None, name[0], value, 1, "1"), count, "healed")
     for state, size in (("skipped", 1.0), *((("healed", 0.3),) if healed else ())):
         for layer in range(layers + 1):
-            gone = sum(block <= layer for block in blocks)
-            add(("mmd", "residual", layer, None, "value", size * 0.01 * gone**1.5, 2048, "1"), count, state)
+            removed = sum(block <= layer for block in blocks)
+            add(("mmd", "residual", layer, None, "value", size * 0.01 * removed**1.5, 2048, "1"), count, state)
     for layer in range(1, layers + 1):
         for at, name in enumerate(PROJECTIONS):
             norm = (1.5 if layer in blocks and at < 4 else 2.2) + 0.3 * at + 0.1 * math.sin(layer)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from figures import skip_folders as folders
 from fulldepth import figures
-from fulldepth.figures.contenders import contenders, frontier
+from fulldepth.figures.benchmark import benchmarked_models, frontier
 from fulldepth.figures.skipped import TOGETHER, Part, layers_of, parts, removals
 from fulldepth.results import Results
 
@@ -256,11 +256,11 @@ def test_names_that_two_folders_share_are_told_apart() -> None:
     bench.table["model"] = bench.table["model"].replace(names)
     bench.meta["models"][2]["label"] = "skipped"
     both = joined(bench=bench, quantised=folders.quantised())
-    found = [one.name for one in contenders(parts(both.table, both.meta))]
+    found = [one.name for one in benchmarked_models(parts(both.table, both.meta))]
     assert "skipped (benchmark)" in found
     assert "skipped (quantisation)" in found
     two = joined(a=folders.bench(), b=folders.bench())
-    found = [one.name for one in contenders(parts(two.table, two.meta))]
+    found = [one.name for one in benchmarked_models(parts(two.table, two.meta))]
     assert found[:3] == ["a: base", "a: folded", "a: fast"]
     assert len(set(found)) == 8
 

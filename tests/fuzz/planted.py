@@ -58,13 +58,13 @@ def instead(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def broken_reader() -> None:
-    """Plant: whatever the door calls raises a KeyError."""
-    from fulldepth.cli import door
+    """Plant: whatever the program calls raises a KeyError."""
+    from fulldepth.cli import program
 
     def read(*_: object, **__: object) -> None:
         raise KeyError("grid")
 
-    door.app = read
+    program.app = read
 
 
 def leave(code: int, message: str = "") -> Callable[[], None]:

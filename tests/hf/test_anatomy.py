@@ -9,8 +9,8 @@ import transformers as tf
 from torch import nn
 
 import tiny_models
-from fulldepth.capture import verify
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import verify
 from fulldepth.hf import FAMILIES, Anatomy, anatomy_candidates, first_broken_weight
 
 

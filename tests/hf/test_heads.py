@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import tiny_models
-from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.hf import Classifier, anatomy_candidates
 
 TOKEN_HEADS = [

@@ -207,7 +207,7 @@ def test_a_broken_image_processor_is_said_so(tmp_path):
 
 def test_an_int8_checkpoint_keeps_its_integers_and_is_measured(tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
-    from fulldepth.capture import verify
+    from fulldepth.execution import verify
     from fulldepth.hf import anatomy_candidates
 
     tiny_models.build("llama").save_pretrained(tmp_path / "plain")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import tiny_models as tm
-from fulldepth.capture import capture, verify
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import capture, verify
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, anatomy_candidates, skipping
 
 NAMES = ("b_att", "s_att", "b_mlp", "s_mlp")
@@ -265,14 +265,14 @@ def test_factors_are_not_rounded_to_the_models_dtype():
     model = tm.build("llama", dtype=torch.bfloat16)
     anatomy, scalars = anatomy_of(model), Scalars(3)
     b, s = 1.003, 0.9985
-    with torch.no_grad(), capture(anatomy, ["attention_input", "attention_branch"]) as tape:
+    with torch.no_grad(), capture(anatomy, ["attention_input", "attention_branch"]) as activations:
         model(**tm.inputs(model))
-        x, branch = (tape[site][0].double() for site in ("attention_input", "attention_branch"))
+        x, branch = (activations[site][0].double() for site in ("attention_input", "attention_branch"))
         scalars.get(1)["b_att"].fill_(b)
         scalars.get(1)["s_att"].fill_(s)
         with skipping(anatomy, [], scalars=scalars):
             model(**tm.inputs(model))
-        got = tape["attention_branch"][0]
+        got = activations["attention_branch"][0]
     assert got.dtype == torch.bfloat16
     expected = (b * branch + (s - 1) * x).bfloat16()
     assert (got == expected).double().mean() > 0.99

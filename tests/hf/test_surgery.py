@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 import tiny_models as tm
-from fulldepth.capture import verify
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import verify
 from fulldepth.hf import GRANULARITIES, Anatomy, Scalars, Switches, anatomy_candidates, skipping
 
 LLAMA_LIKE = ("self_attn.o_proj", "mlp.down_proj")
@@ -102,10 +102,10 @@ def test_what_is_skipped_is_not_computed(name, granularity):
     norms = [child for child in block.children() if "norm" in type(child).__name__.lower()]
     # Norms stand in the order that they are used in, before each part, behind each part, or around it.
     halves = {"attention": norms[: len(norms) // 2], "mlp": norms[len(norms) // 2 :], "layer": norms}
-    gone = [matrices, *([] if name in SHARED_NORM else halves[granularity])]
+    removed = [matrices, *([] if name in SHARED_NORM else halves[granularity])]
     with skipping(anatomy, [2], granularity):
         expected = logits_of(model)
-        weights = [parameter for module in gone for parameter in module.parameters()]
+        weights = [parameter for module in removed for parameter in module.parameters()]
         for parameter in weights:
             parameter.data = torch.empty(0)  # whatever computed with it would raise
         assert len(weights) >= (2 if name in SHARED_NORM else 3)

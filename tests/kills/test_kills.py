@@ -25,7 +25,7 @@ from fulldepth.skip.run import search_into
 from fulldepth.training import TrainSettings, export_run, train
 from fulldepth.training.shards import describe, whole_tensors
 from kills.moments import differences, in_fork, moments, resumed
-from skip import planned, wordy
+from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
@@ -40,10 +40,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_models.build("llama")
     for folder in (home / "model", home / "run" / "checkpoint-1", home / "run" / "checkpoint-2"):
         model.save_pretrained(folder)
-        wordy.tokenizer().save_pretrained(folder)
-    rows = [{"prompt": wordy.words(n, n + 1), "response": wordy.words(*range(n, n + 5))} for n in range(16)]
+        word_tokenizer.tokenizer().save_pretrained(folder)
+    rows = [
+        {"prompt": word_tokenizer.words(n, n + 1), "response": word_tokenizer.words(*range(n, n + 5))}
+        for n in range(16)
+    ]
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = [{"text": wordy.words(*range(n, n + 20))} for n in range(8)]
+    known = [{"text": word_tokenizer.words(*range(n, n + 20))} for n in range(8)]
     (home / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
     planned.plan(model, [2]).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]

@@ -258,9 +258,9 @@ def test_detach_heals_and_evaluation_records_nothing() -> None:
     objective = Objective(**ALL).attach(model)
     with torch.no_grad():
         model(**inputs)
-    assert not objective._tape._seen  # type: ignore[union-attr]
+    assert not objective._activations._seen  # type: ignore[union-attr]
     loss, _ = objective(model(**inputs), inputs)
-    assert not objective._tape._seen  # type: ignore[union-attr]
+    assert not objective._activations._seen  # type: ignore[union-attr]
     loss.backward()
     objective.detach()
     assert {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()} == before

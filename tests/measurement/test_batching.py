@@ -49,7 +49,7 @@ def test_a_model_whose_sequences_see_each_other_runs_them_alone() -> None:
     block = model.model.layers[1]
     plain = block.forward
     block.forward = lambda states, *args, **kwargs: plain(states - states.mean(0, keepdim=True), *args, **kwargs)
-    batching, sentence = check_batching(fulldepth.capture.find_anatomy(model), texts([8, 8, 8]), torch.device("cpu"))
+    batching, sentence = check_batching(fulldepth.execution.find_anatomy(model), texts([8, 8, 8]), torch.device("cpu"))
     assert batching == "single"
     assert sentence is not None
 

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import tiny_models
-from fulldepth.capture.weights import feed_projections, projection_names
+from fulldepth.execution.weights import feed_projections, projection_names
 from fulldepth.hf import anatomy_candidates
 from fulldepth.measurement import measure
 from fulldepth.metrics import Setup, SpectralNorm

@@ -34,8 +34,8 @@ def jackknife(count, estimate):
     groups = min(count, 16)
     members = [[i for i in everything if i % groups == g] for g in range(groups)]
     whole = estimate(everything)
-    replicates = [estimate([i for i in everything if i not in gone]) for gone in members]
-    shares = [count / len(gone) for gone in members]
+    replicates = [estimate([i for i in everything if i not in removed]) for removed in members]
+    shares = [count / len(removed) for removed in members]
     centre = groups * whole - sum((1 - 1 / h) * value for h, value in zip(shares, replicates, strict=True))
     terms = [(h * whole - (h - 1) * value - centre) ** 2 / (h - 1) for h, value in zip(shares, replicates, strict=True)]
     return math.sqrt(sum(terms) / groups)

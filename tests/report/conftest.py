@@ -84,7 +84,7 @@ def visit(browser):
 
         page.route("**/*", gate)
         page.goto(path.as_uri())
-        ready(page)
+        problem(page)
         return page
 
     yield open_page
@@ -93,7 +93,7 @@ def visit(browser):
     assert wrong == []
 
 
-def ready(page):
+def problem(page):
     """Wait until the queue of figures is empty."""
     page.wait_for_selector("html[data-ready=yes]", state="attached", timeout=60_000)
 
@@ -101,4 +101,4 @@ def ready(page):
 @pytest.fixture(name="ready")
 def ready_fixture():
     """`ready(page)` waits until every figure is drawn."""
-    return ready
+    return problem

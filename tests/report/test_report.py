@@ -19,10 +19,10 @@ from fulldepth.report import render, write
 from fulldepth.report.lens import Vocabulary, pack
 from fulldepth.report.page import contrast, embed
 from fulldepth.report.payload import compact, difference, fix_range, payload, thin
+from fulldepth.report.phrases import figure_of, scaled, short, visible
 from fulldepth.report.sections import arrange
 from fulldepth.report.tables import pack as pack_table
 from fulldepth.report.verdict import cards, sentences_of_comparison, side_by_side, title
-from fulldepth.report.words import figure_of, scaled, short, visible
 from fulldepth.results import Results
 
 
@@ -105,21 +105,21 @@ def strings(value):
     return [value] if isinstance(value, str) else []
 
 
-@pytest.mark.parametrize(("kind", "gone"), [("language_model", 1.0), ("language_model", 0.5), ("comparison", 0.3)])
-def test_gaps_are_gaps_and_not_words(synthetic, kind, gone):
+@pytest.mark.parametrize(("kind", "removed"), [("language_model", 1.0), ("language_model", 0.5), ("comparison", 0.3)])
+def test_gaps_are_gaps_and_not_words(synthetic, kind, removed):
     """Any share of the table may be NaN or infinite: no figure fails, and nothing on the page is called nan."""
     results = getattr(synthetic, kind)()
     table = results.table
     drawn = np.random.default_rng(0).random(len(table))
-    table.loc[drawn < gone, "value"] = math.nan
-    table.loc[drawn < gone / 3, "value"] = math.inf
+    table.loc[drawn < removed, "value"] = math.nan
+    table.loc[drawn < removed / 3, "value"] = math.inf
     if "difference" in table:
         table["difference"] = table["value"] - 1
     made = payload(results)
     embed(made)  # refuses NaN
     called = re.compile(r"(?<![a-z])(nan|-?inf)(?![a-z])", re.I)
     assert [text for text in strings(made) if called.search(text)] == []
-    assert bool(made["figures"]) is (gone < 1)
+    assert bool(made["figures"]) is (removed < 1)
 
 
 def test_a_step_carries_only_what_differs(synthetic):

@@ -18,12 +18,12 @@ from fulldepth.report import render, write, write_together
 from fulldepth.report.payload import payload
 from fulldepth.report.together import names, together
 from fulldepth.results import Results
+from fulldepth.skip.assessment.bench import bench
+from fulldepth.skip.assessment.curve import curve
+from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.proof.bench import bench
-from fulldepth.skip.proof.curve import curve
-from fulldepth.skip.proof.outcome import analyse
 from fulldepth.skip.selection.search import search
-from skip.wordy import tokenizer, words
+from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
 EMPTY = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.hidden)
@@ -164,8 +164,8 @@ def test_the_corners_and_the_weights(every):
     table = folders.search().table
     for name, lost, kept, _ in norms["rows"]:
         own = table[(table.measure == "spectral_norm") & (table.site == name)]
-        gone = own.layer.isin(folders.BLOCKS)
-        expected = [own.value[gone].median(), own.value[~gone].median()]
+        removed = own.layer.isin(folders.BLOCKS)
+        expected = [own.value[removed].median(), own.value[~removed].median()]
         assert [number(lost), number(kept)] == pytest.approx(expected, abs=6e-4)
 
 
@@ -314,7 +314,7 @@ def test_real_folders_fill_their_page(real):
 
 
 @pytest.mark.browser
-def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, ready):
+def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, problem):
     opened = visit(page)
     assert opened.locator(".plot").count() >= 10
     assert opened.evaluate(EMPTY) == []
@@ -327,7 +327,7 @@ def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, ready):
     for width in (390, 320):
         opened.set_viewport_size({"width": width, "height": 844})
         opened.wait_for_timeout(300)
-        ready(opened)
+        problem(opened)
         assert opened.evaluate("document.documentElement.scrollWidth") <= width
     cut = opened.locator(".strip .added").evaluate_all(
         "(all) => all.filter((one) => one.scrollWidth > one.clientWidth)"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tiny_models
-from fulldepth.skip.identity import model_hash
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.skip.plan import Plan
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
@@ -70,25 +70,25 @@ def scaled(model, plan: Plan, dtype=torch.float64) -> Any:
     kind = model.config.model_type
     for layer, block in enumerate(layers(model), start=1):
         own = dict.fromkeys(NAMES, 1.0) | plan.scalars.get(str(layer), {})
-        gone = plan.granularity if layer in plan.blocks else ""
-        block.forward = Definition(kind, block, own, gone)
+        removed = plan.granularity if layer in plan.blocks else ""
+        block.forward = Definition(kind, block, own, removed)
     return model
 
 
 class Definition:
     """The forward pass of one block."""
 
-    def __init__(self, kind: str, block: Any, own: dict[str, float], gone: str) -> None:
-        self.kind, self.block, self.own, self.gone = kind, block, own, gone
+    def __init__(self, kind: str, block: Any, own: dict[str, float], removed: str) -> None:
+        self.kind, self.block, self.own, self.removed = kind, block, own, removed
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         block, own = self.block, self.own
         if self.kind == "gpt2":  # cache, mask and encoder states come by position
             kwargs |= {"past_key_values": args[0], "attention_mask": args[1]}
         x1 = x
-        if self.gone not in ("attention", "layer"):
+        if self.removed not in ("attention", "layer"):
             x1 = own["b_att"] * self.attention(x, kwargs) + own["s_att"] * x
-        if self.gone in ("mlp", "layer"):
+        if self.removed in ("mlp", "layer"):
             return x1
         reads = x if getattr(block, "use_parallel_residual", False) else x1
         return own["b_mlp"] * self.mlp(reads) + own["s_mlp"] * x1

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fulldepth.skip.selection.ledger import Ledger
+from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.search import search
 from skip import plain
 
@@ -27,11 +27,11 @@ WEIGHTS = "weights.pt"
 
 
 def dies_at(moment: float) -> None:
-    """Let the ledger's writing end the process."""
-    save, write, times = Ledger._save, Path.write_text, [0]
+    """Let the loss cache's writing end the process."""
+    save, write, times = LossCache._save, Path.write_text, [0]
 
-    def killed_after(ledger: Ledger) -> None:
-        save(ledger)
+    def killed_after(loss_cache: LossCache) -> None:
+        save(loss_cache)
         times[0] += 1
         if times[0] == moment:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -42,7 +42,7 @@ def dies_at(moment: float) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, text, **options)
 
-    Ledger._save = killed_after
+    LossCache._save = killed_after
     Path.write_text = killed_within
 
 

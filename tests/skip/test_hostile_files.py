@@ -17,15 +17,15 @@ from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.curve import curve
+from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.inputs.responses import Responses
 from fulldepth.skip.inputs.stored_responses import stored_responses
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.proof.curve import curve
-from fulldepth.skip.proof.outcome import settings_of
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import search as searching
 from hostile import damaged_json
-from skip import plain, planned, wordy
+from skip import plain, planned, word_tokenizer
 
 OPTIONS = {"batch_size": 4, "epochs": 1, "blocks": 2, "patience": 1}
 LAYERS, WIDTH = 4, 16
@@ -175,9 +175,9 @@ def test_damaged_notes_of_responses_are_refused(tmp_path: Path) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint with its tokenizer, and pairs in a folder of their own."""
     tiny_models.build("llama").save_pretrained(tmp_path / "model")
-    wordy.tokenizer().save_pretrained(tmp_path / "model")
+    word_tokenizer.tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "out").mkdir()
-    rows = [{"prompt": wordy.words(n), "response": wordy.words(n, n + 1)} for n in range(12)]
+    rows = [{"prompt": word_tokenizer.words(n), "response": word_tokenizer.words(n, n + 1)} for n in range(12)]
     (tmp_path / "out" / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "model"
 

@@ -10,11 +10,11 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.latency import AllocationTracker
 from fulldepth.hf import Switches, is_offloaded, load_checkpoint
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.identity import model_hash
-from fulldepth.skip.proof.curve import curve
-from fulldepth.skip.proof.trial import Living
+from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.score import Scorer, make_batches
 from fulldepth.skip.selection.search import search
@@ -113,11 +113,11 @@ def test_a_training_step_holds_the_weights_of_one_block_at_a_time(tmp_path):
         scorer = Scorer(anatomy, classifier, switches, "attention", batch)
         for again in (None, False):
             scorer.states(batch, Variant(), scalars, checkpointing=again).sum().backward()
-            with Living([*split.buffers(), *scalars.parameters()]) as living:
+            with AllocationTracker([*split.buffers(), *scalars.parameters()]) as tracker:
                 states = scorer.states(batch, Variant(), scalars, checkpointing=again)
-                kept = living.now
+                kept = tracker.now
                 states.sum().backward()
-            peaks[again] = kept, living.peak
+            peaks[again] = kept, tracker.peak
     assert peaks[False][0] > layers * block
     assert peaks[None][0] < block
     assert peaks[None][1] < 3 * block  # with its activations

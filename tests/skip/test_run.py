@@ -14,12 +14,12 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.inputs.examples import read_examples
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.proof.outcome import analyse
 from fulldepth.skip.run import search_into
 from skip import plain
-from skip.wordy import tokenizer, words
+from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
 SETTINGS = SearchSettings(blocks=2, epochs=2, batch_size=4)

@@ -1,13 +1,13 @@
 """The command line. Each file adds its commands to the program; `--help` lists them in the order of these imports."""
 
 # ruff: noqa: I001
-from fulldepth.cli.door import DEBUG, app, main
+from fulldepth.cli.program import DEBUG, app, main
 from fulldepth.cli.measure import measure_command
 from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.data import prepare_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
-from fulldepth.cli.proof import bench_command, curve_command, quantise_command
+from fulldepth.cli.assessment import bench_command, curve_command, quantise_command
 
 __all__ = [
     "DEBUG",

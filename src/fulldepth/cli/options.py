@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from fulldepth.cli.door import DEBUG, Debug, listed, whole_numbers
+from fulldepth.cli.program import DEBUG, Debug, listed, whole_numbers
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 
 Command = TypeVar("Command", bound=Callable[..., None])

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import app, refuse_existing, refuse_held
 from fulldepth.cli.options import command
+from fulldepth.cli.program import app, refuse_existing, refuse_held
 from fulldepth.files import locked
 from fulldepth.settings.compare import CompareSettings
 

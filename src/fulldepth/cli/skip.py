@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import app
 from fulldepth.cli.options import command
+from fulldepth.cli.program import app
 from fulldepth.settings.search import SearchSettings
 
 skip = typer.Typer(

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.door import app
 from fulldepth.cli.options import Assignments, command
+from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import assignments, layer, names, read
 

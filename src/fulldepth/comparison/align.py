@@ -85,8 +85,8 @@ def _interpolate(grid: Array, first: Array, second: Array) -> Array:
     for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
         weight = (t if down else 1 - t) * (u if right else 1 - u)
         weight = np.where(diagonal, ((t if down else 1 - t) if down == right else 0.0), weight)
-        corner = padded[_index(first, down, grid.shape[0]), _index(second, right, grid.shape[1])]
-        value += np.where(weight > 0, weight * corner, 0.0)
+        combination = padded[_index(first, down, grid.shape[0]), _index(second, right, grid.shape[1])]
+        value += np.where(weight > 0, weight * combination, 0.0)
     return value
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fulldepth.data.records import Source, image_content
-from fulldepth.data.sequences import Fingerprint, Sequences
+from fulldepth.data.sequences import Sequences
+from fulldepth.fingerprint import Fingerprint
 
 
 def content_hash(data: Source | Sequences) -> str:

@@ -13,9 +13,10 @@ from fulldepth.data.encoding import Limits, encode
 from fulldepth.data.labels import Labels, align_labels, sample
 from fulldepth.data.masking import IGNORE
 from fulldepth.data.records import Record, Source
-from fulldepth.data.sequences import Example, Fingerprint, Picture, Sequences, collate_images, collate_texts
+from fulldepth.data.sequences import Example, Picture, Sequences, collate_images, collate_texts
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.fingerprint import Fingerprint
 
 TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("text", "pairs", "labelled-text"),

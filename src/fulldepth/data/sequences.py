@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -199,20 +198,3 @@ def _padded(rows: Sequence[np.ndarray], value: int) -> Tensor:
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = torch.from_numpy(row)
     return padded
-
-
-class Fingerprint:
-    """A sha256 over parts that cannot run into each other: each goes in with its length."""
-
-    def __init__(self, *settings: str) -> None:
-        self._sha = hashlib.sha256()
-        for setting in settings:
-            self.add(setting.encode())
-
-    def add(self, part: bytes) -> None:
-        """Add one part."""
-        self._sha.update(len(part).to_bytes(8, "little"))
-        self._sha.update(part)
-
-    def __str__(self) -> str:
-        return f"sha256:{self._sha.hexdigest()}"

@@ -50,14 +50,14 @@ def figures(found: Sequence[Part], layers: int) -> Figures:
     return made
 
 
-def gone(removal: Removal | None) -> tuple[int, ...]:
+def removed(removal: Removal | None) -> tuple[int, ...]:
     """The layers of a removal, in order of depth."""
     return () if removal is None else tuple(sorted(removal.blocks))
 
 
 def key_of_gone(removal: Removal | None) -> list[go.Scatter]:
     """The legend's entry for the grey columns."""
-    if not gone(removal):
+    if not removed(removal):
         return []
     mark = {"symbol": "square", "size": 11, "color": GRID}
     return [go.Scatter(x=[None], y=[None], name="Removed here", mode="markers", marker=mark, hoverinfo="skip")]
@@ -96,7 +96,7 @@ def _scalars(part: Part, removal: Removal | None, layers: int, reading: str) -> 
         xaxis=layer_axis(layers),
         yaxis={"title": {"text": "Factor"}},
         variant=reading,
-        shapes=marked_layers(gone(removal)),
+        shapes=marked_layers(removed(removal)),
         height=420,
         showlegend=True,
     )
@@ -123,7 +123,7 @@ def _mmd(part: Part, removal: Removal | None, layers: int, reading: str) -> go.F
         xaxis=layer_axis(layers, first=0),
         yaxis={"title": {"text": "MMD²"}, "rangemode": "tozero"},
         variant=reading,
-        shapes=marked_layers(gone(removal)),
+        shapes=marked_layers(removed(removal)),
         height=420,
         showlegend=True,
     )
@@ -164,7 +164,7 @@ def _norms(part: Part, removal: Removal | None, layers: int, reading: str) -> li
             xaxis=layer_axis(layers),
             yaxis={"title": {"text": "‖W‖₂"}, "rangemode": "tozero"},
             variant=variant,
-            shapes=marked_layers(gone(removal)),
+            shapes=marked_layers(removed(removal)),
             height=420,
             showlegend=True,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.contenders import PHASES, Cell, Contender, Spread, agree, contenders, frontier
+from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Cell, Spread, agree, benchmarked_models, frontier
 from fulldepth.figures.skipped import Part
 from fulldepth.figures.style import AXIS, INK, MUTED, Figures, categorical, figure, label, minus
 
@@ -20,7 +20,7 @@ PREDICTED = {"toggled": "By skipping in place", "flops": "By operations"}
 
 def figures(found: Sequence[Part]) -> Figures:
     """`pareto_prefill`, `pareto_decode` (relative over the grid, then each cell), `time_saved` of exports."""
-    every = contenders(found)
+    every = benchmarked_models(found)
     made: Figures = {}
     for phase in PHASES:
         if (drawn := _plane(every, phase, None)) is None:
@@ -40,7 +40,9 @@ def figures(found: Sequence[Part]) -> Figures:
     return made
 
 
-def placed(every: Sequence[Contender], phase: str, cell: Cell | None) -> list[tuple[Contender, Spread, float]]:
+def placed(
+    every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None
+) -> list[tuple[BenchmarkedModel, Spread, float]]:
     """(model, time, loss) of all that have both.
 
     Times are multiples of the original's, or seconds in one cell; losses are what is added to the original's where
@@ -60,7 +62,7 @@ def placed(every: Sequence[Contender], phase: str, cell: Cell | None) -> list[tu
     return made
 
 
-def _plane(every: Sequence[Contender], phase: str, cell: Cell | None) -> go.Figure | None:
+def _plane(every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> go.Figure | None:
     points = placed(every, phase, cell)
     if sum(not one.baseline for one, *_ in points) == 0:
         return None
@@ -103,7 +105,9 @@ def _plane(every: Sequence[Contender], phase: str, cell: Cell | None) -> go.Figu
     )
 
 
-def _mark(one: Contender, time: Spread, loss: float, color: str, filled: bool, form: str, unit: str) -> go.Scatter:
+def _mark(
+    one: BenchmarkedModel, time: Spread, loss: float, color: str, filled: bool, form: str, unit: str
+) -> go.Scatter:
     """A model, with a bar from its least to its most time."""
     symbol = "square" if one.baseline else SYMBOLS[one.part.kind]
     mark: dict[str, Any] = {"color": color, "size": 11, "symbol": symbol if filled else f"{symbol}-open"}
@@ -132,16 +136,16 @@ def _range(values: Sequence[float]) -> list[float]:
     return [low - margin, high + margin]
 
 
-def _name(one: Contender) -> str:
+def _name(one: BenchmarkedModel) -> str:
     name = label(one.name, 40)
     return f"{name} (original)" if one.baseline and not name.startswith("original") else name
 
 
-def _whole(every: Sequence[Contender]) -> str:
+def _whole(every: Sequence[BenchmarkedModel]) -> str:
     return "Whole grid" if any(len(one.cells) > 1 for one in every) else "Share of the original’s"
 
 
-def _reading(every: Sequence[Contender], cell: Cell) -> str:
+def _reading(every: Sequence[BenchmarkedModel], cell: Cell) -> str:
     part = every[0].part
     name = cell.name if part.kind == "bench" or cell.batch is not None else "quantisation, as measured"
     return label(part.named(name), 48) if part.label and part.kind != "bench" else name[:1].upper() + name[1:]
@@ -158,7 +162,7 @@ def _time_axis(phase: str, cell: Cell | None, unit: str) -> dict[str, Any]:
     return {"title": {"text": f"{step} ({unit.strip()})"}}
 
 
-def _saved(every: Sequence[Contender], phase: str, how: str) -> go.Figure | None:
+def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure | None:
     """Time saved over what was predicted, a mark for each cell."""
     traces: list[Any] = []
     values: list[float] = []

@@ -145,8 +145,8 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
 def drop_checkpoints(run: str | Path, keep: int) -> None:
     """Remove all but the last `keep` whole checkpoints; a kill in between leaves none that is half there."""
     for _, path in sealed_checkpoints(run)[:-keep]:
-        gone = path.rename(temporary_name(path))
-        shutil.rmtree(gone, ignore_errors=True)
+        removed = path.rename(temporary_name(path))
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _free(path: Path) -> Path:

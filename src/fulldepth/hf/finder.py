@@ -35,7 +35,7 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
 
     Every `ModuleList` may be the list of blocks, the longest first; attention and MLP are children of its first block
     of such a name; norms whose names speak of what comes *after* a branch are tried as parts of the branch. The final
-    norm and the head are found by following the tensors of a pass (`fulldepth.capture.stream`).
+    norm and the head are found by following the tensors of a pass (`fulldepth.execution.stream`).
 
     Args:
         model: of a family that is not in the table.

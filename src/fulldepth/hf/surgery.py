@@ -236,7 +236,7 @@ class _Mixer:
         return BRANCH[role] in self._factors
 
     def notes(self, role: str) -> bool:
-        """Whether the stream is read at this part's door: in parallel blocks at the attention's, for both."""
+        """Whether the stream is read before this part: in parallel blocks at the attention's, for both."""
         return role == "attention" if self._parallel else self.mixes(role)
 
     def note(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fulldepth.capture import capture, find_anatomy
 from fulldepth.distributed import any_process
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import first_broken_weight
 
 STREAMS = ("cuda", "xpu")
@@ -164,9 +164,9 @@ def first_layer(model: Any, inputs: dict[str, Any]) -> str:
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return "The layer was not looked for, because the weights are sharded."
     anatomy = find_anatomy(model)
-    with capture(anatomy, ["residual"]) as tape:
+    with capture(anatomy, ["residual"]) as activations:
         model(**inputs)
-        states = tape["residual"]
+        states = activations["residual"]
     for layer, state in enumerate(states):
         if not bool(torch.isfinite(state).all()):
             return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."

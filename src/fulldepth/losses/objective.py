@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from fulldepth.capture import Tape, capture, find_anatomy
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
@@ -52,7 +52,7 @@ class Objective:
         self.anatomy: Anatomy | None = None
         self.task: Task | None = None
         self._open = ExitStack()
-        self._tape: Tape | None = None
+        self._activations: Activations | None = None
         self._classifier: Classifier | None = None
         self._counting = False
 
@@ -69,7 +69,7 @@ class Objective:
         Raises:
             FulldepthError: if it is attached already, or the model cannot do what a term needs.
         """
-        if self._tape is not None:
+        if self._activations is not None:
             raise FulldepthError("This objective is attached already; call detach() first.")
         self.anatomy = find_anatomy(model)  # type: ignore[arg-type]
         self.task = Task.of(self.anatomy.model)
@@ -78,7 +78,7 @@ class Objective:
         if any(term.needs_head for term in self.terms.values()):
             self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
-        self._tape = self._open.enter_context(capture(self.anatomy, sites, grad=True))
+        self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
         self._counting = optimizer is None
         if optimizer is not None:
             self._open.enter_context(_Counter(self, optimizer))
@@ -87,7 +87,7 @@ class Objective:
     def detach(self) -> None:
         """Stop watching: every hook is gone."""
         self._open.close()
-        self._tape = self._classifier = None
+        self._activations = self._classifier = None
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs beside the model and the optimiser."""
@@ -114,20 +114,26 @@ class Objective:
         Raises:
             FulldepthError: without `attach`, without labels, or if a term cannot be computed on this batch.
         """
-        if self._tape is None or self.task is None:
+        if self._activations is None or self.task is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
         loss = self.task.loss(outputs)
         parts = {"ce": loss.detach()}
         try:
             context = Context(
-                self._tape, self.task, batch, portion or Portion(), self.step, self.energy_warmup, self._classifier
+                self._activations,
+                self.task,
+                batch,
+                portion or Portion(),
+                self.step,
+                self.energy_warmup,
+                self._classifier,
             )
             for term in self.terms.values():
                 loss, value = term.apply(loss, context)
                 if value is not None:
                     parts[term.name] = value
         finally:
-            self._tape.clear()
+            self._activations.clear()
         if self._counting and torch.is_grad_enabled():
             self.step += 1
         return loss, parts

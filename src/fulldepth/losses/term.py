@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from fulldepth.capture import Tape
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import Activations
 from fulldepth.hf import Classifier
 from fulldepth.losses.task import Task
 
@@ -41,7 +41,7 @@ class Portion:
 class Context:
     """What a term may read of one forward pass."""
 
-    states: Tape
+    states: Activations
     """Hidden states by site: `states["residual"]` is `[h_0, ..., h_L]`, each `[B, T, D]`."""
     task: Task
     batch: Mapping[str, Any]

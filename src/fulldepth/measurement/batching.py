@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fulldepth.capture import body_inputs, capture
-from fulldepth.capture.stream import TOLERANCE, relative_error
 from fulldepth.data import Sequences
 from fulldepth.data.sequences import Batching
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy
 from fulldepth.measurement.inputs import model_inputs
 

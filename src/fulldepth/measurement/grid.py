@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.capture import top_tokens
 from fulldepth.data import Batch, decode_ids
+from fulldepth.execution import top_tokens
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import saturation_layer
 

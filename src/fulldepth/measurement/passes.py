@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulldepth.capture import COEFFICIENTS, Tape, Verified, body_inputs, capture, feed_projections, read_layers
 from fulldepth.data import Batch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections, read_layers
 from fulldepth.measurement.grid import lens_grid
 from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.plan import Plan
@@ -81,22 +81,22 @@ def run_pass(
     threshold = _lens_threshold(subject, settings)
     sites = plan.sites | {"residual"}
     with ExitStack() as stack:
-        tape = stack.enter_context(capture(subject.anatomy, sites))
+        activations = stack.enter_context(capture(subject.anatomy, sites))
         other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, me.rank, me.world):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             with result.clock("states"):
-                states = {site: tape.stack(site, plan.setup.device) for site in sites - COEFFICIENTS.keys()}
-                coefficients = {site: tape.coefficients(site) for site in sites & COEFFICIENTS.keys()}
-            tape.clear()
+                states = {site: activations.stack(site, plan.setup.device) for site in sites - COEFFICIENTS.keys()}
+                coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
+            activations.clear()
             if reference is not None and other is not None:
                 with result.clock("forward (reference)"):
                     reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
                 states["reference"] = other.stack("residual", plan.setup.device)
                 other.clear()
-            read = _read_by_lens(subject, plan, batch, states["residual"], tape, result.clock)
+            read = _read_by_lens(subject, plan, batch, states["residual"], activations, result.clock)
             observation = observe(subject, batch, states, read, threshold, settings.seed)
             observation.coefficients = coefficients
             feed(plan, observation, result.clock)
@@ -107,7 +107,7 @@ def run_pass(
 
 
 def _read_by_lens(
-    subject: Subject, plan: Plan, batch: Batch, residual: Tensor, tape: Tape, clock: Clock
+    subject: Subject, plan: Plan, batch: Batch, residual: Tensor, activations: Activations, clock: Clock
 ) -> Tensor | None:
     """[L+1, B, T, D] the residual stream that the lens reads: of the text, or of a second pass over masked text.
 
@@ -120,8 +120,8 @@ def _read_by_lens(
     inputs = model_inputs(batch.masked_inputs, subject.device, subject.checkpoint.model.dtype)
     with clock("forward (masked)"):
         subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
-    states = tape.stack("residual", plan.setup.device)
-    tape.clear()
+    states = activations.stack("residual", plan.setup.device)
+    activations.clear()
     return states
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fulldepth.capture import Verified
 from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution import Verified
 from fulldepth.metrics import METRICS, Measure, Setup
 
 UNUSUAL = {"routing", "streams"}

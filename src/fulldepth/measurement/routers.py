@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fulldepth.capture import plain_weight
+from fulldepth.execution import plain_weight
 from fulldepth.hf import Anatomy
 from fulldepth.measurement.grid import show
 from fulldepth.measurement.subject import Subject

@@ -19,10 +19,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from fulldepth import __version__
-from fulldepth.capture import Verified, projection_names, verify
 from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import Verified, projection_names, verify
 from fulldepth.hf import anatomy_candidates, unwrapped
 from fulldepth.measurement import tokens
 from fulldepth.measurement.batching import batched

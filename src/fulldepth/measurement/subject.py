@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
-from fulldepth.capture import Verified, verify
 from fulldepth.data import Batch, Sequences, open_source, prepare
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import Verified, verify
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,

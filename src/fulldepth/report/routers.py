@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fulldepth.report.phrases import quantity, short, visible
 from fulldepth.report.training import Table, table
-from fulldepth.report.words import quantity, short, visible
 
 TOKEN_LIMIT = 40
 """Characters of a token that are kept."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.figures.contenders import agree, contenders
+from fulldepth.figures.benchmark import agree, benchmarked_models
 from fulldepth.figures.skipped import KINDS, TOGETHER, Part, Removal, layers_of, parts, plans, removals
 from fulldepth.figures.style import minus
 from fulldepth.report import skipping_tables, verdict
+from fulldepth.report.phrases import figure_of, model_line, quantity, seconds, short
 from fulldepth.report.sections import OF_SKIPPING, arrange
-from fulldepth.report.words import figure_of, model_line, quantity, seconds, short
 
 PAGES = (*KINDS, TOGETHER)
 """Kinds of pages that are made here."""
@@ -313,7 +313,7 @@ def _unlike(found: Sequence[Part]) -> list[str]:
     if len({one for one in hashes.values() if one}) > 1:
         names = ", ".join(short(label, 40) for label, one in hashes.items() if one)
         said.append(f"The losses of {names} were read on different data: compare each with its own original only.")
-    every = contenders(found)
+    every = benchmarked_models(found)
     if not agree(every):
         said.append(
             "The original’s loss is not the same for all models that were timed: they were judged by different data. "

@@ -6,23 +6,23 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from fulldepth.figures.contenders import PHASES, Contender, Spread, agree, contenders, frontier
-from fulldepth.figures.healing import gone, groups
+from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Spread, agree, benchmarked_models, frontier
+from fulldepth.figures.healing import groups, removed
 from fulldepth.figures.pareto import placed
 from fulldepth.figures.rows import curve
 from fulldepth.figures.skipped import Part, planned
 from fulldepth.figures.style import minus
+from fulldepth.report.phrases import scaled, seconds, short, size
 from fulldepth.report.training import NOTHING, Table, flatten, table
-from fulldepth.report.words import scaled, seconds, short, size
 
 UNITS = (" %", "×", " ms", " s")
 """Said once where all numbers of a cell have it."""
-Columns = dict[str, Callable[[Contender], str]]
+Columns = dict[str, Callable[[BenchmarkedModel], str]]
 
 
 def tables(found: Sequence[Part]) -> dict[str, list[Table]]:
     """Id of a section -> tables that stand in it; none that has no rows."""
-    every = contenders(found)
+    every = benchmarked_models(found)
     timed = [one for one in every if one.part.kind == "bench"]
     corners = [one for one in every if one.part.kind == "quantise"]
     made = {
@@ -36,7 +36,7 @@ def tables(found: Sequence[Part]) -> dict[str, list[Table]]:
 
 def side_by_side(found: Sequence[Part]) -> Table | None:
     """Every model that was timed: loss, time, size, and whether something else beats it."""
-    every = contenders(found)
+    every = benchmarked_models(found)
     if not every:
         return None
     if agree(every):  # one original stands for all
@@ -60,7 +60,7 @@ def side_by_side(found: Sequence[Part]) -> Table | None:
     return _by_model("Models side by side", columns, every, note)
 
 
-def _source(every: Sequence[Contender]) -> str:
+def _source(every: Sequence[BenchmarkedModel]) -> str:
     """Where the losses of exports come from, as the beginning of a note."""
     stated = [short(one.name, 40) for one in every if one.stated and not one.baseline]
     if not stated:
@@ -68,12 +68,12 @@ def _source(every: Sequence[Contender]) -> str:
     return f"Not measured here: the loss of {', '.join(stated)} is the plan’s, healed if the plan is. "
 
 
-def _unbeaten(every: Sequence[Contender], phase: str) -> list[Contender]:
+def _unbeaten(every: Sequence[BenchmarkedModel], phase: str) -> list[BenchmarkedModel]:
     points = placed(every, phase, None)
     return [points[at][0] for at in frontier([(time.value, loss) for _, time, loss in points])]
 
 
-def _by_model(title: str, columns: Columns, every: Sequence[Contender], note: str = "") -> Table:
+def _by_model(title: str, columns: Columns, every: Sequence[BenchmarkedModel], note: str = "") -> Table:
     """A row a model; columns that no model fills are left out."""
     cells = {name: [how(one) for one in every] for name, how in columns.items()}
     kept = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
@@ -81,12 +81,12 @@ def _by_model(title: str, columns: Columns, every: Sequence[Contender], note: st
     return table(title, list(kept), rows if kept else [], corner="Model", note=note)
 
 
-def _name(one: Contender) -> str:
+def _name(one: BenchmarkedModel) -> str:
     name = short(one.name, 60)
     return f"{name} (original)" if one.baseline and not name.startswith("original") else name
 
 
-def _saved_over_grid(every: Sequence[Contender], phase: str) -> Table:
+def _saved_over_grid(every: Sequence[BenchmarkedModel], phase: str) -> Table:
     """Time saved in a phase, measured and predicted: medians over the grid."""
     columns: Columns = {
         "Time saved": _over("time_saved", "median", phase, _percent),
@@ -105,7 +105,7 @@ def _saved_over_grid(every: Sequence[Contender], phase: str) -> Table:
     return _by_model(f"{phase.capitalize()} time saved", columns, exports, note)
 
 
-def _memory(every: Sequence[Contender]) -> Table:
+def _memory(every: Sequence[BenchmarkedModel]) -> Table:
     columns: Columns = {
         "Peak memory": _bytes("peak_memory"),
         "Weights": _bytes("parameter_bytes"),
@@ -116,12 +116,12 @@ def _memory(every: Sequence[Contender]) -> Table:
     return _by_model("Memory and size", columns, every, note)
 
 
-def _parameters(one: Contender) -> str:
+def _parameters(one: BenchmarkedModel) -> str:
     count = (one.entry.get("model") or {}).get("parameters")
     return scaled(count) if isinstance(count, int) else NOTHING
 
 
-def _grid(every: Sequence[Contender]) -> Table:
+def _grid(every: Sequence[BenchmarkedModel]) -> Table:
     """Everything at every place of the grid."""
     columns = [
         *(f"{phase.capitalize()}" for phase in PHASES),
@@ -150,7 +150,7 @@ def _grid(every: Sequence[Contender]) -> Table:
     return table("Every place of the grid", columns, rows, corner="Where", note=note, folded=True)
 
 
-def _corners(every: Sequence[Contender]) -> Table:
+def _corners(every: Sequence[BenchmarkedModel]) -> Table:
     """Quality, size and latency of quantising and skipping in both orders."""
     columns: Columns = {
         "Held-out loss": lambda one: _number(one.loss, ".4f"),
@@ -166,7 +166,7 @@ def _corners(every: Sequence[Contender]) -> Table:
 def _norms(part: Part, found: Sequence[Part]) -> Table:
     """Spectral norms of the original's projections in layers that lost a block and in those that kept it."""
     removal = planned(part)
-    lost = set(gone(removal))
+    lost = set(removed(removal))
     rows = []
     for site in (site for sites in groups(part, removal).values() for site in sites):
         norms = curve(part.table, "spectral_norm", "value", site)
@@ -181,7 +181,12 @@ def _norms(part: Part, found: Sequence[Part]) -> Table:
     title = f"Spectral norms by projection: {short(part.label, 40)}" if several else "Spectral norms by projection"
     note = "Of the original’s weights: the median over layers, in brackets the least and the most."
     return table(
-        title, ["Skipped layers", "Kept layers", "Skipped over kept"], rows, corner="Projection", note=note, folded=True
+        title,
+        ["Skipped layers", "Kept layers", "Skipped over kept"],
+        rows,
+        corner="Projection",
+        note=note,
+        folded=True,
     )
 
 
@@ -214,27 +219,29 @@ def _spread(found: Spread | None, written: Callable[[float], str]) -> str:
     return f"{middle} ({low.removesuffix(unit)} to {high.removesuffix(unit)})"
 
 
-def _times(one: Contender, phase: str) -> str:
+def _times(one: BenchmarkedModel, phase: str) -> str:
     """Multiples of the original's."""
     if one.baseline:
         return NOTHING if one.relative(phase) is None else "1×"
     return _spread(one.relative(phase), lambda value: f"{value:.2f}×")
 
 
-def _absolute(one: Contender, phase: str) -> str:
+def _absolute(one: BenchmarkedModel, phase: str) -> str:
     cells = one.cells
     return _spread(one.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(one, phase)
 
 
-def _over(measure: str, statistic: str, phase: str, written: Callable[[float], str]) -> Callable[[Contender], str]:
-    def cell(one: Contender) -> str:
+def _over(
+    measure: str, statistic: str, phase: str, written: Callable[[float], str]
+) -> Callable[[BenchmarkedModel], str]:
+    def cell(one: BenchmarkedModel) -> str:
         return _spread(one.over_grid(measure, statistic, phase), written)
 
     return cell
 
 
-def _bytes(measure: str) -> Callable[[Contender], str]:
-    def cell(one: Contender) -> str:
+def _bytes(measure: str) -> Callable[[BenchmarkedModel], str]:
+    def cell(one: BenchmarkedModel) -> str:
         value = one.single(measure)
         return NOTHING if value is None else _size(value)
 
@@ -246,7 +253,7 @@ def _size(value: float) -> str:
     return f"{value:,.0f} B" if value < 2**14 else f"{value / 2**10:,.0f} KiB" if value < 2**20 else size(value)
 
 
-def _multiple(one: Contender, measure: str) -> str:
+def _multiple(one: BenchmarkedModel, measure: str) -> str:
     """Bytes as a multiple of the original's."""
     own = one.single(measure)
     base = one.of_original(measure)

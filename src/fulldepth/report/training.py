@@ -9,7 +9,7 @@ import pandas as pd
 
 from fulldepth.figures.style import minus
 from fulldepth.figures.training import term_name, track
-from fulldepth.report.words import model_line, quantity, scaled, short
+from fulldepth.report.phrases import model_line, quantity, scaled, short
 
 Meta = Mapping[str, Any]
 Table = dict[str, Any]

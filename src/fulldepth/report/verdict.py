@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fulldepth.report import training
-from fulldepth.report.words import HEADLINES, data_line, figure_of, model_line, plus_minus, seconds, short, size
+from fulldepth.report.phrases import HEADLINES, data_line, figure_of, model_line, plus_minus, seconds, short, size
 
 Headline = Mapping[str, Mapping[str, Any]]
 

@@ -1,19 +1,19 @@
 """Removes the blocks that do not pay, heals with scalars, and ships a checkpoint that is proven."""
 
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.bench import bench
+from fulldepth.skip.assessment.curve import Curve, curve
+from fulldepth.skip.assessment.outcome import analyse
+from fulldepth.skip.assessment.quantise import quantise
+from fulldepth.skip.assessment.quantisers import METHODS
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
-from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Example, Examples, batches, read_examples
 from fulldepth.skip.inputs.responses import generate_responses, read_prompts
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
-from fulldepth.skip.proof.bench import bench
-from fulldepth.skip.proof.curve import Curve, curve
-from fulldepth.skip.proof.outcome import analyse
-from fulldepth.skip.proof.quantise import quantise
-from fulldepth.skip.proof.quantisers import METHODS
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection.fit import FitResult, fit_scales
 from fulldepth.skip.selection.search import estimate, search

@@ -15,13 +15,13 @@ import pydantic
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
-from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.execution import find_anatomy
 from fulldepth.files import atomic, read_json
 from fulldepth.hf import GRANULARITIES, Anatomy
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, factor_names
 from fulldepth.settings import Settings, layer
-from fulldepth.skip.identity import model_hash
 
 FILE = "plan.json"
 SCHEMA_VERSION = 1

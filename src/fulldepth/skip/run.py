@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.outcome import KIND, outcome
 from fulldepth.skip.exports.possible import announce
-from fulldepth.skip.identity import model_hash
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.inputs.responses import FILE as RESPONSES
 from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
 from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.proof.outcome import KIND, outcome
-from fulldepth.skip.selection.ready import prepared
+from fulldepth.skip.selection.problem import prepared
 from fulldepth.skip.selection.search import search_with
 from fulldepth.skip.subject import open_for, tokenizer_for
 
@@ -88,8 +88,8 @@ def search_into(
             data = str(folder / RESPONSES)
         plan = search_with(owner, data, settings, me, watcher, output=folder, resume=resume, responses=made, **opened)
         if me.is_main and not _is_there(folder, plan):
-            with prepared(owner, data, settings, me, **opened) as ready:
-                outcome(plan, ready, watcher=watcher).save(folder)
+            with prepared(owner, data, settings, me, **opened) as problem:
+                outcome(plan, problem, watcher=watcher).save(folder)
         me.wait()
     return plan
 

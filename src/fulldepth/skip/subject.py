@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
-from fulldepth.capture import verify
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import verify
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.capture import capture, find_anatomy
 from fulldepth.distributed import add_up, current
+from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import Anatomy
 from fulldepth.losses import Task
 from fulldepth.metrics import displacement, jump_rate
@@ -54,12 +54,12 @@ class Evaluator:
         training = model.training
         model.eval()
         try:
-            with capture(anatomy, ["residual"]) as tape:
+            with capture(anatomy, ["residual"]) as activations:
                 for batch, counts in self._share(device):
                     outputs = model(**batch, use_cache=False)
                     if counts:
-                        sums += _sums(task, outputs, batch, tape["residual"])
-                    tape.clear()
+                        sums += _sums(task, outputs, batch, activations["residual"])
+                    activations.clear()
         finally:
             model.train(training)
         add_up(sums)

@@ -155,8 +155,10 @@ def test_fast_is_exact_whatever_the_norms_eps(name, blocks, tmp_path):
     made = load(report.path)
     assert relative(logits(made), expected) < 5e-6
     assert type(made).__name__.startswith("Skipped")
-    gone = sum(w.numel() for n, w in model.state_dict().items() if "attn" in n or "attention." in n) / 3 * len(blocks)
-    assert report.parameters <= sum(p.numel() for p in model.parameters()) - gone
+    removed = (
+        sum(w.numel() for n, w in model.state_dict().items() if "attn" in n or "attention." in n) / 3 * len(blocks)
+    )
+    assert report.parameters <= sum(p.numel() for p in model.parameters()) - removed
     stored = load_file(report.path / "model.safetensors")
     assert not any(f".{block - 1}.{part}" in n for n in stored for block in blocks for part in ("self_attn", "attn."))
 

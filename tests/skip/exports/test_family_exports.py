@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from families import zoo
-from fulldepth.capture import find_anatomy
+from fulldepth.execution import find_anatomy
 from fulldepth.skip import export, load
 from fulldepth.skip.exports.fold import folded
 from skip import planned
@@ -205,9 +205,9 @@ def test_fast_leaves_parts_of_any_family_out_and_computes_the_plan(family, tmp_p
         stepped, cache = logits_in_steps(made, tokens)
         assert relative(stepped[read], expected[read]) < 1e-5
         assert len(cache.layers) == (1 if granularity == "attention" else 3)
-        gone = [
+        removed = [
             blocks_of(model)[layer - 1].get_submodule(part) for layer in blocks for part in parts(model, granularity)
         ]
-        assert report.parameters <= model.num_parameters() - sum(w.numel() for m in gone for w in m.parameters())
+        assert report.parameters <= model.num_parameters() - sum(w.numel() for m in removed for w in m.parameters())
         anatomy = find_anatomy(made)
         assert anatomy.layers_with("attention") == ([2] if granularity == "attention" else [1, 2, 3])

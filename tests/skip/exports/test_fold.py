@@ -138,12 +138,12 @@ def test_factors_follow_the_recursion(values, blocks, granularity, parallel):
     x = stored = 1.0
     for layer, (b_att, s_att, b_mlp, s_mlp) in enumerate(values, start=1):
         a, m = 0.3 * layer, 0.7 / layer
-        gone = granularity if layer in blocks else ""
+        removed = granularity if layer in blocks else ""
         assert scales[2 * layer - 2] * stored == pytest.approx(x)
-        x1 = x if gone in ("attention", "layer") else b_att * a + s_att * x
+        x1 = x if removed in ("attention", "layer") else b_att * a + s_att * x
         between = stored + factors[layer - 1][0] * a
         assert parallel or scales[2 * layer - 1] * between == pytest.approx(x1)
-        x = x1 if gone in ("mlp", "layer") else b_mlp * m + s_mlp * x1
+        x = x1 if removed in ("mlp", "layer") else b_mlp * m + s_mlp * x1
         stored = between + factors[layer - 1][1] * m
     assert scales[-1] * stored == pytest.approx(x)
 

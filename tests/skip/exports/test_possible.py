@@ -8,15 +8,15 @@ from transformers import Gemma3ForConditionalGeneration, LlavaForConditionalGene
 
 import tiny_models
 from families import zoo
-from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import curve, export, load, search, search_into
 from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.exports.possible import Outline, possible_formats
 from skip import planned
-from skip.wordy import tokenizer, words
+from skip.word_tokenizer import tokenizer, words
 
 IMAGES = {"gemma3": Gemma3ForConditionalGeneration, "llava": LlavaForConditionalGeneration}
 PAIRS = [{"prompt": words(n, n + 1), "response": " " + words(*((7 * n + i) % 80 for i in range(4)))} for n in range(10)]

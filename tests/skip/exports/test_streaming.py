@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from families import zoo
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.latency import AllocationTracker
 from fulldepth.hf import is_offloaded, load_checkpoint
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.exports.fold import fold
-from fulldepth.skip.proof.trial import Living
 from fulldepth.skip.selection.search import search
 from skip import plain, planned
 from skip.exports.test_export import ids, logits
@@ -59,9 +59,9 @@ def test_an_export_holds_one_file_of_weights_beside_the_model(format, tmp_path):
     plan = planned.plan(model, [2, 5], FORMATS[format])
     size = sum(parameter.nbytes for parameter in model.parameters())
     shard = size // 8
-    with Living([*model.parameters(), *model.buffers()]) as living:
+    with AllocationTracker([*model.parameters(), *model.buffers()]) as tracker:
         export(plan, model, format, tmp_path / "out", shard_size=shard)
-    assert living.peak <= shard
+    assert tracker.peak <= shard
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 0.8 * size
 
 

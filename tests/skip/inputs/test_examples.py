@@ -14,7 +14,7 @@ from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.inputs import rendering
 from fulldepth.skip.inputs.examples import Example, batches, read_examples
-from skip.wordy import (
+from skip.word_tokenizer import (
     ASSISTANT,
     BOS,
     CHAT,

@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.skip.inputs.examples import read_examples
 from fulldepth.skip.inputs.responses import GumbelNoise, generate_responses, read_prompts
-from skip.wordy import ASSISTANT, BOS, CHAT, EOS, LINE, USER, ids, tokenizer, words
+from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, LINE, USER, ids, tokenizer, words
 from tiny_models import build
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "depth_llama"]
@@ -58,8 +58,8 @@ def stock(model, input_ids, ends, new):
 
 @pytest.mark.parametrize(("name", "bos"), [(name, index % 2 == 0) for index, name in enumerate(FAMILIES)])
 def test_greedy_batches_are_the_model_one_prompt_at_a_time(name, bos):
-    wordy = tokenizer(bos=bos)
-    asked = [[BOS] * bos + wordy(prompt, add_special_tokens=False)["input_ids"] + [LINE] for prompt in PROMPTS]
+    word_tokenizer = tokenizer(bos=bos)
+    asked = [[BOS] * bos + word_tokenizer(prompt, add_special_tokens=False)["input_ids"] + [LINE] for prompt in PROMPTS]
     free = [alone(decoder(name), prompt, {EOS}, 10) for prompt in asked]
     assert len(set(map(tuple, free))) > len(PROMPTS) / 2
     firsts = Counter(answer[0] for answer in free)
@@ -70,9 +70,11 @@ def test_greedy_batches_are_the_model_one_prompt_at_a_time(name, bos):
     assert expected == [stock(decoder(name), prompt, sorted(stops), 10) for prompt in asked]
     assert any(answer[-1] in ends for answer in expected)
     cut = [answer[:-1] if answer[-1] in stops else answer for answer in expected]
-    texts = [wordy.decode(answer, skip_special_tokens=True) for answer in cut]
+    texts = [word_tokenizer.decode(answer, skip_special_tokens=True) for answer in cut]
     for batch_size in (1, 3, 7):
-        found = generate_responses(decoder(name, *ends), wordy, PROMPTS, max_new_tokens=10, batch_size=batch_size)
+        found = generate_responses(
+            decoder(name, *ends), word_tokenizer, PROMPTS, max_new_tokens=10, batch_size=batch_size
+        )
         assert [(pair["prompt"], pair["response"]) for pair in found.pairs] == [
             (prompt + "\n", text) for prompt, text in zip(PROMPTS, texts, strict=True) if text.strip()
         ]
@@ -115,11 +117,11 @@ def test_samples_have_the_distribution_of_the_softmax():
 
 def test_samples_of_a_model_have_its_distribution():
     """The first token of many responses to one prompt, against the model's own softmax at that temperature."""
-    model, wordy = build("llama"), tokenizer()
+    model, word_tokenizer = build("llama"), tokenizer()
     with torch.no_grad():
         model.lm_head.weight.mul_(0.2)
         logits = model(torch.tensor([[*ids(1), LINE]])).logits[0, -1].double()
-    found = generate_responses(model, wordy, ["w1"] * 1500, temperature=1.5, max_new_tokens=1, batch_size=500)
+    found = generate_responses(model, word_tokenizer, ["w1"] * 1500, temperature=1.5, max_new_tokens=1, batch_size=500)
     said = Counter(pair["response"] for pair in found.pairs)
     probabilities = (logits / 1.5).softmax(-1)
     likely = [i for i in range(10, 90) if probabilities[i] * 1500 > 5]
@@ -159,13 +161,13 @@ def test_the_model_is_left_as_it_was():
     with pytest.raises(TypeError):
         generate_responses(model, tokenizer(), PROMPTS, max_new_tokens=6)
     assert {name: module.training for name, module in model.named_modules()} == before
-    wordy = tokenizer()
-    assert wordy.padding_side == tokenizer().padding_side
+    word_tokenizer = tokenizer()
+    assert word_tokenizer.padding_side == tokenizer().padding_side
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
 def test_the_model_sees_the_prompt_that_the_examples_hold(template):
-    wordy, model = tokenizer(template), decoder("llama")
+    word_tokenizer, model = tokenizer(template), decoder("llama")
     seen = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
@@ -176,10 +178,10 @@ def test_the_model_sees_the_prompt_that_the_examples_hold(template):
         {"role": "user", "content": "w3 w4"},
     ]
     prompts = [*PROMPTS[:3], *([talk] if template else [])]
-    found = generate_responses(model, wordy, prompts, max_new_tokens=5, batch_size=1)
+    found = generate_responses(model, word_tokenizer, prompts, max_new_tokens=5, batch_size=1)
     hook.remove()
     shown = sorted(batch[0].tolist() for batch in seen if batch.shape[1] > 1)
-    examples = read_examples(found.pairs, wordy, 64, heldout=found.pairs).train
+    examples = read_examples(found.pairs, word_tokenizer, 64, heldout=found.pairs).train
     held = [e.input_ids[: (e.labels != -100).nonzero()[0, 0]].tolist() for e in examples]
     assert sorted(held) == shown
     assert [USER, *ids(30), ASSISTANT] in held if template else [*ids(30), LINE] in held

@@ -14,7 +14,7 @@ from fulldepth.distributed import Processes
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
 from fulldepth.skip.selection.flops import Costs, Variant
-from fulldepth.skip.selection.ledger import Ledger
+from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.score import Batch
 from fulldepth.skip.selection.search import search
 from skip import plain
@@ -113,10 +113,10 @@ def test_a_race_loses_its_best_candidate_no_more_often_than_it_says():
             [Batch({"rows": part}, torch.ones(8, 5, dtype=bool), *[torch.arange(8).repeat(5)] * 2, documents[part])]
             for part in generator.permutation(population).reshape(-1, 8)
         ]
-        ledger = Ledger(Table(losses, costs), chunks, Processes())
-        (pick,), (how,) = eliminate(ledger, "loss", 1, confidence=confidence)
+        loss_cache = LossCache(Table(losses, costs), chunks, Processes())
+        (pick,), (how,) = eliminate(loss_cache, "loss", 1, confidence=confidence)
         wrong += pick != min(range(1, layers + 1), key=lambda layer: losses[Variant({layer})].sum())
-        scored.append(len(ledger.known_chunks("loss", Variant({layers}))))
+        scored.append(len(loss_cache.known_chunks("loss", Variant({layers}))))
         assert how.decided_by in ("bounds", "data")
     assert stats.binom.sf(wrong, draws, 1 - confidence) > 0.001
     assert max(scored) <= 3 < len(chunks)  # of 12 chunks

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 import tiny_models as tm
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.latency import AllocationTracker
 from fulldepth.hf import anatomy_candidates
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
 from fulldepth.skip.inputs.examples import Example
-from fulldepth.skip.proof.trial import Living
 from fulldepth.skip.selection.fit import fit_scales
 from fulldepth.skip.selection.flops import KEPT_BYTES, Costs, Shape, Variant
 from fulldepth.skip.selection.score import Scorer, make_batches
@@ -210,12 +210,12 @@ def kept_bytes(model, checkpointing):
     scalars = Scalars(anatomy.num_layers, {2})
     with Switches(anatomy) as switches, frozen(model):
         scorer = Scorer(anatomy, classifier, switches, "attention", batch)
-        living = Living([*model.parameters(), *model.buffers(), *scalars.parameters()])
-        with living:
+        tracker = AllocationTracker([*model.parameters(), *model.buffers(), *scalars.parameters()])
+        with tracker:
             states = scorer.states(batch, Variant({2}), scalars, checkpointing=checkpointing)
-            before = living.now
+            before = tracker.now
             states.sum().backward()
-    return before, living.peak, batch.where.numel() * anatomy.width * 4
+    return before, tracker.peak, batch.where.numel() * anatomy.width * 4
 
 
 def test_gradient_checkpointing_keeps_one_state_a_layer():

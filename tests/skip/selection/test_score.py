@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_models as tm
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates
 from fulldepth.hf.scalars import Scalars
 from fulldepth.skip.selection.flops import Costs, Shape, Variant
-from fulldepth.skip.selection.replay import Replay
 from fulldepth.skip.selection.score import BASE, Scorer, make_batches
 from fulldepth.skip.subject import frozen, prove
 from skip import plain, planned
@@ -174,7 +174,7 @@ def test_what_cannot_be_replayed_is_refused():
             block.register_forward_pre_hook(hook, with_kwargs=True)
         (anatomy,) = anatomy_candidates(model)
         with pytest.raises(FulldepthError, match=words):
-            Replay(anatomy, make_batches(examples, 3)[0].inputs)
+            LayerRunner(anatomy, make_batches(examples, 3)[0].inputs)
         assert not any("forward" in vars(module) for module in model.modules())
 
 

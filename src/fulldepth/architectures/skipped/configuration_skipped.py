@@ -98,11 +98,11 @@ class SkippedConfig:
 
     def _plain(self, types: list[str]) -> list[str]:
         """Layer types without marks; a layer without attention gets one that another layer needs anyway."""
-        gone = set(self.skipped_attention or ())
+        removed = set(self.skipped_attention or ())
         types = [kind.removeprefix(NO_MLP) for kind in types]
-        kept = [kind for layer, kind in enumerate(types, start=1) if layer not in gone]
+        kept = [kind for layer, kind in enumerate(types, start=1) if layer not in removed]
         free = kept[0] if kept else "full_attention"
-        return [free if layer in gone else kind for layer, kind in enumerate(types, start=1)]
+        return [free if layer in removed else kind for layer, kind in enumerate(types, start=1)]
 
     def to_dict(self) -> dict[str, Any]:
         """As stock, with layers that lack a part marked in `layer_types`."""

@@ -21,9 +21,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
-from fulldepth.capture import find_anatomy
-from fulldepth.capture.stream import TOLERANCE
 from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.execution import find_anatomy
+from fulldepth.execution.stream import TOLERANCE
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer, pick_device
 from fulldepth.skip.exports.fold import Folding, heals, prepare, probes, scaled_logits

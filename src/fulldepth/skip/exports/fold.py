@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fulldepth.capture import find_anatomy
-from fulldepth.capture.stream import relative_error
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.execution.stream import relative_error
 from fulldepth.hf import Anatomy, End, device_of, find_ends, in_memory, is_offloaded, scale_obstacle
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import skipping
@@ -228,9 +228,11 @@ def branch_factors(
     factors, scales, scale = [], [], 1.0
     for layer in range(1, num_layers + 1):
         own: dict[str, Any] = plan.scalars.get(str(layer), {})
-        gone = plan.granularity if layer in plan.blocks else ""
-        b_att, s_att = (0.0, 1.0) if gone in ("attention", "layer") else (own.get("b_att", 1.0), own.get("s_att", 1.0))
-        b_mlp, s_mlp = (0.0, 1.0) if gone in ("mlp", "layer") else (own.get("b_mlp", 1.0), own.get("s_mlp", 1.0))
+        removed = plan.granularity if layer in plan.blocks else ""
+        b_att, s_att = (
+            (0.0, 1.0) if removed in ("attention", "layer") else (own.get("b_att", 1.0), own.get("s_att", 1.0))
+        )
+        b_mlp, s_mlp = (0.0, 1.0) if removed in ("mlp", "layer") else (own.get("b_mlp", 1.0), own.get("s_mlp", 1.0))
         between, after = scale * s_att, scale * s_att * s_mlp
         factors.append((b_att * s_mlp / after if parallel else b_att / between, b_mlp / after))
         scales += [scale, scale if parallel else between]

@@ -7,8 +7,8 @@ from typing import Self
 
 from transformers import PreTrainedModel
 
-from fulldepth.capture import find_anatomy
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports.fold import check_scalable, heals

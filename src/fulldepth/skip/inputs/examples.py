@@ -16,11 +16,11 @@ from fulldepth.data.documents import Documents, list_files, open_documents
 from fulldepth.data.files import ROWS
 from fulldepth.data.masking import IGNORE
 from fulldepth.data.records import TEXT_COLUMNS, require_columns, text_value
-from fulldepth.data.sequences import Fingerprint
 from fulldepth.data.sources import CORPUS
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
 from fulldepth.data.units import text_column
 from fulldepth.errors import FulldepthError
+from fulldepth.fingerprint import Fingerprint
 from fulldepth.skip.inputs.rendering import encode_pair
 
 HELDOUT_SHARE = 5

@@ -1,1 +1,1 @@
-"""Which blocks go: variants run with what they share, the ledger of what is known, the searches that ask it."""
+"""Chooses the blocks to remove: runs variants of a model, caches their held-out losses, and searches over them."""

@@ -23,7 +23,7 @@ import numpy as np
 from scipy import stats
 
 from fulldepth.skip.selection.flops import Costs, Variant, candidates
-from fulldepth.skip.selection.ledger import Chunk, Ledger, Refit
+from fulldepth.skip.selection.loss_cache import Chunk, LossCache, Refit
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED
 
 BUDGET = "budget"
@@ -82,12 +82,12 @@ class Round:
         return f"stopped by budget after {self.scored} of {self.heldout} sequences"
 
 
-def difference(ledger: Ledger, kind: str, worse: Variant, better: Variant) -> Difference:
+def difference(loss_cache: LossCache, kind: str, worse: Variant, better: Variant) -> Difference:
     """How two variants compare on the chunks on which both are known."""
-    other = set(ledger.known_chunks(kind, better))
-    chunks = [chunk for chunk in ledger.known_chunks(kind, worse) if chunk in other]
-    gap = ledger.rows(kind, worse, chunks) - ledger.rows(kind, better, chunks)
-    return compare(gap, ledger.counts(chunks), ledger.owners(chunks), ledger.sequences)
+    other = set(loss_cache.known_chunks(kind, better))
+    chunks = [chunk for chunk in loss_cache.known_chunks(kind, worse) if chunk in other]
+    gap = loss_cache.rows(kind, worse, chunks) - loss_cache.rows(kind, better, chunks)
+    return compare(gap, loss_cache.counts(chunks), loss_cache.owners(chunks), loss_cache.sequences)
 
 
 def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, population: int) -> Difference:
@@ -127,13 +127,13 @@ def is_worse(found: Difference, risk: float, population: int, *, any_data: bool 
     return found.mean > error * float(stats.t.isf(risk, found.documents - 1))
 
 
-def best(ledger: Ledger, kind: str, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
+def best(loss_cache: LossCache, kind: str, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
     """The variant of the lowest loss on some chunks; of equals the one whose layers come first."""
-    return min(variants, key=lambda variant: (ledger.total(kind, variant, chunks), sorted(variant)))
+    return min(variants, key=lambda variant: (loss_cache.total(kind, variant, chunks), sorted(variant)))
 
 
 def judge(
-    ledger: Ledger,
+    loss_cache: LossCache,
     kind: str,
     picks: Sequence[int],
     winner: Variant,
@@ -142,16 +142,16 @@ def judge(
     chunks: int | None = None,
 ) -> Round:
     """Describe the round after some picks, and its winner, which was decided after `chunks` chunks (None = all)."""
-    variants = ledger.round_of(picks)
+    variants = loss_cache.round_of(picks)
     (pick,) = winner.difference(picks)
-    scored = sum(map(len, ledger.tokens[:chunks]))
-    others = {variant: difference(ledger, kind, variant, winner) for variant in variants if variant != winner}
+    scored = sum(map(len, loss_cache.tokens[:chunks]))
+    others = {variant: difference(loss_cache, kind, variant, winner) for variant in variants if variant != winner}
     if not others:
-        return Round(pick, decided_by, True, None, None, None, ledger.sequences, scored, ledger.sequences)
+        return Round(pick, decided_by, True, None, None, None, loss_cache.sequences, scored, loss_cache.sequences)
     risk = (1 - confidence) / len(others)
     near = min(others, key=lambda v: (_errors(others[v]), sorted(v)))
     (closest,) = near - winner
-    surely = all(is_worse(found, risk, ledger.sequences, any_data=True) for found in others.values())
+    surely = all(is_worse(found, risk, loss_cache.sequences, any_data=True) for found in others.values())
     return Round(
         pick,
         decided_by,
@@ -161,7 +161,7 @@ def judge(
         others[near].free_error if math.isfinite(others[near].free_error) else None,
         others[near].sequences,
         scored,
-        ledger.sequences,
+        loss_cache.sequences,
     )
 
 
@@ -171,7 +171,7 @@ def _errors(found: Difference) -> float:
 
 
 def eliminate(
-    ledger: Ledger,
+    loss_cache: LossCache,
     kind: str,
     blocks: int,
     *,
@@ -184,7 +184,7 @@ def eliminate(
     when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x chunks)`.
 
     Args:
-        ledger: what scores.
+        loss_cache: what scores.
         kind: the loss that decides.
         blocks: k.
         confidence: that no round loses its best candidate, for each round.
@@ -196,16 +196,16 @@ def eliminate(
     """
     picks: list[int] = []
     rounds: list[Round] = []
-    batches = sum(map(len, ledger.chunks))
+    batches = sum(map(len, loss_cache.chunks))
     for number in range(blocks):
-        ledger.begin(f"Block {number + 1} of {blocks}", len(ledger.round_of(picks)) * batches)
+        loss_cache.begin(f"Block {number + 1} of {blocks}", len(loss_cache.round_of(picks)) * batches)
         later = blocks - number - 1
-        limit = math.inf if budget is None else _limit(ledger, kind, picks, later, budget)
-        winner, decided_by, chunks = _round(ledger, kind, picks, confidence, later, limit)
-        ledger.finish()
-        rounds.append(judge(ledger, kind, picks, winner, decided_by, confidence, chunks))
+        limit = math.inf if budget is None else _limit(loss_cache, kind, picks, later, budget)
+        winner, decided_by, chunks = _round(loss_cache, kind, picks, confidence, later, limit)
+        loss_cache.finish()
+        rounds.append(judge(loss_cache, kind, picks, winner, decided_by, confidence, chunks))
         if rounds[-1].stopped:
-            ledger.watcher.say(f"Block {number + 1} of {blocks}: {rounds[-1].stopped}.")
+            loss_cache.watcher.say(f"Block {number + 1} of {blocks}: {rounds[-1].stopped}.")
         picks.append(rounds[-1].pick)
     return picks, rounds
 
@@ -221,25 +221,25 @@ def along(kind: str, picks: Sequence[int]) -> list[Variant]:
 
 
 def _round(
-    ledger: Ledger, kind: str, picks: Sequence[int], confidence: float, later: int, limit: float
+    loss_cache: LossCache, kind: str, picks: Sequence[int], confidence: float, later: int, limit: float
 ) -> tuple[Variant, str, int]:
     """The winner of the round after some picks, what decided, and after how many chunks."""
-    variants, known = ledger.round_of(picks), along(kind, picks)
+    variants, known = loss_cache.round_of(picks), along(kind, picks)
     risk = (1 - confidence) / len(variants)
-    alive, leader, chunks = variants, variants[0], range(len(ledger.chunks))
+    alive, leader, chunks = variants, variants[0], range(len(loss_cache.chunks))
     for chunk in chunks:
         if chunk and limit < math.inf:
-            now = ledger.price(kind, [*known, *alive], chunk)
-            if now + _committed(ledger, kind, [*chain(picks), leader], chunk + 1, later) > limit:
+            now = loss_cache.price(kind, [*known, *alive], chunk)
+            if now + _committed(loss_cache, kind, [*chain(picks), leader], chunk + 1, later) > limit:
                 return leader, BUDGET, chunk
-        ledger.need(kind, [*known, *alive], chunk)
-        leader = best(ledger, kind, alive, range(chunk + 1))
+        loss_cache.need(kind, [*known, *alive], chunk)
+        leader = best(loss_cache, kind, alive, range(chunk + 1))
         if chunk < len(chunks) - 1:
             alive = [
                 variant
                 for variant in alive
                 if variant == leader
-                or not is_worse(difference(ledger, kind, variant, leader), risk / len(chunks), ledger.sequences)
+                or not is_worse(difference(loss_cache, kind, variant, leader), risk / len(chunks), loss_cache.sequences)
             ]
         if len(alive) == 1:
             break
@@ -247,19 +247,23 @@ def _round(
     return leader, "bounds" if early else "data", chunk + 1
 
 
-def _limit(ledger: Ledger, kind: str, picks: Sequence[int], later: int, budget: float) -> float:
+def _limit(loss_cache: LossCache, kind: str, picks: Sequence[int], later: int, budget: float) -> float:
     """What may have been committed by the end of this round: a share of what is free, by the number of candidates."""
-    needed = _committed(ledger, kind, chain(picks), 0, later + 1)
-    left = [len(ledger.costs.able) - len(picks) - number for number in range(later + 1)]
+    needed = _committed(loss_cache, kind, chain(picks), 0, later + 1)
+    left = [len(loss_cache.costs.able) - len(picks) - number for number in range(later + 1)]
     share = min(1.0, 2 * left[0] / sum(left))  # most rounds need less than theirs
     return needed + max(0.0, budget - needed) * share
 
 
-def _committed(ledger: Ledger, kind: str, variants: Sequence[Variant], since: int, later: int) -> float:
+def _committed(loss_cache: LossCache, kind: str, variants: Sequence[Variant], since: int, later: int) -> float:
     """What is spent, and will be at least: losses of these variants from a chunk on, and so many more rounds."""
     told = LOSS if kind == SCALED else kind
-    losses = sum(ledger.price(told, variants, chunk) for chunk in range(since, len(ledger.chunks)))
-    return ledger.spent["flops"] + losses + later * round_flops(ledger.costs, ledger.chunks, kind, ledger.refit)
+    losses = sum(loss_cache.price(told, variants, chunk) for chunk in range(since, len(loss_cache.chunks)))
+    return (
+        loss_cache.spent["flops"]
+        + losses
+        + later * round_flops(loss_cache.costs, loss_cache.chunks, kind, loss_cache.refit)
+    )
 
 
 def round_flops(costs: Costs, chunks: Sequence[Chunk], kind: str, refit: Refit | None = None) -> float:

@@ -12,7 +12,7 @@ from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
 from fulldepth.skip.selection.fit import FitOptions, epoch_flops
 from fulldepth.skip.selection.flops import Costs, Shape, Variant, candidates
-from fulldepth.skip.selection.ledger import Chunk, Refit
+from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.score import BASE, SCALED, Scorer
 
 

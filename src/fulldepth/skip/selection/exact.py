@@ -18,7 +18,7 @@ import numpy as np
 
 from fulldepth.skip.selection.elimination import Round, along, best, difference, judge
 from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.ledger import Ledger
+from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.score import SCALED
 
 DRAWS = 400
@@ -27,11 +27,11 @@ ENOUGH = 4
 """A round tells its own next pick once its candidates were scored on one in so many chunks."""
 
 
-def exact(ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95) -> tuple[list[int], list[Round]]:
+def exact(loss_cache: LossCache, kind: str, blocks: int, *, confidence: float = 0.95) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least on all data with those before it removed.
 
     Args:
-        ledger: what scores.
+        loss_cache: what scores.
         kind: the loss that decides.
         blocks: k.
         confidence: for what is said about other data.
@@ -42,60 +42,60 @@ def exact(ledger: Ledger, kind: str, blocks: int, *, confidence: float = 0.95) -
     picks: list[int] = []
     rounds: list[Round] = []
     while len(picks) < blocks:
-        _run(ledger, kind, picks, blocks)
-        while len(picks) < blocks and not _unfinished(ledger, kind, picks):
-            winner = best(ledger, kind, _possible(ledger, kind, picks), range(len(ledger.chunks)))
-            rounds.append(judge(ledger, kind, picks, winner, "data", confidence))
+        _run(loss_cache, kind, picks, blocks)
+        while len(picks) < blocks and not _unfinished(loss_cache, kind, picks):
+            winner = best(loss_cache, kind, _possible(loss_cache, kind, picks), range(len(loss_cache.chunks)))
+            rounds.append(judge(loss_cache, kind, picks, winner, "data", confidence))
             picks.append(rounds[-1].pick)
     return picks, rounds
 
 
-def _run(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> None:
+def _run(loss_cache: LossCache, kind: str, picks: Sequence[int], blocks: int) -> None:
     """One pass over the data for the rounds that are not settled."""
-    left = [len(ledger.round_of(picks)) - number for number in range(blocks - len(picks))]
-    ledger.begin(f"Blocks {len(picks) + 1} to {blocks}", sum(left) * ledger.num_batches)
-    for chunk in range(len(ledger.chunks)):
-        starts = _starts(ledger, kind, picks, blocks)
-        wanted = [variant for start in starts for variant in _possible(ledger, kind, start)]
-        ledger.need(kind, [*along(kind, picks), *wanted], chunk)
-    ledger.finish()
+    left = [len(loss_cache.round_of(picks)) - number for number in range(blocks - len(picks))]
+    loss_cache.begin(f"Blocks {len(picks) + 1} to {blocks}", sum(left) * loss_cache.num_batches)
+    for chunk in range(len(loss_cache.chunks)):
+        starts = _starts(loss_cache, kind, picks, blocks)
+        wanted = [variant for start in starts for variant in _possible(loss_cache, kind, start)]
+        loss_cache.need(kind, [*along(kind, picks), *wanted], chunk)
+    loss_cache.finish()
 
 
-def _starts(ledger: Ledger, kind: str, picks: Sequence[int], blocks: int) -> list[Variant]:
+def _starts(loss_cache: LossCache, kind: str, picks: Sequence[int], blocks: int) -> list[Variant]:
     """The sets of picks from which rounds are run together: the true one, and guesses that are worth it.
 
     A guess is worth it if its round costs less as an addition to what is run anyway than by itself afterwards, times
     the probability that the guess is right.
     """
-    starts, shape = [Variant(picks)], ledger.chunks[0][0].shape
-    running = [*along(kind, picks), *_possible(ledger, kind, picks)]
-    now = ledger.costs.shared(running, shape)
-    odds = {} if kind == SCALED else _odds(ledger, kind, starts[0], blocks)
+    starts, shape = [Variant(picks)], loss_cache.chunks[0][0].shape
+    running = [*along(kind, picks), *_possible(loss_cache, kind, picks)]
+    now = loss_cache.costs.shared(running, shape)
+    odds = {} if kind == SCALED else _odds(loss_cache, kind, starts[0], blocks)
     for guess in sorted(odds, key=lambda guess: (len(guess), -odds[guess], sorted(guess))):
-        candidates = _possible(ledger, kind, guess)
-        both = ledger.costs.shared([*running, *candidates], shape)
-        if both - now < odds[guess] * ledger.costs.shared(candidates, shape):
+        candidates = _possible(loss_cache, kind, guess)
+        both = loss_cache.costs.shared([*running, *candidates], shape)
+        if both - now < odds[guess] * loss_cache.costs.shared(candidates, shape):
             starts.append(guess)
             running, now = [*running, *candidates], both
     return starts
 
 
-def _odds(ledger: Ledger, kind: str, picks: Variant, blocks: int) -> dict[Variant, float]:
+def _odds(loss_cache: LossCache, kind: str, picks: Variant, blocks: int) -> dict[Variant, float]:
     """Sets of picks that a later round may start from -> how probable that is by what is known so far.
 
     Courses of the search are drawn: in each round the layer goes whose drawn loss is lowest. Losses are drawn from what
     is known of the round itself if that is enough, else they stay those of the round before.
     """
-    losses = np.full((ledger.costs.num_layers + 1, DRAWS), np.inf)
+    losses = np.full((loss_cache.costs.num_layers + 1, DRAWS), np.inf)
     courses = {picks: np.arange(DRAWS)}
     odds: dict[Variant, float] = {}
-    if not _draw(ledger, kind, picks, least=1):
+    if not _draw(loss_cache, kind, picks, least=1):
         return {}
     for _ in range(len(picks) + 1, blocks):
         parts: dict[Variant, list[np.ndarray]] = {}
         for start, at in courses.items():
-            least = 1 if start == picks else len(ledger.chunks) // ENOUGH
-            for layer, drawn in _draw(ledger, kind, start, least).items():
+            least = 1 if start == picks else len(loss_cache.chunks) // ENOUGH
+            for layer, drawn in _draw(loss_cache, kind, start, least).items():
                 losses[layer, at] = drawn[at]
             pick = losses[:, at].argmin(axis=0)
             losses[pick, at] = np.inf
@@ -106,31 +106,31 @@ def _odds(ledger: Ledger, kind: str, picks: Variant, blocks: int) -> dict[Varian
     return odds
 
 
-def _draw(ledger: Ledger, kind: str, start: Variant, least: int) -> dict[int, np.ndarray]:
+def _draw(loss_cache: LossCache, kind: str, start: Variant, least: int) -> dict[int, np.ndarray]:
     """Layer -> [DRAWS] mean losses on all data when it is removed next, up to a constant, as independent normals.
 
     Nothing if some candidates of the round are known on fewer than `least` chunks.
     """
-    variants = ledger.round_of(start)
-    known = {variant: len(ledger.known_chunks(kind, variant)) for variant in variants}
+    variants = loss_cache.round_of(start)
+    known = {variant: len(loss_cache.known_chunks(kind, variant)) for variant in variants}
     if min(known.values()) < max(1, least):
         return {}
     most = max(variants, key=lambda variant: known[variant])
-    gaps = {max(variant - start): difference(ledger, kind, variant, most) for variant in variants}
+    gaps = {max(variant - start): difference(loss_cache, kind, variant, most) for variant in variants}
     noise = np.random.default_rng(0).standard_normal((len(gaps), DRAWS))
     return {layer: gap.mean + min(gap.error, 1.0) * row for (layer, gap), row in zip(gaps.items(), noise, strict=True)}
 
 
-def _possible(ledger: Ledger, kind: str, picks: Collection[int]) -> list[Variant]:
+def _possible(loss_cache: LossCache, kind: str, picks: Collection[int]) -> list[Variant]:
     """Candidates of a round whose sums so far do not exceed the total that the best of them will probably have."""
-    variants, tokens = ledger.round_of(picks), ledger.counts(range(len(ledger.chunks))).sum()
-    known = {v: ledger.known_chunks(kind, v) for v in variants}
-    sums = {v: ledger.total(kind, v, known[v]) for v in variants}
-    totals = [sums[v] * (tokens / ledger.counts(known[v]).sum()) for v in variants if known[v]]
+    variants, tokens = loss_cache.round_of(picks), loss_cache.counts(range(len(loss_cache.chunks))).sum()
+    known = {v: loss_cache.known_chunks(kind, v) for v in variants}
+    sums = {v: loss_cache.total(kind, v, known[v]) for v in variants}
+    totals = [sums[v] * (tokens / loss_cache.counts(known[v]).sum()) for v in variants if known[v]]
     return [v for v in variants if not totals or sums[v] <= min(totals)]
 
 
-def _unfinished(ledger: Ledger, kind: str, picks: Sequence[int]) -> list[Variant]:
+def _unfinished(loss_cache: LossCache, kind: str, picks: Sequence[int]) -> list[Variant]:
     """Candidates that may be the best of the round after these picks, but were not scored on all data."""
-    every = len(ledger.chunks)
-    return [v for v in _possible(ledger, kind, picks) if len(ledger.known_chunks(kind, v)) < every]
+    every = len(loss_cache.chunks)
+    return [v for v in _possible(loss_cache, kind, picks) if len(loss_cache.known_chunks(kind, v)) < every]

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch.nn import functional
 
-from fulldepth.capture import body_inputs, capture
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import body_inputs, capture
 from fulldepth.hf.scalars import Scalars
 from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.ledger import Chunk, Ledger
+from fulldepth.skip.selection.loss_cache import Chunk, LossCache
 from fulldepth.skip.selection.score import BASE, Scorer
 from fulldepth.skip.subject import frozen
 
@@ -26,7 +26,7 @@ GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")
 
 
 def rank(
-    ledger: Ledger, search: str, blocks: int, kind: str, *, seed: int = 0, given: Sequence[int] | None = None
+    loss_cache: LossCache, search: str, blocks: int, kind: str, *, seed: int = 0, given: Sequence[int] | None = None
 ) -> list[int]:
     """The layers that a baseline removes, in its order.
 
@@ -38,14 +38,14 @@ def rank(
     - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
 
     Args:
-        ledger: what scores, and keeps what was found.
+        loss_cache: what scores, and keeps what was found.
         search: one of these.
         blocks: k.
         kind: the loss of `one-shot`.
         seed: of `random`.
         given: layers of `given`.
     """
-    able = list(ledger.costs.able)
+    able = list(loss_cache.costs.able)
     if search == "given":
         return list(given or ())
     if search == "last":
@@ -53,15 +53,15 @@ def rank(
     if search == "random":
         return random.Random(seed).sample(able, blocks)
     if search == "one-shot":
-        singles = ledger.round_of(())
-        ledger.begin("One-shot", len(singles) * ledger.num_batches)
-        for chunk in range(len(ledger.chunks)):
-            ledger.need(kind, singles, chunk)
-        ledger.finish()
-        scores = {layer: ledger.mean(kind, Variant({layer})) for layer in able}
+        singles = loss_cache.round_of(())
+        loss_cache.begin("One-shot", len(singles) * loss_cache.num_batches)
+        for chunk in range(len(loss_cache.chunks)):
+            loss_cache.need(kind, singles, chunk)
+        loss_cache.finish()
+        scores = {layer: loss_cache.mean(kind, Variant({layer})) for layer in able}
     else:
         measure = {"cosine": influence, "taylor": sensitivity}[search]
-        scores = _scores(ledger, search, measure)
+        scores = _scores(loss_cache, search, measure)
     return sorted(able, key=lambda layer: (scores[layer], layer))[:blocks]
 
 
@@ -82,17 +82,20 @@ def check_given(given: Sequence[int] | None, able: Sequence[int], depth: int) ->
     return list(given)
 
 
-def _scores(ledger: Ledger, search: str, measure: Callable[[Scorer, Chunk], list[float]]) -> dict[int, float]:
+def _scores(loss_cache: LossCache, search: str, measure: Callable[[Scorer, Chunk], list[float]]) -> dict[int, float]:
     """1-based layer -> the size of a sum over all chunks; chunks are shared between processes."""
-    work = {f"{search} {number}": partial(measure, ledger.scorer, chunk) for number, chunk in enumerate(ledger.chunks)}
-    costs = ledger.costs
-    shapes = [batch.shape for chunk in ledger.chunks for batch in chunk]
+    work = {
+        f"{search} {number}": partial(measure, loss_cache.scorer, chunk)
+        for number, chunk in enumerate(loss_cache.chunks)
+    }
+    costs = loss_cache.costs
+    shapes = [batch.shape for chunk in loss_cache.chunks for batch in chunk]
     passes = costs.training if search == "taylor" else costs.whole
-    each = sum(passes(BASE, shape) for shape in shapes) / len(ledger.chunks)
-    ledger.begin(search.capitalize(), len(ledger.chunks))
+    each = sum(passes(BASE, shape) for shape in shapes) / len(loss_cache.chunks)
+    loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
     kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
-    found = ledger.task(work, lambda _: (len(shapes) / len(ledger.chunks), each), kind)
-    ledger.finish()
+    found = loss_cache.task(work, lambda _: (len(shapes) / len(loss_cache.chunks), each), kind)
+    loss_cache.finish()
     return {layer: abs(sum(sums[layer - 1] for sums in found)) for layer in range(1, costs.num_layers + 1)}
 
 
@@ -104,12 +107,12 @@ def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
     totals = [0.0] * scorer.costs.num_layers
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
-        with capture(scorer.anatomy, sites) as tape:
+        with capture(scorer.anatomy, sites) as activations:
             scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
         if scorer.granularity == "layer":
-            pairs = list(zip(tape["residual"][:-1], tape["residual"][1:], strict=True))
+            pairs = list(zip(activations["residual"][:-1], activations["residual"][1:], strict=True))
         else:
-            pairs = [(x, x + a) for x, a in zip(*(tape[site] for site in sites), strict=True)]
+            pairs = [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
         for index, (before, after) in enumerate(pairs):
             mask = inputs["attention_mask"].to(before.device).bool()
             cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1)

@@ -13,14 +13,14 @@ from fulldepth import __version__
 from fulldepth.skip.plan import SCHEMA_VERSION
 from fulldepth.skip.selection.elimination import Round
 from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.ledger import Ledger
-from fulldepth.skip.selection.ready import Ready
+from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.selection.problem import SearchProblem
 from fulldepth.skip.selection.score import DIVERGENCE
 
 
 def cost_of(
-    ledger: Ledger,
-    ready: Ready,
+    loss_cache: LossCache,
+    problem: SearchProblem,
     picks: Sequence[int],
     rounds: Sequence[Round],
     searched: Mapping[str, float],
@@ -28,27 +28,27 @@ def cost_of(
     control: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What the plan says of its making; FLOPs and forwards as one process would spend them."""
-    shapes = [batch.shape for chunk in ready.chunks for batch in chunk]
-    plain = ledger.costs.plain(picks, shapes)
+    shapes = [batch.shape for chunk in problem.chunks for batch in chunk]
+    plain = loss_cache.costs.plain(picks, shapes)
     cost: dict[str, Any] = {
         "forwards": int(searched["forwards"]),
         "flops": searched["flops"],
         "seconds": round(searched["seconds"], 3),
-        "plain_forwards": ledger.costs.plain_forwards(len(picks)) * len(shapes),
+        "plain_forwards": loss_cache.costs.plain_forwards(len(picks)) * len(shapes),
         "plain_flops": plain,
         "share_of_plain": searched["flops"] / plain,
-        "batch_size": ready.settings.batch_size,
-        "chunks": len(ready.chunks),
+        "batch_size": problem.settings.batch_size,
+        "chunks": len(problem.chunks),
     }
-    if ready.settings.search in ("greedy", "exact"):
-        cost["confidence"] = ready.settings.confidence
+    if problem.settings.search in ("greedy", "exact"):
+        cost["confidence"] = problem.settings.confidence
         cost["unsure_rounds"] = [number for number, found in enumerate(rounds, start=1) if not found.sure]
         cost["rounds"] = [found.document() for found in rounds]
         cost["stopped_by_budget"] = [f"round {n}: {r.stopped}" for n, r in enumerate(rounds, start=1) if r.stopped]
-    if ready.settings.criterion == DIVERGENCE:
-        cost["divergences"] = [ledger.mean(DIVERGENCE, Variant(picks[:n])) for n in range(len(picks) + 1)]
+    if problem.settings.criterion == DIVERGENCE:
+        cost["divergences"] = [loss_cache.mean(DIVERGENCE, Variant(picks[:n])) for n in range(len(picks) + 1)]
     if healed is not None and control is not None:
-        spent = {name: ledger.spent[name] - searched[name] for name in searched}
+        spent = {name: loss_cache.spent[name] - searched[name] for name in searched}
         kept = ("losses", "epoch", "train_losses", "divergences")
         cost["fit"] = {
             "forwards": int(spent["forwards"]),
@@ -61,7 +61,7 @@ def cost_of(
 
 
 def document_of(
-    ready: Ready,
+    problem: SearchProblem,
     of: Mapping[str, Any],
     picks: Sequence[int],
     losses: Sequence[float],
@@ -71,10 +71,14 @@ def document_of(
     responses: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The entries of `plan.json`."""
-    settings = ready.settings
+    settings = problem.settings
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": {"name": ready.checkpoint.name, "class": type(ready.checkpoint.model).__name__, "hash": ready.hash},
+        "model": {
+            "name": problem.checkpoint.name,
+            "class": type(problem.checkpoint.model).__name__,
+            "hash": problem.hash,
+        },
         "granularity": settings.granularity,
         "criterion": settings.criterion,
         "search": settings.search,
@@ -84,7 +88,7 @@ def document_of(
         "control_loss": None if control is None else {"scalars_only": control["heldout_loss"]},
         "scalars": {} if healed is None else healed["scalars"],
         "data": {
-            **ready.examples.meta,
+            **problem.examples.meta,
             **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
             **({"responses": dict(responses)} if responses else {}),
         },

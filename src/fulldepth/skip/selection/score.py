@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fulldepth.data.masking import IGNORE
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.skip.inputs.examples import Example, batches, grouped
 from fulldepth.skip.selection.flops import Costs, Shape, Variant, costs_of
-from fulldepth.skip.selection.replay import Replay
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
 """Logits that exist at once on a CPU and on an accelerator, while nothing but their losses is kept."""
@@ -100,7 +100,7 @@ class Scorer:
         self.granularity = granularity
         self.costs: Costs = costs_of(anatomy, classifier, granularity)
         self.device = device_of(anatomy.model)
-        self.replay = Replay(anatomy, batch.to(self.device).inputs)
+        self.runner = LayerRunner(anatomy, batch.to(self.device).inputs)
 
     @torch.no_grad()
     def sums(
@@ -129,7 +129,7 @@ class Scorer:
         wanted = sorted({*variants, *([BASE] if divergence else [])}, key=sorted)
         found: dict[Variant, dict[str, list[float]]] = {}
         base: list[Tensor] | None = None
-        for variant, states in self._leaves(1, self.replay.begin(batch.inputs), wanted):
+        for variant, states in self._leaves(1, self.runner.begin(batch.inputs), wanted):
             rows = states[batch.where.to(states.device)]
             if divergence and base is None:  # the base comes first: unskipped ways are gone before skipped ones
                 base = [self.predictions(part) for _, part in self._parts(rows)]
@@ -178,11 +178,11 @@ class Scorer:
                 backward pass, which must come before anything else is run; None: as `Costs.checkpoints` says.
         """
         self.plain()
-        states = self.replay.begin(batch.inputs)
+        states = self.runner.begin(batch.inputs)
         self.switches.skip(variant)
         self.switches.scalars = scalars
         again = torch.is_grad_enabled() and self.costs.checkpoints(batch.shape, checkpointing)
-        run = self._checkpointed if again else self.replay.run
+        run = self._checkpointed if again else self.runner.run
         for layer in range(1, self.costs.num_layers + 1):
             if self.granularity != "layer" or layer not in variant:
                 states = run(layer, states)
@@ -191,7 +191,7 @@ class Scorer:
     def _checkpointed(self, layer: int, states: Tensor) -> Tensor:
         """A block that runs again in the backward pass: to its end, so that hooks that unload its weights run, too."""
         after: Tensor = checkpoint(
-            self.replay.run, layer, states, use_reentrant=False, preserve_rng_state=False, early_stop=False
+            self.runner.run, layer, states, use_reentrant=False, preserve_rng_state=False, early_stop=False
         )
         return after
 
@@ -242,11 +242,11 @@ class Scorer:
         group = list(variants)
         while layer <= self.costs.num_layers:
             kept = [variant for variant in group if layer not in variant]
-            gone = [variant for variant in group if layer in variant]
-            if kept and gone:
+            removed = [variant for variant in group if layer in variant]
+            if kept and removed:
                 yield from self._leaves(layer + 1, self._block(layer, states, skipped=False), kept)
-                group = gone
-            states = self._block(layer, states, skipped=bool(gone))
+                group = removed
+            states = self._block(layer, states, skipped=bool(removed))
             layer += 1
         yield group[0], states
 
@@ -257,7 +257,7 @@ class Scorer:
         wanted = frozenset({layer} if skipped else ())
         if self.switches.skipped != wanted:
             self.switches.skip(wanted)
-        return self.replay.run(layer, states)
+        return self.runner.run(layer, states)
 
     def _rows(self) -> int:
         """Positions whose logits exist at once."""

@@ -2,13 +2,14 @@
 
 The flow, and where each step is:
 
-1. `ready.prepared` opens the model, proves its anatomy (`subject`) and that its blocks can be run one by one
-   (`replay`), reads the examples, and splits the held-out ones into chunks, each a random part.
+1. `problem.prepared` opens the model, proves its anatomy (`subject`) and that its blocks can be run one by one
+   (`execution.layer_runner`), reads the examples, and splits the held-out ones into chunks, each a random part.
 2. `estimate` tells what the search will cost at most (`flops`).
-3. `elimination` (greedy), `exact` or `rankings` (the baselines) choose layers. They ask the `ledger` for the losses of
-   variants on chunks; it shares the work between processes, has the `scorer` run what is missing, adds up the cost,
+3. `elimination` (greedy), `exact` or `rankings` (the baselines) choose layers. They ask the `loss_cache` for the
+   losses of variants on chunks; it shares the work between processes, has the `scorer` run what is missing, adds up the cost,
    and keeps all of it on disk, so that a search that was killed reads what it asked for before.
-4. The ledger gives the losses of the plan on all data; `fit` trains the scalars, and the control with nothing skipped.
+4. The loss cache gives the losses of the plan on all data; `fit` trains the scalars, and the control with nothing
+   skipped.
 5. `record` writes it down as a `Plan`.
 """
 
@@ -34,9 +35,9 @@ from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget,
 from fulldepth.skip.selection.exact import exact
 from fulldepth.skip.selection.fit import FitResult, fit
 from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.ledger import Ledger
+from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.rankings import rank
-from fulldepth.skip.selection.ready import Ready, prepared
 from fulldepth.skip.selection.record import cost_of, document_of
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
 from fulldepth.skip.selection.stored import PROGRESS, damaged
@@ -134,32 +135,32 @@ def search_with(
 ) -> Plan:
     """`search` with its settings resolved and its process group joined."""
     folder = None if output is None else Path(output)
-    with me.holding(folder), prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
-        of = {"model": ready.hash, "data": ready.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
+    with me.holding(folder), prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
+        of = {"model": problem.hash, "data": problem.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
         done = _finished(folder, of, resume, me)
         if done is not None:
             return done
-        watcher.say(announce(ready.checkpoint.model, settings, ready.blocks))
-        found = ready.estimate(me)
+        watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
+        found = problem.estimate(me)
         watcher.say(found.sentence)
         path = None if folder is None else folder / PROGRESS
-        ledger = Ledger(
-            ready.scorer,
-            ready.chunks,
+        loss_cache = LossCache(
+            problem.scorer,
+            problem.chunks,
             me,
             path=path,
             fingerprint=of,
             resume=resume,
             watcher=watcher,
-            refit=ready.refit,
+            refit=problem.refit,
         )
-        budget = _agreed_budget(ledger, ready, found, me)
-        picks, rounds = _pick(ledger, ready, budget)
-        losses = _losses(ledger, picks, settings.criterion)
-        searched = dict(ledger.spent)
-        healed, control = _fits(ledger, ready, picks, watcher) if settings.fit else (None, None)
-        cost = cost_of(ledger, ready, picks, rounds, searched, healed, control)
-        plan = Plan.of(document_of(ready, of, picks, losses, healed, control, cost, responses))
+        budget = _agreed_budget(loss_cache, problem, found, me)
+        picks, rounds = _pick(loss_cache, problem, budget)
+        losses = _losses(loss_cache, picks, settings.criterion)
+        searched = dict(loss_cache.spent)
+        healed, control = _fits(loss_cache, problem, picks, watcher) if settings.fit else (None, None)
+        cost = cost_of(loss_cache, problem, picks, rounds, searched, healed, control)
+        plan = Plan.of(document_of(problem, of, picks, losses, healed, control, cost, responses))
         if folder is not None and me.is_main:
             plan.save(folder)
             (folder / PROGRESS).unlink(missing_ok=True)
@@ -178,55 +179,55 @@ def estimate(
 ) -> Estimate:
     """What `search` with the same arguments will cost at most: forward passes, FLOPs, and seconds by a timed batch."""
     settings = layered(SearchSettings, {"blocks": blocks, **options})
-    with processes() as me, prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as ready:
-        return ready.estimate(me)
+    with processes() as me, prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
+        return problem.estimate(me)
 
 
-def _agreed_budget(ledger: Ledger, ready: Ready, found: Estimate, me: Processes) -> float | None:
+def _agreed_budget(loss_cache: LossCache, problem: SearchProblem, found: Estimate, me: Processes) -> float | None:
     """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
-    asked = budget_of(ready.settings, found.pace * me.world)
-    (limit,) = ledger.task({"budget": lambda: asked}, lambda _: (0, 0.0), Limit)
-    timed = parse_budget(ready.settings.budget)[1] is not None
-    if limit != asked and not (timed and limit is not None) and ledger.path is not None:
-        raise damaged(ledger.path, f"tasks: the budget is {limit}, and the search has {asked}")
-    least = least_flops(ledger.costs, ledger.chunks, ready.settings.criterion, ready.blocks, ready.refit)
-    check_budget(ready.settings, found, least, limit)
+    asked = budget_of(problem.settings, found.pace * me.world)
+    (limit,) = loss_cache.task({"budget": lambda: asked}, lambda _: (0, 0.0), Limit)
+    timed = parse_budget(problem.settings.budget)[1] is not None
+    if limit != asked and not (timed and limit is not None) and loss_cache.path is not None:
+        raise damaged(loss_cache.path, f"tasks: the budget is {limit}, and the search has {asked}")
+    least = least_flops(loss_cache.costs, loss_cache.chunks, problem.settings.criterion, problem.blocks, problem.refit)
+    check_budget(problem.settings, found, least, limit)
     return limit
 
 
-def _pick(ledger: Ledger, ready: Ready, budget: float | None) -> tuple[list[int], list[Round]]:
+def _pick(loss_cache: LossCache, problem: SearchProblem, budget: float | None) -> tuple[list[int], list[Round]]:
     """Layers in the order of removal, and what is known of each choice."""
-    settings, blocks = ready.settings, ready.blocks
+    settings, blocks = problem.settings, problem.blocks
     if settings.search == "greedy":
-        return eliminate(ledger, settings.criterion, blocks, confidence=settings.confidence, budget=budget)
+        return eliminate(loss_cache, settings.criterion, blocks, confidence=settings.confidence, budget=budget)
     if settings.search == "exact":
-        return exact(ledger, settings.criterion, blocks, confidence=settings.confidence)
-    picks = rank(ledger, settings.search, blocks, settings.criterion, seed=settings.seed, given=settings.given)
+        return exact(loss_cache, settings.criterion, blocks, confidence=settings.confidence)
+    picks = rank(loss_cache, settings.search, blocks, settings.criterion, seed=settings.seed, given=settings.given)
     return picks, []
 
 
-def _losses(ledger: Ledger, picks: Sequence[int], criterion: str) -> list[float]:
+def _losses(loss_cache: LossCache, picks: Sequence[int], criterion: str) -> list[float]:
     """Mean held-out losses of the model and after each removal."""
     kind = DIVERGENCE if criterion == DIVERGENCE else LOSS
     variants = chain(picks)
-    ledger.begin("Losses on all data", len(variants) * ledger.num_batches)
-    for chunk in range(len(ledger.chunks)):
-        ledger.need(kind, variants, chunk)
-    ledger.finish()
-    return [ledger.mean(LOSS, variant) for variant in variants]
+    loss_cache.begin("Losses on all data", len(variants) * loss_cache.num_batches)
+    for chunk in range(len(loss_cache.chunks)):
+        loss_cache.need(kind, variants, chunk)
+    loss_cache.finish()
+    return [loss_cache.mean(LOSS, variant) for variant in variants]
 
 
 def _fits(
-    ledger: Ledger, ready: Ready, picks: Sequence[int], watcher: Watcher
+    loss_cache: LossCache, problem: SearchProblem, picks: Sequence[int], watcher: Watcher
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The scalars of the plan, and of the model with nothing skipped."""
-    options, every = fit_options(ready.settings), [batch for chunk in ready.chunks for batch in chunk]
+    options, every = fit_options(problem.settings), [batch for chunk in problem.chunks for batch in chunk]
 
     def one(variant: Variant) -> dict[str, Any]:
-        return _plain(fit(ready.scorer, variant, ready.examples.train, every, options, watcher))
+        return _plain(fit(problem.scorer, variant, problem.examples.train, every, options, watcher))
 
     work = {"fit healed": lambda: one(Variant(picks)), "fit control": lambda: one(BASE)}
-    healed, control = ledger.task(work, lambda found: (found["forwards"], found["flops"]), StoredFit)
+    healed, control = loss_cache.task(work, lambda found: (found["forwards"], found["flops"]), StoredFit)
     return healed, control
 
 

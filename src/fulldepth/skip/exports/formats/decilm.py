@@ -110,8 +110,8 @@ def _llama_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Weight]:
     """Weights by Llama's names: those of skipped attention gone, zeros where readers want more than there is."""
-    gone = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
-    weights = {name: weight for name, weight in draft.weights().items() if not name.startswith(gone)}
+    removed = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
+    weights = {name: weight for name, weight in draft.weights().items() if not name.startswith(removed)}
     for name, weight in list(weights.items()):
         missing = size - draft.model.config.intermediate_size
         if missing and ".mlp." in name:

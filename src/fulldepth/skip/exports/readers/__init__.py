@@ -16,8 +16,8 @@ import pydantic
 import torch
 from torch import Tensor
 
-from fulldepth.capture.stream import TOLERANCE, relative_error
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.files import reading
 
 READERS = {

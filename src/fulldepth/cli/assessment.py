@@ -1,0 +1,170 @@
+"""`fulldepth skip curve`, `bench` and `quantise`: what removing blocks costs, and what it wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fulldepth import console
+from fulldepth.cli.options import command
+from fulldepth.cli.program import refuse_existing
+from fulldepth.cli.skip import DATA, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.search import SearchSettings
+
+GRID = "What is timed"
+
+
+@command(skip, "curve", SearchSettings, without=("blocks", "given", "format", "criterion", "budget", "fit"))
+def curve_command(
+    model: Model,
+    data: Annotated[str, typer.Option("--data", help="As for `skip search`.")],
+    output: Results,
+    settings: dict[str, Any],
+    max_blocks: Annotated[
+        int, typer.Option(help="How many blocks to remove at most.", rich_help_panel="The search")
+    ] = 12,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Break point: nats above the first straight line that are accepted. [default: a kink outside the band "
+            "that the spread of the sequences explains]",
+            rich_help_panel="The search",
+        ),
+    ] = None,
+    heldout: Heldout = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted curve stopped.")] = False,
+) -> None:
+    """Remove blocks one after another and show what each costs: loss, divergence, changed predictions, break point.
+
+    The break point is the number of blocks up to which the loss grows in a straight line that ends in a kink, with its
+    confidence; a curve that bends smoothly has none. It does not depend on --max-blocks.
+
+    Example: `fulldepth skip curve MODEL --data text.txt --max-blocks 12 --output curve/`
+    """
+    from fulldepth import report
+    from fulldepth.skip import curve
+
+    if not resume:
+        refuse_existing(output, False)
+    with console.watching() as watcher:
+        found = curve(
+            model,
+            data,
+            max_blocks=max_blocks,
+            tolerance=tolerance,
+            output=output,
+            heldout=heldout,
+            resume=resume,
+            watcher=watcher,
+            **settings,
+        )
+    if console.is_main():
+        console.finish(found.results, report.write(output))
+
+
+@command(skip, "bench", BenchSettings)
+def bench_command(
+    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before anything was removed.")],
+    exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
+    output: Results,
+    settings: BenchSettings,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="Read the held-out loss of every model; as for `skip search`, the same for the same held-out tokens.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    heldout: Annotated[
+        str | None, typer.Option(help="Data whose rows are all read. [default: a seeded fifth]", rich_help_panel=DATA)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+) -> None:
+    """Time exports beside their original: prefill and decode apart, memory, cache; measured and predicted.
+
+    All models run in turn, in rounds, so that what the machine does besides falls on all of them. With data, the loss
+    of every model is read on the same held-out tokens.
+
+    Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
+    """
+    from fulldepth import report
+    from fulldepth.skip import bench
+
+    refuse_existing(output, overwrite)
+    with console.watching() as watcher:
+        results = bench(
+            original,
+            exports,
+            output,
+            data=data,
+            heldout=heldout,
+            watcher=watcher,
+            **settings.model_dump(exclude_unset=True),
+        )
+    console.finish(results, report.write(output))
+
+
+@command(skip, "quantise")
+def quantise_command(
+    model: Planned,
+    plan: PlanFile,
+    data: Annotated[str, typer.Option("--data", help="As for `skip search`; the same for the same held-out tokens.")],
+    output: Results,
+    settings: dict[str, Any],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="int8: weight-only, by torchao (fulldepth[quantise]). gptq, awq: 4 bits, calibrated (fulldepth[gptq], "
+            "fulldepth[awq])."
+        ),
+    ] = "int8",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            help="Folder for checkpoints of the quantised models; must not exist. Each is loaded in a fresh process, "
+            "and its logits are compared. [default: no weights are written]",
+        ),
+    ] = None,
+    heldout: Heldout = None,
+    batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
+    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    trust_remote_code: RemoteCode = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted second search.")] = False,
+) -> None:
+    """Quantise a model before and after its blocks are removed, and put loss, size and speed of all in one table.
+
+    Skip, then quantise: the plan's model, quantised. Quantise, then skip: the blocks are searched anew on the quantised
+    model, with the plan's settings.
+
+    Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
+    """
+    from fulldepth import report
+    from fulldepth.skip import quantise
+
+    with console.watching() as watcher:
+        results = quantise(
+            model,
+            plan,
+            data,
+            method=method,
+            output=output,
+            save=save,
+            heldout=heldout,
+            batch=batch,
+            context=context,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            resume=resume,
+            watcher=watcher,
+            **({"trust_remote_code": True} if trust_remote_code else {}) | settings,
+        )
+    for one in results.meta["saved"]:
+        typer.echo(f"Checkpoint: {one['path']} (logit error {one['logit_error']:.1e}, loaded again in a fresh process)")
+    console.finish(results, report.write(output))

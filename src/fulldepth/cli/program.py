@@ -1,0 +1,214 @@
+"""The command line: the program, its general options, and how it ends.
+
+Commands are a thin layer: they parse, show progress, call one function of a verb, and say where the page is. Verbs are
+imported when called, so that `--help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from fulldepth import console, launch
+from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
+
+
+class Program(typer.core.TyperGroup):
+    """The group of all commands; an error of usage quotes a long argument in part only."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """The context of the program, from its general options."""
+        with _short_usage_errors():
+            return super().make_context(*args, **kwargs)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name; its name may be of two words."""
+        if len(args) > 1 and f"{args[0]} {args[1]}" in self.commands:
+            args = [f"{args[0]} {args[1]}", *args[2:]]
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the command's own options and run it."""
+        with _short_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _short_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        usage: Any = error  # of typer's own click, which has no public name for it
+        if hasattr(usage, "format_message") and isinstance(getattr(usage, "message", None), str):
+            usage.message = one_line(usage.message, 300)
+        raise
+
+
+app = typer.Typer(
+    name="fulldepth",
+    cls=Program,
+    help="Find out how much of a Transformer's depth really works.\n\n"
+    "Start with `fulldepth demo --output demo-run/`, or measure a checkpoint of your own: "
+    "`fulldepth measure MODEL --data text.txt --output out/`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DEBUG = {"on": False}
+"""Set by `--debug`: errors show their traceback."""
+
+ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
+"""Exit code of a signal -> what to say."""
+PATIENCE = 3.0
+"""Seconds that a process other than the first waits before it tells of an error."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL", "gloo")
+"""Parts of what torch.distributed says when another process has ended."""
+MOST_DIGITS = 19
+"""Longest whole number in a list."""
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+"""Of every command: it may also stand after the command's name."""
+
+
+def _print_version(asked: bool) -> None:
+    """The whole work of `--version`: it runs before a command is looked for."""
+    if asked:
+        from fulldepth import __version__
+
+        typer.echo(f"fulldepth {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Debug = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of every command."""
+    DEBUG["on"] = debug
+
+
+def listed(text: str | None) -> list[str] | None:
+    """A comma-separated list."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def whole_numbers(option: str, text: str | None) -> list[int] | None:
+    """A comma-separated list of whole numbers."""
+    words = listed(text)
+    if words is not None and not (words and all(word.isdecimal() and len(word) < MOST_DIGITS for word in words)):
+        raise FulldepthError(f"{option} {one_line(text, 100)}: expected whole numbers such as 3,7.")
+    return None if words is None else [int(word) for word in words]
+
+
+def refuse_existing(folder: Path, overwrite: bool) -> None:
+    """Earlier results are never overwritten unasked."""
+    if not overwrite and (folder / "results.json").exists():
+        raise FulldepthError(f"{folder} already holds results. Choose another --output, or replace with --overwrite.")
+
+
+def refuse_held(folder: Path) -> None:
+    """Results never go into a folder where another command keeps its own."""
+    from fulldepth.results import holder
+
+    if words := holder(folder):
+        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
+
+
+def main() -> None:
+    """Run the command line; whatever goes wrong ends with exit code 2 and one message."""
+    try:
+        with ending_cleanly():
+            _check_arguments(sys.argv[1:])
+            app(standalone_mode=True)
+    except SystemExit as leaving:  # typer turns an interruption into 130 and says nothing
+        if leaving.code in ENDINGS and console.is_main():
+            typer.echo(f"{ENDINGS[leaving.code]}; the same command goes on where it stopped.", err=True)
+        raise
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # libraries in Rust panic with a BaseException
+        _fail(_message(error), error)
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Refuse names that no result, page or log could hold.
+
+    Raises:
+        FulldepthError: if an argument is not UTF-8.
+    """
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise FulldepthError(f"The argument {one_line(ascii(argument), 200)} is not UTF-8.") from error
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the program as an exit does, so that temporary files are removed.
+
+    A signal that is ignored (`nohup`) or handled already stays so. Of several processes under torchrun only the first
+    writes files; the others may wait for it inside a library, which no handler would interrupt, and die at once.
+    """
+    signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    if threading.current_thread() is not threading.main_thread() or not console.is_main():
+        signals = []
+    ours = [one for one in signals if signal.getsignal(one) is signal.SIG_DFL]
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for one in ours:
+        signal.signal(one, leave)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def _message(error: BaseException) -> str:
+    """What to tell the person at the keyboard."""
+    if isinstance(error, FulldepthError):
+        return str(error)
+    if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
+        return "Out of memory. Try a smaller --batch-size, --sequence-length or model, or --device-map auto."
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # of pathlib, before Python 3.13
+        return f"{one_line(error, 800)}: the link leads to itself."
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        return f"{reason}: {error.filename}" if error.filename else reason
+    if launch.world() > 1 and any(words in str(error) for words in LOST):
+        return f"Another process ended, and this one cannot go on without it ({one_line(error, 200)})."
+    said = one_line(error, 500)
+    return (
+        f"This is a bug in fulldepth: {type(error).__name__}{f': {said}' if said else ''}. Run the command again with "
+        "--debug for the traceback, and please report it."
+    )
+
+
+def _fail(message: str, error: BaseException) -> None:
+    """Print one readable message and leave with 2; with `--debug` show where it came from."""
+    if DEBUG["on"]:
+        raise error
+    if not console.is_main():
+        # What is wrong for all processes, the first one says; torchrun ends this one as soon as that one has left.
+        time.sleep(PATIENCE)
+        message = f"process {launch.rank()}: {message}"
+    console.error(brief(message))
+    sys.exit(2)

@@ -1,0 +1,24 @@
+"""Runs a model and hands out activations by site name: the only reader of activations. Reads weights, too."""
+
+from fulldepth.execution.hooks import COEFFICIENTS, SITES, Activations, capture
+from fulldepth.execution.lens import TopTokens, read_layers, top_tokens
+from fulldepth.execution.trace import body_inputs
+from fulldepth.execution.verify import Verified, find_anatomy, verify
+from fulldepth.execution.weights import feed_projections, plain_weight, projection_names
+
+__all__ = [
+    "COEFFICIENTS",
+    "SITES",
+    "Activations",
+    "TopTokens",
+    "Verified",
+    "body_inputs",
+    "capture",
+    "feed_projections",
+    "find_anatomy",
+    "plain_weight",
+    "projection_names",
+    "read_layers",
+    "top_tokens",
+    "verify",
+]

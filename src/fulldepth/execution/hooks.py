@@ -1,0 +1,389 @@
+"""The one reader of activations: names a site, runs the model, hands out tensors; always heals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import Anatomy
+
+SITES = {
+    "embeddings": "h_0, what the first block reads; 1 state",
+    "residual": "h_0..h_L, the stream before the final norm; L+1 states",
+    "attention_input": "x, what each block reads; L states",
+    "attention_output": "x', the stream after attention, residual included (for post-norm blocks after the norm)",
+    "attention_branch": "what attention adds to the stream, multipliers and norms of the branch applied",
+    "mlp_branch": "what the MLP adds to the stream, likewise",
+    "mlp_input": "what the MLP sub-layer adds to: x' for most, after cross-attention in a decoder that has one",
+    "attention_carried": "what attention adds to: x, for blocks with several streams their sum after mixing",
+    "value": "value states of the attention, [B, T, key/value heads x head size]",
+    "final_normed": "the final norm applied to h_L; 1 state",
+}
+"""Every site of states by name. All are `[B, T, D]` tensors, one for each layer 1..L unless said otherwise.
+
+Where blocks hold several residual streams (Hyper-Connections), the stream is their sum, as the final norm reads it."""
+
+COEFFICIENTS = {
+    "routing": "weights of the attention's memory, in layers that have one: [heads, sources], with a dynamic router "
+    "[B, T, heads, sources], over key and value states [heads, sources, heads]",
+    "attention_mixing": "weights of the connection of n streams to attention, [B, T, n, n + 2], or [n, n + 2] where "
+    "they are constants: from stream i to the branch, to each stream, and from the branch to stream i",
+    "mlp_mixing": "the same for the MLP",
+}
+"""Sites that hold a model's own weights of its states; only some models have them, in all layers or some."""
+ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_mixing": "mlp_connection"}
+"""Site of coefficients -> the role of the module that makes them."""
+
+
+class Activations:
+    """What one forward pass left at the sites: `activations["residual"]` is a list of tensors in layer order."""
+
+    def __init__(self, anatomy: Anatomy, sites: Iterable[str]) -> None:
+        self.anatomy = anatomy
+        self.sites = tuple(sites)
+        self._seen: dict[tuple[str, int], Tensor] = {}
+        self._turns: Counter[tuple[str, int]] = Counter()
+        self._versions: dict[tuple[str, int], int] = {}
+
+    def clear(self) -> None:
+        """Forget everything, before the next forward pass."""
+        self._seen.clear()
+
+    def begin(self) -> None:
+        """A forward pass of the body begins: shared blocks stand for their first layers again."""
+        self._turns.clear()
+
+    def turn(self, place: Place, layers: list[int]) -> int:
+        """The 1-based layer that this call of a module is."""
+        if len(layers) == 1:
+            return layers[0]
+        turn = self._turns[place.name, layers[0]]
+        self._turns[place.name, layers[0]] += 1
+        if turn >= len(layers):
+            raise FulldepthError(f"A module of shared layers ran more than {len(layers)} times in one pass.")
+        return layers[turn]
+
+    @property
+    def holds_the_stream(self) -> bool:
+        """Whether the states of `residual` are the model's own tensors, through which its gradients flow."""
+        states = [state for (name, _), state in self._seen.items() if name in ("h0", "x", "y")]
+        return not self.anatomy.has_streams and all(state.ndim == 3 for state in states)
+
+    def record(self, site: str, layer: int, state: Tensor) -> None:
+        """Keep one state of a 1-based layer."""
+        self._seen[site, layer] = state
+        self._versions[site, layer] = 0 if state.is_inference() else state._version
+
+    def __getitem__(self, site: str) -> list[Tensor]:
+        """States of a site in layer order.
+
+        Raises:
+            FulldepthError: if the site was not asked for, or the forward pass did not reach every layer.
+        """
+        if site not in self.sites:
+            raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
+        if site in COEFFICIENTS:
+            return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLES[site])]
+        layers = range(1, self.anatomy.num_layers + 1)
+        if site == "embeddings":
+            return [self._first()]
+        if site == "residual":
+            return [self._first(), *(self._read("y", layer) for layer in layers)]
+        if site == "final_normed":
+            return [self.anatomy.normalise(self._read("y", len(layers)))]
+        read = {
+            "attention_input": self._input,
+            "attention_carried": self._carried,
+            "attention_output": self._attention_output,
+            "attention_branch": lambda layer: self._branch("attention_branch", layer),
+            "mlp_branch": lambda layer: self._branch("mlp_branch", layer),
+        }.get(site, lambda layer: self._read(site, layer))
+        return [read(layer) for layer in layers]
+
+    def coefficients(self, site: str) -> dict[int, Tensor]:
+        """1-based layer -> what is there at a site of `COEFFICIENTS`."""
+        return dict(zip(self.anatomy.layers_with(ROLES[site]), self[site], strict=True))
+
+    def _read(self, name: str, layer: int) -> Tensor:
+        """One state, `[B, T, D]` even where a module works on `[B T, D]`; an error if it was overwritten since."""
+        if (name, layer) not in self._seen:
+            raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
+        state = self._seen[name, layer]
+        if self._versions[name, layer] != (0 if state.is_inference() else state._version):
+            raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
+        if state.ndim == 2 and name not in COEFFICIENTS:
+            state = state.view(*self._first().shape[:2], -1)
+        return state
+
+    def _first(self) -> Tensor:
+        """h_0: what the first block is given, which is its x unless it adds x up of several states."""
+        return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
+
+    def _input(self, layer: int) -> Tensor:
+        """What a block reads."""
+        return self._read("x", layer)
+
+    def _carried(self, layer: int) -> Tensor:
+        """What attention adds to."""
+        return self._read("attention_carried" if self.anatomy.has_streams else "x", layer)
+
+    def _branch(self, site: str, layer: int) -> Tensor:
+        """What a branch adds to the stream: with several streams, its output times the sum of their weights."""
+        if self.anatomy.family.sparse and self.anatomy.part(layer, site) is None:
+            return torch.zeros_like(self._first())
+        branch = self._read(site, layer)
+        if not self.anatomy.has_streams:
+            return branch
+        return branch * self._read(f"{site}_weight", layer).to(branch.dtype)
+
+    def _attention_output(self, layer: int) -> Tensor:
+        """x': read where the model has it, else the sum x + A."""
+        if ("attention_output", layer) in self._seen:
+            return self._read("attention_output", layer)
+        return self._input(layer) + self._branch("attention_branch", layer)
+
+    def stack(self, site: str, device: torch.device | None = None) -> Tensor:
+        """[S, B, T, D] all states of a site on one device."""
+        states = self[site]
+        device = device or states[-1].device
+        return torch.stack([state.to(device) for state in states])
+
+
+@contextmanager
+def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> Iterator[Activations]:
+    """Hook a model so that each forward pass fills an `Activations`; on leaving, every hook is gone, whatever happened.
+
+    Nothing else about the model changes: no device, dtype, mode or attribute. Recomputation under gradient
+    checkpointing does not record a second time.
+
+    Args:
+        anatomy: the model and where its parts are.
+        sites: names out of `SITES` and `COEFFICIENTS`.
+        grad: keep the states in the graph (for losses), and record nothing while gradients are off; else they are
+            detached.
+
+    Raises:
+        FulldepthError: for an unknown site, or one that this family has no module for.
+    """
+    wanted = tuple(sites)
+    for site in wanted:
+        if site not in SITES and site not in COEFFICIENTS:
+            raise unknown("site", site, [*SITES, *COEFFICIENTS])
+    activations = Activations(anatomy, wanted)
+    handles: list[RemovableHandle] = []
+    blocks = set(anatomy.blocks)
+    try:
+        turns = _turns(anatomy)
+        for place in _merged(_places(anatomy, set(wanted))):
+            layers = turns[place.layers[0]]
+            if grad and place.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
+                raise FulldepthError(
+                    f"{place.name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; "
+                    "enable checkpointing with use_reentrant=False."
+                )
+            handles.append(_hook(activations, place, layers, grad))
+        if len(turns) > len(blocks):
+            handles.append(anatomy.body.register_forward_pre_hook(lambda *_: activations.begin()))
+        yield activations
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reentrant(block: nn.Module) -> bool:
+    """Whether the first run of a block's inside will have no graph."""
+    function = getattr(block, "_gradient_checkpointing_func", None)
+    active = block.training and getattr(block, "gradient_checkpointing", False)
+    return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
+
+
+CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
+"""Branch -> the site of what it is added to."""
+Change = Callable[[Any], Tensor]
+
+
+class Place(NamedTuple):
+    """Where a state is read."""
+
+    module: nn.Module
+    before: bool
+    """Whether the module's input is read, else its output."""
+    name: str
+    """In the recorded activations."""
+    layers: tuple[int, ...]
+    """The 1-based layers whose state it is."""
+    change: Change
+    """The state in what the module is given or gives."""
+
+
+def _merged(places: Iterable[Place]) -> Iterator[Place]:
+    """Each module's place once, with all its layers: shared blocks stand for several."""
+    merged: dict[tuple[int, bool, str], Place] = {}
+    for place in places:
+        key = (id(place.module), place.before, place.name)
+        earlier = merged.get(key)
+        merged[key] = place if earlier is None else earlier._replace(layers=(*earlier.layers, *place.layers))
+    yield from merged.values()
+
+
+def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
+    """1-based layer -> all layers that run the same block, in the order of its calls."""
+    layers_of: dict[int, list[int]] = {}
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        layers_of.setdefault(id(block), []).append(layer)
+    return {layer: layers_of[id(block)] for layer, block in enumerate(anatomy.blocks, start=1)}
+
+
+def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
+    """Where hooks have to go for the sites wanted."""
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        yield from _stream_places(anatomy, wanted, layer, block)
+        yield from _branch_places(anatomy, wanted, layer)
+        if "value" in wanted:
+            value = _required(anatomy, layer, "value")
+            yield Place(value, False, "value", (layer,), lambda given: anatomy.value_states(_tensor(given)))
+        yield from _coefficient_places(anatomy, wanted, layer)
+
+
+def _stream_places(anatomy: Anatomy, wanted: set[str], layer: int, block: nn.Module) -> Iterator[Place]:
+    """The stream before the block, inside, and after it."""
+
+    def stream(given: Any) -> Tensor:
+        return anatomy.stream(_tensor(given))
+
+    reader = anatomy.reader(layer)
+    if layer == 1 and reader is not block:
+        yield Place(block, True, "h0", (layer,), stream)
+    x_wanted = "attention_input" in wanted or ("attention_carried" in wanted and not anatomy.has_streams)
+    if x_wanted or (layer == 1 and reader is block) or _needs_sum(anatomy, wanted):
+        yield Place(reader, True, "x", (layer,), stream)
+    if wanted & {"residual", "final_normed"}:
+        yield Place(block, False, "y", (layer,), stream)
+    if "attention_output" in wanted and not _needs_sum(anatomy, wanted):
+        yield Place(*_attention_output(anatomy, layer), "attention_output", (layer,), stream)
+    if "mlp_input" in wanted and not anatomy.has_streams:
+        yield Place(_mlp_input(anatomy, layer, block), True, "mlp_input", (layer,), stream)
+
+
+def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
+    """The branches, and what they are added to where a connection stands around them."""
+    scale = anatomy.branch_scale
+
+    def scaled(given: Any) -> Tensor:
+        return _tensor(given) * scale  # a new tensor: some families add to a branch in place
+
+    for kind in ("attention", "mlp"):
+        site = f"{kind}_branch"
+        if site in wanted or (kind == "attention" and _needs_sum(anatomy, wanted)):
+            module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
+            if module is not None:
+                yield Place(module, False, site, (layer,), scaled)
+        if not anatomy.has_streams:
+            continue
+        # a connection gives: the branch's input, the streams without the branch, the branch's weight in each
+        connection = _required(anatomy, layer, f"{kind}_connection")
+        if site in wanted:
+            yield Place(connection, False, f"{site}_weight", (layer,), lambda given: given[2].sum(-1, keepdim=True))
+        carried = CARRIED[kind]
+        if carried in wanted:
+            yield Place(connection, False, carried, (layer,), lambda given: anatomy.stream(given[1]))
+
+
+def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
+    """The weights that a model gives its states; every layer may have them or not, one of them has to."""
+    for site, role in ROLES.items():
+        if site not in wanted:
+            continue
+        module = anatomy.part(layer, role)
+        if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
+            _required(anatomy, layer, role)
+        if module is not None and site == "routing":
+            yield Place(module, False, site, (layer,), _tensor)
+        elif module is not None:
+            yield Place(module, True, site, (layer,), partial(_mixing, module))
+
+
+def _mixing(connection: Any, given: Any) -> Tensor:
+    """[..., n, n + 2] the weights of a connection for the streams that it is given, side by side."""
+    to_branch_and_streams, from_branch = connection.weights(_tensor(given))
+    return torch.cat([to_branch_and_streams, from_branch[..., None]], dim=-1)
+
+
+def _needs_sum(anatomy: Anatomy, wanted: set[str]) -> bool:
+    """Whether x' exists nowhere in the model (parallel residual), so that it has to be added up."""
+    return "attention_output" in wanted and anatomy.family.design == "parallel"
+
+
+def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
+    """Where the model itself holds x': what the MLP sub-layer reads, or what the norm after attention gives."""
+    if anatomy.has_streams:
+        return _required(anatomy, layer, "mlp_connection"), True
+    if anatomy.family.design == "post":
+        return _required(anatomy, layer, "attention_norm"), False
+    reader = anatomy.part(layer, "mlp_norm") or _required(anatomy, layer, "mlp")
+    return reader, True
+
+
+def _mlp_input(anatomy: Anatomy, layer: int, block: nn.Module) -> nn.Module:
+    """The module that reads what the MLP sub-layer adds to: the block itself where both branches add to x."""
+    if anatomy.family.design == "parallel":
+        return block
+    reader = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "pre" else None
+    return reader or _required(anatomy, layer, "mlp")
+
+
+def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
+    """The module with a role, or an error that says what the family lacks."""
+    module = anatomy.part(layer, role)
+    if module is None:
+        raise FulldepthError(
+            f"Layer {layer} of {type(anatomy.model).__name__} (anatomy {anatomy.family.name}) has no known {role}; "
+            f"name it in the settings: anatomy.{role}=PATH."
+        )
+    return module
+
+
+def _hook(activations: Activations, place: Place, layers: list[int], grad: bool) -> RemovableHandle:
+    """Register one hook that records a tensor and changes nothing; call number i of a pass belongs to `layers[i]`."""
+
+    def record(value: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # recomputation inside backward
+            return
+        if grad and not torch.is_grad_enabled():  # an evaluation in between: nothing to learn from
+            return
+        layer = activations.turn(place, layers)
+        if layer in place.layers:
+            state = place.change(value)
+            activations.record(place.name, layer, state if grad else state.detach())
+
+    if grad:  # a compiled model is compiled around the hook, not through it
+        record = torch.compiler.disable(record)
+    if place.before:
+        return place.module.register_forward_pre_hook(
+            lambda _, args, kwargs: record(args[0] if args else _hidden(kwargs)), with_kwargs=True
+        )
+    return place.module.register_forward_hook(lambda _, args, output: record(output))
+
+
+def _hidden(kwargs: dict[str, Any]) -> Any:
+    """The state among keyword arguments: `hidden_states`, or the first tensor."""
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"]
+    return next(value for value in kwargs.values() if isinstance(value, Tensor))
+
+
+def _tensor(value: Any) -> Tensor:
+    """The state in what a module gave: a tensor (transformers 5) or the first item of a tuple (before, and T5)."""
+    while isinstance(value, tuple | list):
+        value = value[0]
+    if not isinstance(value, Tensor):
+        raise FulldepthError(f"Expected a tensor from a hooked module, got {type(value).__name__}.")
+    return value

@@ -1,0 +1,256 @@
+"""Proves that a list of blocks is the residual stream: each block reads what the one before gave, to the very end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.trace import Call, Trace, equal
+from fulldepth.hf import Anatomy, Classifier, Head
+from fulldepth.hf.families import Pool
+from fulldepth.hf.heads import pool
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Largest error accepted, relative to the largest entry: rounding in each precision, and no more."""
+LONGEST_HEAD = 4
+"""Modules of a head at most, the final norm included."""
+POOLS: tuple[Pool, ...] = ("first", "last", "mean-patches", "mean")
+"""Ways in which a head may pick or average positions between two modules."""
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference, relative to the largest expected entry."""
+    got, expected = got.double(), expected.to(got.device).double()
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def is_close(got: Tensor, expected: Tensor) -> bool:
+    """Whether two states differ by no more than rounding; NaN is no agreement."""
+    if got.shape != expected.shape:
+        return False
+    return relative_error(got, expected) <= TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
+
+
+def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
+    """Follow the stream from block to block.
+
+    Every block must run; a list whose blocks run several times (shared blocks) has one layer for each call. Each block
+    must read what the block before gave. Exceptions that the anatomy declares: trees (a block reads a sum of earlier
+    outputs) and DETR with auxiliary losses (the final norm stands between blocks).
+
+    Args:
+        anatomy: names the blocks.
+        trace: one pass of the model.
+
+    Returns:
+        The anatomy with the order of the calls, and h_L, `[B, T, D]` (`[B, T, n, D]` for several streams).
+
+    Raises:
+        FulldepthError: if blocks did not run, ran out of order, or are not one after another.
+    """
+    blocks = list(anatomy.block_list)
+    calls = trace.of(blocks)
+    path = anatomy.family.blocks
+    number = {block: index for index, block in enumerate(blocks)}
+    order = tuple(number[call.module] for call in calls)
+    silent = [index for index in range(len(blocks)) if index not in order]
+    if silent:
+        raise FulldepthError(
+            f"{len(silent)} of the {len(blocks)} blocks of {path} do not run (first: number {silent[0]})"
+        )
+    if len(order) == len(blocks) and list(order) != sorted(order):
+        raise FulldepthError(f"the blocks of {path} run in the order {_listed(order)}")
+    _check_beginning(anatomy, trace, calls)
+    _check_shapes(
+        calls,
+        path,
+        trace.positions and trace.positions[:: -1 if anatomy.family.sequence_first else 1],
+        4 if anatomy.has_streams else 3,
+    )
+    found = anatomy if list(order) == sorted(number.values()) else replace(anatomy, order=order)
+    for layer, (before, call) in enumerate(pairwise(calls), start=2):
+        if found.part(layer, "input_norms") is None and not equal(call.given, found.handed_on(before.gave)):
+            if call.given.shape == before.gave.shape:
+                raise FulldepthError(
+                    f"layer {layer} of {path} does not read what layer {layer - 1} gives (relative difference "
+                    f"{relative_error(call.given, before.gave):.1e}): something else changes the stream between them"
+                )
+            raise FulldepthError(f"layer {layer} of {path} reads another shape than layer {layer - 1} gives")
+    return found, calls[-1].gave
+
+
+def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
+    """No other module may be part of the stack, as in models of several stages.
+
+    Such a part is of the class of a block, or a member of another list that gives states of the stream's shape before
+    the first block.
+    """
+    own = set(anatomy.block_list)
+    kinds = {type(block) for block in own}
+    inside = {module for block in own for module in block.modules()}
+    first = trace.calls.index(calls[0])
+    for position, call in enumerate(trace.calls):
+        if call.module in inside:
+            continue
+        alike = call.gave.shape == call.given.shape == calls[0].given.shape
+        if type(call.module) in kinds or (position < first and alike and _is_list_member(anatomy, call.path)):
+            raise FulldepthError(
+                f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
+                "changes the stream too"
+            )
+
+
+def _is_list_member(anatomy: Anatomy, path: str) -> bool:
+    return isinstance(anatomy.model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)
+
+
+def _check_shapes(calls: list[Call], path: str, positions: tuple[int, ...] | None, dimensions: int) -> None:
+    """Every call must read and give states of one shape, and text keep its positions."""
+    shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
+    if len(shapes) > 1 or len(next(iter(shapes))) != dimensions:
+        raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
+    shape = next(iter(shapes))
+    if positions is not None and shape[:2] != positions:
+        raise FulldepthError(
+            f"the blocks of {path} work on {shape[0]} x {shape[1]} positions where the batch has {positions[0]} "
+            f"sequences of {positions[1]} tokens (the model pads or rearranges them)"
+        )
+
+
+def _listed(items: object) -> str:
+    text = str(list(items) if isinstance(items, tuple) else items)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
+    """See that the stream ends where the body ends: `h_L`, or its final norm, is the body's last hidden state.
+
+    The final norm of a family that was found by structure is the module that does so; one of the table must do so.
+
+    Args:
+        anatomy: with its blocks proven.
+        trace: one pass of the model.
+        last: h_L, `[B, T, D]`.
+
+    Returns:
+        The anatomy, with the final norm that was found.
+
+    Raises:
+        FulldepthError: if modules of unknown effect stand between the last block and the end.
+    """
+    end = _end(anatomy, trace)
+    if anatomy.final_norm is not None and is_close(anatomy.normalise(last), end):
+        return anatomy
+    if equal(last, end):  # of CLIP's vision tower the final norm reads only what is pooled
+        return anatomy
+    if anatomy.family.final_norm is not None:
+        raise FulldepthError(
+            f"the last block's output through {anatomy.family.final_norm} is not the model's last hidden state"
+        )
+    for call in trace.readers(last):
+        if is_close(call.gave, end) and call.module is not anatomy.body:
+            return replace(anatomy, family=replace(anatomy.family, final_norm=_from_body(anatomy, call.path)))
+    raise FulldepthError("neither the last block's output nor its final norm is the model's last hidden state")
+
+
+def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
+    """The last hidden state: what the outermost module around the blocks gives that was called and predicts nothing.
+
+    A model with a head may call parts of its body and not the body, as OPT's does.
+    """
+    names = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list).split(".")
+    around = [".".join(names[:count]) for count in range(len(names))]
+    calls = [call for path in around if (call := trace.at(path)) is not None]
+    ends = [call.gave for call in calls if call.path or trace.logits is None]
+    if not ends:
+        raise FulldepthError("no module around the blocks gives a last hidden state, so it is not known where they end")
+    return ends[0]
+
+
+def _from_body(anatomy: Anatomy, path: str) -> str:
+    """A path from the model as a path from the body."""
+    prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.body)
+    return path.removeprefix(f"{prefix}.") if prefix else path
+
+
+def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None) -> Head | None:
+    """The shortest chain of modules that leads from `h_L` to the model's logits, found by following the tensors.
+
+    Between two modules a head may pick or average positions. What a head does outside of modules cannot be followed,
+    so such heads are not found.
+
+    Args:
+        anatomy: with its blocks and its end proven.
+        trace: one pass of the model.
+        last: h_L, `[B, T, D]`.
+        mask: `[B, T]` of the batch; None if no position is padding.
+
+    Returns:
+        A head that gives the model's logits; None if there is none.
+    """
+    if trace.logits is None:
+        return None
+    frontier: list[_Step] = [_Step(last, (), "token")]
+    for _ in range(LONGEST_HEAD):
+        frontier += [pooled for step in frontier for pooled in _pooled(step, mask)]
+        frontier = [step for before in frontier for step in _next(before, trace)]
+        for step in frontier:
+            for end in (step, *_pooled(step, mask)):
+                head = _head(anatomy, end)
+                if (
+                    head is not None
+                    and end.state.shape == trace.logits.shape
+                    and _predicts(anatomy, head, trace, last, mask)
+                ):
+                    return head
+    return None
+
+
+class _Step(NamedTuple):
+    """Where a search for the head has come to: a state, and the modules and the pooling that made it of h_L."""
+
+    state: Tensor
+    modules: tuple[str, ...]
+    pool: Pool
+
+
+def _pooled(step: _Step, mask: Tensor | None) -> Iterator[_Step]:
+    """A state of every position, picked or averaged in every known way."""
+    if step.pool == "token" and step.state.ndim == 3:
+        for way in POOLS:
+            yield step._replace(state=pool(step.state, mask, way), pool=way)
+
+
+def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
+    """The state after every module that reads this one."""
+    for call in trace.readers(step.state):
+        if call.path not in step.modules:
+            inside = step.pool == "token" and step.state.ndim == 3 and call.gave.ndim == 2
+            yield _Step(call.gave, (*step.modules, call.path), "inside" if inside else step.pool)
+
+
+def _head(anatomy: Anatomy, step: _Step) -> Head | None:
+    """The head that a chain of modules is; the final norm is no part of the chain."""
+    normed = anatomy.final_norm is not None and anatomy.model.get_submodule(step.modules[0]) is anatomy.final_norm
+    modules = step.modules[1:] if normed else step.modules
+    return Head(modules, pool=step.pool, normed=normed) if modules else None
+
+
+def _predicts(anatomy: Anatomy, head: Head, trace: Trace, last: Tensor, mask: Tensor | None) -> bool:
+    """Whether a head gives the model's logits."""
+    family = replace(anatomy.family, heads={type(anatomy.model).__name__: head})
+    classifier = Classifier(replace(anatomy, family=family))
+    return trace.logits is not None and is_close(predict(classifier, last, mask), trace.logits)
+
+
+def predict(classifier: Classifier, last: Tensor, mask: Tensor | None) -> Tensor:
+    """The logits that a head gives for `h_L: [B, T, D]`, in the model's own shape."""
+    if classifier.per_token:
+        return classifier.tokens(last.flatten(0, 1)).view(*last.shape[:2], -1)
+    return classifier.sequences(last, torch.ones(last.shape[:2], device=last.device) if mask is None else mask)

@@ -1,0 +1,314 @@
+"""Self-tests at load: a model whose parts do not add up is refused, never measured wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
+from fulldepth.execution.hooks import ROLES, capture
+from fulldepth.execution.stream import TOLERANCE, find_head, is_close, predict, prove_end, prove_stream, relative_error
+from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, run
+from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates
+from fulldepth.hf.finder import towers
+
+MOST_REASONS = 3
+"""Reasons that a refusal lists."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """An anatomy that stood the tests, and what they found."""
+
+    anatomy: Anatomy
+    width: int
+    """D, channels of the residual stream."""
+    chained: bool
+    """Each block reads exactly what the block before gave; else only trees and DETR's norms stand between them."""
+    branches: bool
+    """Attention and MLP branches are known and add up to the block's output."""
+    classifier: Classifier | None
+    """The head, proven to give the model's own logits at the last layer; None without a proven head."""
+    positions: int
+    """Positions of the residual stream in the batch that was tried (for pictures: in every batch)."""
+    value_width: int
+    """Channels of the value states; 0 where they are not known."""
+    routed_heads: int = 0
+    """Heads of the memory routers (key/value heads); 0 without a memory."""
+    num_streams: int = 1
+    """Residual streams between blocks."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """`branches`, `head`, `value` -> why this part of the model is not known and left out."""
+
+
+@torch.no_grad()
+def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional: Collection[str] = ()) -> Verified:
+    """The first candidate whose pieces give the model back, on a small real batch.
+
+    Three things are checked. The blocks are the residual stream: each runs, reads what the one before gave, and the
+    last one (through the final norm) gives the body's last hidden state. The captured branches, put together as the
+    family's design says, equal every block's output. The classifier applied to `h_L` equals the model's own logits
+    (soft-cap, scale and bias included). The head of a family that was found by structure is found here, by following
+    the tensors from `h_L` to the logits.
+
+    Args:
+        candidates: anatomies to try, best guess first.
+        inputs: a small batch for the whole model, as keyword arguments.
+        optional: parts that need no proof, out of `branches` and `head`: a proven stream without them is accepted where
+            no candidate has them, and `unproven` says why. Parts of the table and of settings count as known.
+
+    Raises:
+        FulldepthError: if the model fails or gives NaN, or no candidate stands the tests; says which failed and why.
+    """
+    trace = _followed(candidates[0], inputs)
+    failures: dict[str, str] = {}
+    best: Verified | None = None
+    for anatomy in candidates:
+        try:
+            found = _verify(anatomy, trace, inputs, optional)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
+            failures.setdefault(reason, f"{anatomy.family.name}, {anatomy.family.design} design: {reason}")
+            continue
+        if not found.unproven:
+            return found
+        if best is None or _known(found) > _known(best):
+            best = found
+    if best is not None:
+        return best
+    reasons = list(failures.values())
+    more = f" | and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""
+    raise FulldepthError(
+        f"{type(candidates[0].model).__name__} is refused, because its anatomy could not be proven. "
+        + " | ".join(one_line(reason, 220) for reason in reasons[:MOST_REASONS])
+        + more
+        + ". Describe it in the settings (--set anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
+        "where they are known); without these the residual stream alone is measured."
+    )
+
+
+def _followed(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
+    """One pass of the model; if it fails, the towers that can be measured alone are named."""
+    try:
+        return follow(anatomy, inputs)
+    except FulldepthError as error:
+        options = " or ".join(f"--tower {name}" for name in towers(anatomy.model))
+        if not options or anatomy.family.tower:
+            raise
+        raise FulldepthError(f"{error}. The model has two towers that can be measured alone: {options}.") from error
+
+
+@torch.no_grad()
+def find_anatomy(model: PreTrainedModel) -> Anatomy:
+    """Where the parts of a model are: the row of the table, or for other families what a few random inputs prove.
+
+    Raises:
+        FulldepthError: if a family that is not in the table cannot be proven.
+    """
+    candidates = anatomy_candidates(model)
+    guess = candidates[0]
+    model = guess.model  # without wrappers
+    if model.config.model_type in FAMILIES:
+        return guess
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return verify(candidates, _sample(guess), optional=("head", "branches")).anatomy
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _sample(anatomy: Anatomy) -> dict[str, Tensor]:
+    """Two short sequences of tokens, or two images of noise, where the model's first weights are."""
+    placed = (weight.device for weight in anatomy.model.parameters() if weight.device.type != "meta")
+    device = next(placed, torch.device("cpu"))
+    if anatomy.family.modality == "text":
+        tokens = torch.arange(16, device=device).view(2, 8) % (anatomy.vocab_size or 2)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    size = getattr(anatomy.config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(anatomy.config, "num_channels", 3)
+    noise = torch.linspace(-1, 1, 2 * channels * height * width, device=device, dtype=anatomy.model.dtype)
+    return {"pixel_values": noise.sin().view(2, channels, height, width)}
+
+
+def _known(found: Verified) -> tuple[bool, bool, bool]:
+    """What is known of a candidate, most important first."""
+    return found.branches, "head" not in found.unproven, "value" not in found.unproven
+
+
+def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional: Collection[str]) -> Verified:
+    """One candidate.
+
+    Raises:
+        FulldepthError: if a part of it that has to be proven is not.
+    """
+    anatomy, last = prove_stream(anatomy, trace)
+    last = anatomy.stream(last)
+    if not bool(torch.isfinite(last).all()):
+        raise FulldepthError("the model gives NaN or infinite activations")
+    anatomy = prove_end(anatomy, trace, last)
+    unproven: dict[str, str] = {}
+    try:
+        anatomy, classifier = _prove_head(anatomy, trace, inputs, last)
+    except FulldepthError as error:
+        if "head" not in optional:
+            raise
+        unproven["head"], classifier = str(error), None
+    try:
+        found = _prove_parts(anatomy, inputs, last)
+    except FulldepthError as error:
+        if "branches" not in optional:
+            raise
+        unproven["branches"] = str(error)
+        anatomy = replace(anatomy, family=replace(anatomy.family, attention=None, mlp=None))
+        found = _prove_parts(anatomy, inputs, last)
+    unproven |= found.unproven
+    return replace(found, classifier=classifier, unproven=unproven)
+
+
+def _prove_head(
+    anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], last: Tensor
+) -> tuple[Anatomy, Classifier | None]:
+    """The head of the family, or the one found by following the tensors, proven against the model's logits."""
+    mask = inputs.get("attention_mask")
+    if anatomy.head is None and anatomy.searches_head and trace.logits is not None:
+        head = find_head(anatomy, trace, last, mask)
+        if head is None:
+            raise FulldepthError(
+                "no chain of modules leads from the last block to the model's logits (a part of the head is no module)"
+            )
+        anatomy = replace(anatomy, family=replace(anatomy.family, heads={type(anatomy.model).__name__: head}))
+    if anatomy.head is None:
+        return anatomy, None
+    if trace.logits is None:
+        raise FulldepthError("the model gives no logits")
+    if anatomy.task == "causal-lm":
+        _check_causal(anatomy, trace, inputs)
+    return anatomy, _check_classifier(Classifier(anatomy), trace.logits, last, mask)
+
+
+def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> None:
+    """A model that sees the next token does not predict it: another last token must not change what stands before."""
+    ids = inputs["input_ids"]
+    if ids.shape[1] < 2:
+        return
+    mask = inputs.get("attention_mask")
+    last = ids.shape[1] - 1 if mask is None else int((mask[0] * torch.arange(1, ids.shape[1] + 1).to(mask)).argmax())
+    changed = ids.clone()
+    changed[0, last] = (changed[0, last] + 1) % (anatomy.vocab_size or 2)
+    logits = logits_of(run(anatomy.model, body_inputs(anatomy, {**inputs, "input_ids": changed})))
+    if logits is None or trace.logits is None or last == 0:
+        return
+    if not is_close(logits[0, :last], trace.logits[0, :last]):
+        raise FulldepthError(
+            "the model reads later tokens too, so what it says of the next one is no prediction (an encoder, or a "
+            "decoder whose configuration lacks is_decoder)"
+        )
+
+
+def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) -> Verified:
+    """Branches, values and routers of every layer, captured as they will be in every measurement.
+
+    Measurements run the body alone, which must give the h_L that it gives within the model.
+    """
+    family, unproven = anatomy.family, {}
+    known = family.attention is not None and family.mlp is not None
+    sites = ["residual", "attention_input"] + (["value"] if anatomy.has("value") else [])
+    sites += ["attention_output", "attention_branch", "attention_carried", "mlp_branch", "mlp_input"] if known else []
+    weights = [site for site, role in ROLES.items() if anatomy.layers_with(role)]
+    with capture(anatomy, [*sites, *weights]) as activations:
+        anatomy.body(**body_inputs(anatomy, inputs))
+        states = {site: activations[site] for site in sites}
+        coefficients = {site: activations.coefficients(site) for site in weights}
+    last = states["residual"][-1]
+    if not is_close(last, expected):
+        raise FulldepthError(
+            "a second pass, of the body alone, gives other states: the model draws random numbers, or hands its body "
+            "more than these inputs"
+        )
+    if known:
+        _check_branches(anatomy, states)
+    values = states.get("value", [])
+    if any(value.shape[:-1] != last.shape[:-1] or value.shape != values[0].shape for value in values):
+        shape = next(tuple(value.shape) for value in values)
+        unproven["value"] = f"value states have shape {shape}, the stream {tuple(last.shape)}"
+        anatomy, values = replace(anatomy, family=replace(family, value=None)), []
+    chained = all(
+        torch.equal(x.to(h.device), h) for x, h in zip(states["attention_input"], states["residual"][:-1], strict=True)
+    )
+    return Verified(
+        anatomy,
+        last.shape[-1],
+        chained,
+        known,
+        None,
+        last.shape[1],
+        value_width=values[0].shape[-1] if values else 0,
+        routed_heads=check_routing(coefficients.get("routing", {})),
+        num_streams=next((weights.shape[-2] for weights in coefficients.get("mlp_mixing", {}).values()), 1),
+        unproven=unproven,
+    )
+
+
+def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> None:
+    """Every block's output from its input and its branches."""
+    design = anatomy.family.design
+    for layer in range(1, anatomy.num_layers + 1):
+        x, after, a, m, before_mlp = (
+            states[site][layer - 1]
+            for site in ("attention_carried", "attention_output", "attention_branch", "mlp_branch", "mlp_input")
+        )
+        y = states["residual"][layer]
+        for what, branch in {"attention": a, "mlp": m}.items():
+            if branch.shape != x.shape:
+                raise FulldepthError(
+                    f"in layer {layer}, the {what} branch has shape {tuple(branch.shape)}, the stream {tuple(x.shape)}"
+                )
+        if anatomy.has_streams:
+            pairs = {"mixed streams + attention": (x + a, after), "mixed streams + mlp": (before_mlp + m, y)}
+        elif design == "parallel":
+            pairs = {"x + attention + mlp": (x + a + m, y)}
+        elif design == "pre":
+            pairs = {"x + attention": (x + a, after), "x' + mlp": (after + m, y)}
+        else:
+            first, second = anatomy.part(layer, "attention_norm"), anatomy.part(layer, "mlp_norm")
+            if first is None or second is None:
+                raise FulldepthError("a post-norm block needs attention_norm and mlp_norm")
+            pairs = {"norm(x + attention)": (first(x + a), after), "norm(m + mlp)": (second(before_mlp + m), y)}
+        for what, (got, expected) in pairs.items():
+            error = relative_error(got, expected)
+            if not error <= TOLERANCE[expected.dtype]:  # NaN is no agreement
+                raise FulldepthError(f"in layer {layer}, {what} misses the block's own state by {error:.1e} (relative)")
+
+
+def check_routing(routing: Mapping[int, Tensor]) -> int:
+    """How many heads the routers have; every layer reads one source for each layer up to it."""
+    heads = {weights.shape[0] if weights.ndim == 3 else weights.shape[-2] for weights in routing.values()}
+    for layer, weights in routing.items():
+        sources = weights.shape[1] if weights.ndim == 3 else weights.shape[-1]
+        if sources != layer or len(heads) > 1:
+            raise FulldepthError(
+                f"the router of layer {layer} gives weights of shape {tuple(weights.shape)}; expected {layer} sources "
+                "and as many heads in every layer"
+            )
+    return max(heads, default=0)
+
+
+def _check_classifier(classifier: Classifier, expected: Tensor, last: Tensor, mask: Tensor | None) -> Classifier:
+    """The lens of the last layer against the model's logits."""
+    got = predict(classifier, last, mask)
+    if got.shape != expected.shape:
+        raise FulldepthError(f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(expected.shape)}")
+    error = relative_error(got, expected)
+    if not error <= TOLERANCE[last.dtype]:  # NaN is no agreement
+        raise FulldepthError(f"the head applied to h_L misses the model's own logits by {error:.1e} (relative)")
+    return classifier

@@ -1,0 +1,22 @@
+"""Hashes that say which model, data or text a result is about."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+class Fingerprint:
+    """A sha256 over parts that cannot run into each other: each goes in with its length."""
+
+    def __init__(self, *settings: str) -> None:
+        self._sha = hashlib.sha256()
+        for setting in settings:
+            self.add(setting.encode())
+
+    def add(self, part: bytes) -> None:
+        """Add one part."""
+        self._sha.update(len(part).to_bytes(8, "little"))
+        self._sha.update(part)
+
+    def __str__(self) -> str:
+        return f"sha256:{self._sha.hexdigest()}"

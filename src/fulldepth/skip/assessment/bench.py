@@ -1,0 +1,366 @@
+r"""`bench`: time, memory and cache of exports beside the model that they come from, measured and predicted.
+
+All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes from
+round to round, so that what the machine does besides falls on all of them. A time is the median over rounds; the share
+saved is the median of the rounds' own shares,
+
+.. math:: s = 1 - t_{\text{export}} / t_{\text{original}}.
+
+It is predicted twice: `toggled`, by timing the original, in the same rounds, with the same blocks skipped in place
+(their share of the step), and `flops`, by what the two multiply. `time_saved_ratio` is measured over predicted.
+
+Rows, by `model`, `batch` and `context`; `difference` is the value minus the original's:
+`prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
+`predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's steps:
+what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
+`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token), with data `loss` (`mean`: nats per
+token on the same held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the
+difference to the original, summed by document, `count` documents), and with `tasks` `task_score` (site: the task;
+statistic: lm-eval's metric, and its `_stderr`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import verify
+from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, parameter_bytes
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.surgery import skipping
+from fulldepth.progress import Watcher
+from fulldepth.results import Results, finite
+from fulldepth.settings import layer as layered
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.skip.assessment.bench_entries import Entry, open_entries
+from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, table_of
+from fulldepth.skip.assessment.heldout_loss import heldout_losses
+from fulldepth.skip.assessment.tasks import TaskScorer
+from fulldepth.skip.inputs.examples import Examples
+from fulldepth.skip.selection.flops import costs_of
+from fulldepth.skip.selection.problem import read_data
+from fulldepth.skip.subject import check_task, evaluating, tokenizer_for
+
+
+def bench(
+    original: str | Path | PreTrainedModel,
+    exports: Sequence[str | Path | PreTrainedModel],
+    output: str | Path | None = None,
+    *,
+    data: Any = None,
+    heldout: Any = None,
+    tokenizer: Any = None,
+    batches: Sequence[int] = (1, 4),
+    contexts: Sequence[int] | None = None,
+    new_tokens: int = 16,
+    repeats: int = 5,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str = "auto",
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """Time exports against the model that they come from, prefill and decode apart, over batch sizes and contexts.
+
+    How, and what the rows are, is said at the top of this module.
+
+    Args:
+        original: the checkpoint (folder, Hub name) or the loaded model; a loaded model stays on its device, as it is.
+        exports: folders that `export` wrote; other checkpoints and loaded models are timed too, without predictions
+            where it is not known which blocks they lack.
+        output: result folder; None = not saved.
+        data: as for `search`: the losses of all models are read on its held-out fifth, the one that a search with the
+            same seed scores blocks with. None = no loss is read, unless `heldout` is given.
+        heldout: data whose rows are all read, instead of that fifth.
+        tokenizer: of the data and the tasks: a tokenizer, its folder or Hub name; None = the original's.
+        batches: sequences at once.
+        contexts: tokens of the prompt; None = 128 and 512, less where the model has fewer positions.
+        new_tokens: tokens decoded after it.
+        repeats: rounds.
+        seed: of tokens and order.
+        device: None = the first accelerator, else the CPU.
+        dtype: `auto` = each checkpoint's own.
+        watcher: told the progress.
+        **options: any other field of `BenchSettings`.
+
+    Raises:
+        FulldepthError: if there is nothing to compare, a model cannot be loaded or is no language model, models are on
+            different devices or know different tokens, a context with its new tokens exceeds their positions, or the
+            data cannot be read (as `search`).
+    """
+    asked: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats}
+    asked |= {} if contexts is None else {"contexts": list(contexts)}
+    settings = layered(BenchSettings, {**asked, "seed": seed, "device": device, "dtype": dtype, **options})
+    if isinstance(exports, str | Path | PreTrainedModel) or not exports:
+        raise FulldepthError("Nothing to compare the original with: name one export or more.")
+    watcher = watcher or Watcher()
+    entries = open_entries([original, *exports], settings)
+    with ExitStack() as modes:
+        for entry in entries:
+            modes.enter_context(evaluating(entry.model))
+        results = _bench(entries, settings, contexts is None, _Asked(data, heldout, tokenizer), watcher)
+    if output is not None:
+        results.save(output)
+    return results
+
+
+class _Asked(NamedTuple):
+    """What losses are to be read on."""
+
+    data: Any
+    heldout: Any
+    tokenizer: Any
+
+    def examples(self, entry: Entry, anatomy: Anatomy, settings: BenchSettings) -> Examples | None:
+        """The sequences, read as the original reads them; None if no loss is asked for."""
+        if self.data is None and self.heldout is None:
+            return None
+        place = Checkpoint(entry.model, entry.name)
+        return read_data(place, anatomy, self.data, settings, tokenizer=self.tokenizer, heldout=self.heldout)
+
+
+def _bench(
+    entries: Sequence[Entry], settings: BenchSettings, shorten: bool, asked: _Asked, watcher: Watcher
+) -> Results:
+    """Everything about models in memory."""
+    subject = _Original.of(entries)
+    if shorten:
+        settings = _fitting(settings, subject.anatomy.max_positions)
+    _check(entries, subject.anatomy, settings)
+    entries[0].hash = model_hash(entries[0].model)
+    examples = asked.examples(entries[0], subject.anatomy, settings)
+    scorer = _scorer(entries[0], settings, asked.tokenizer)
+    models = {entry.label: entry.model for entry in entries}
+    losses = None if examples is None else heldout_losses(models, examples.heldout, settings.batch_size, watcher)
+    measured = _measure(entries, subject, settings, watcher)
+    measured.losses = losses
+    if scorer is not None:
+        measured.scores = scorer.scores(models, watcher)
+    return Results(table_of(measured), _document(entries, subject, measured, settings, examples))
+
+
+class _Original(NamedTuple):
+    """The original, understood: what can be skipped in it, and what it multiplies."""
+
+    anatomy: Anatomy
+    classifier: Classifier
+    toggles: dict[SkippedBlocks, str]
+    """What is skipped in place -> the key of its times."""
+    warnings: list[str]
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> _Original:
+        """Prove the anatomy of the first entry, and try what is to be skipped in it."""
+        model = entries[0].model
+        candidates = anatomy_candidates(model)
+        check_task(candidates[0])
+        ids = torch.arange(3, 11, device=model.device).view(2, 4) % (candidates[0].vocab_size or 1)
+        proven = verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        if proven.classifier is None:
+            raise FulldepthError(f"{type(model).__name__} has no prediction head.")
+        anatomy, toggles, said = proven.anatomy, {}, []
+        every = SkippedBlocks("attention", frozenset(anatomy.layers_with("attention")))
+        for skipped_blocks in dict.fromkeys([every, *(entry.skipped_blocks for entry in entries[1:])]):
+            if skipped_blocks is None or not skipped_blocks.layers:
+                continue
+            try:
+                with skipping(anatomy, skipped_blocks.layers, skipped_blocks.granularity):
+                    toggles[skipped_blocks] = (
+                        f"without the {skipped_blocks.granularity} of {sorted(skipped_blocks.layers)}"
+                    )
+            except FulldepthError as error:
+                said.append(f"No toggled prediction: {error}")
+        return cls(anatomy, proven.classifier, toggles, said)
+
+
+def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
+    """The contexts that nobody asked for, no longer than the model's positions allow."""
+    most = max(1, (limit or max(settings.contexts) + settings.new_tokens) - settings.new_tokens)
+    fitting = list(dict.fromkeys(min(context, most) for context in settings.contexts))
+    return settings.model_copy(update={"contexts": fitting})
+
+
+def _scorer(entry: Entry, settings: BenchSettings, tokenizer: Any) -> TaskScorer | None:
+    """What scores models on the tasks that are asked for, with the original's tokenizer unless another is named."""
+    if not settings.tasks:
+        return None
+    tokenizer = tokenizer_for(Checkpoint(entry.model, entry.name), settings, tokenizer)
+    return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
+
+
+def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
+    """Refuse what cannot run, or not side by side."""
+    first = entries[0].model
+    longest = max(settings.contexts) + settings.new_tokens
+    limit = anatomy.max_positions
+    if limit is not None and longest > limit:
+        raise FulldepthError(
+            f"A context of {max(settings.contexts)} tokens and {settings.new_tokens} new ones exceed the model's "
+            f"{limit} positions. Set contexts (and new_tokens) to less."
+        )
+    for entry in entries[1:]:
+        if entry.model.device != first.device:
+            raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")
+        embeddings: Any = entry.model.get_input_embeddings()
+        words = int(embeddings.weight.shape[0])
+        if words != anatomy.vocab_size:
+            raise FulldepthError(
+                f"{entry.label} knows {words} tokens, the original {anatomy.vocab_size}: they are not the same model."
+            )
+
+
+def _measure(entries: Sequence[Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
+    """Every number that comes from running the models."""
+    runners = {entry.label: Runner(entry.model) for entry in entries}
+    contestants = [(label, runner, None) for label, runner in runners.items()]
+    toggled = [(key, runners[entries[0].label], skipped_blocks) for skipped_blocks, key in subject.toggles.items()]
+    costs = {
+        granularity: costs_of(subject.anatomy, subject.classifier, granularity)
+        for granularity in dict.fromkeys(
+            ["attention", *(e.skipped_blocks.granularity for e in entries if e.skipped_blocks is not None)]
+        )
+    }
+    measured = Measured(
+        labels=list(runners),
+        skipped_blocks={entry.label: entry.skipped_blocks for entry in entries[1:]},
+        toggles=subject.toggles,
+        costs=costs,
+        last_only=runners[entries[0].label].last_only,
+        new_tokens=settings.new_tokens,
+        parameter_bytes={entry.label: parameter_bytes(entry.model) for entry in entries},
+    )
+    cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
+    everyone = [*contestants, *toggled]
+    watcher.begin("Benchmark", len(cells) * len(everyone) * (settings.repeats + settings.warmup))
+    for cell in cells:
+        ids = _tokens(cell, subject.anatomy, settings)
+        for label, runner in runners.items():
+            measured.peak[label, cell] = runner.peak(ids, cell.context)
+            held = cache_bytes(runner.run(ids, cell.context).cache)
+            measured.kv[label, cell] = held / (cell.batch * ids.shape[1])
+        for number in range(-settings.warmup, settings.repeats):
+            for index in order(len(everyone), number, settings.seed):
+                key, runner, skipped_blocks = everyone[index]
+                with _toggled(subject.anatomy, skipped_blocks):
+                    trial = runner.run(ids, cell.context)
+                if number >= 0:
+                    _note(measured, key, cell, trial)
+                watcher.advance(1)
+    return measured
+
+
+def _note(measured: Measured, key: str, cell: Cell, trial: Trial) -> None:
+    for phase in PHASES:
+        measured.times.setdefault((key, cell, phase), []).append(getattr(trial, phase))
+
+
+@contextmanager
+def _toggled(anatomy: Anatomy, skipped_blocks: SkippedBlocks | None) -> Iterator[None]:
+    with (
+        nullcontext()
+        if skipped_blocks is None
+        else skipping(anatomy, skipped_blocks.layers, skipped_blocks.granularity)
+    ):
+        yield
+
+
+def _tokens(cell: Cell, anatomy: Anatomy, settings: BenchSettings) -> torch.Tensor:
+    """[batch, context + new_tokens] random tokens, the same for every model and on every machine."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    shape = (cell.batch, cell.context + settings.new_tokens)
+    return torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
+
+
+def order(count: int, number: int, seed: int) -> list[int]:
+    """Who runs when in a round: a seeded circle that starts one further each round, backwards in odd ones.
+
+    So in `count` rounds each is first once, and neighbours come before as often as after each other.
+    """
+    circle = np.random.default_rng(seed).permutation(count).tolist()
+    start = number % count
+    found = circle[start:] + circle[:start]
+    return found if number % 2 == 0 else found[:1] + found[:0:-1]
+
+
+def _document(
+    entries: Sequence[Entry],
+    subject: _Original,
+    measured: Measured,
+    settings: BenchSettings,
+    examples: Examples | None,
+) -> dict[str, Any]:
+    """Everything that `results.json` says, apart from the table."""
+    first, data = entries[0], {} if examples is None else examples.meta
+    described = [entry.describe(entry is first) for entry in entries]
+    document = {
+        "kind": "bench",
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": settings.model_dump(),
+        "baseline": first.label,
+        "model": described[0]["model"],
+        "models": described,
+        "data": data or None,
+        "machine": _machine(first.model.device),
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "seed": settings.seed,
+        "warnings": [
+            *subject.warnings,
+            *_mismatches(entries, settings),
+            *data.get("warnings", []),
+            *_optimistic(entries, data),
+            *noise(measured),
+        ],
+        "headline": headline(measured),
+    }
+    return dict(finite(document))
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What the times were taken on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
+
+
+def _optimistic(entries: Sequence[Entry], data: Mapping[str, Any]) -> list[str]:
+    """Says so where blocks were chosen on the very sequences that losses were read on."""
+    chosen = [
+        entry.label
+        for entry in entries[1:]
+        if data and (entry.notes.get("plan") or {}).get("data", {}).get("hash") == data.get("hash")
+    ]
+    if not chosen:
+        return []
+    return [
+        f"The losses of {', '.join(chosen)} are optimistic: blocks were chosen on the same held-out sequences. Name "
+        "other data as held-out data."
+    ]
+
+
+def _mismatches(entries: Sequence[Entry], settings: BenchSettings) -> list[str]:
+    """What makes a comparison unfair."""
+    first, lines = entries[0], []
+    for entry in entries[1:]:
+        planned = (entry.notes.get("plan") or {}).get("model", {}).get("hash")
+        if entry.model.dtype != first.model.dtype:
+            lines.append(f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}.")
+        elif settings.dtype == "auto" and planned not in (None, first.hash):
+            lines.append(f"{entry.label} was made from other weights than those of {first.label}.")
+    return lines

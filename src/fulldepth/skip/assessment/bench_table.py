@@ -1,0 +1,252 @@
+"""What a benchmark measured as tidy rows, with what was predicted, and in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, stdev
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from fulldepth.execution.latency import PHASES
+from fulldepth.results import COLUMNS, tabulate
+from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
+from fulldepth.skip.assessment.tasks import Score
+from fulldepth.skip.selection.flops import Costs, Shape, Variant
+
+RESTLESS = 0.02
+"""Standard error of a share of time saved, from which on times are called restless."""
+KEYS = ["measure", "site", "statistic", "batch", "context"]
+"""What a value and the original's must share to be compared."""
+
+
+class Cell(NamedTuple):
+    """One place in the grid."""
+
+    batch: int
+    context: int
+
+
+class SkippedBlocks(NamedTuple):
+    """What a model does not compute of the original."""
+
+    granularity: str
+    layers: frozenset[int]
+
+
+@dataclass
+class Measured:
+    """What running the models gave. Labels are models; keys of times are labels too, or those of toggles."""
+
+    labels: list[str]
+    """The original first."""
+    skipped_blocks: Mapping[str, SkippedBlocks | None]
+    toggles: Mapping[SkippedBlocks, str]
+    """What was skipped in the original -> the key of its times."""
+    costs: Mapping[str, Costs]
+    """Granularity -> what the original multiplies."""
+    last_only: bool
+    """Whether its head ran at the last position of a prompt only."""
+    new_tokens: int
+    parameter_bytes: dict[str, int]
+    times: dict[tuple[str, Cell, str], list[float]] = field(default_factory=dict)
+    """(key, cell, phase) -> seconds of each round."""
+    peak: dict[tuple[str, Cell], int] = field(default_factory=dict)
+    kv: dict[tuple[str, Cell], float] = field(default_factory=dict)
+    scores: dict[str, list[Score]] = field(default_factory=dict)
+    """Label -> what the model scores on tasks."""
+    losses: HeldoutLosses | None = None
+    """Of all models; None if there are no data to read them on."""
+
+    @property
+    def cells(self) -> list[Cell]:
+        """In the order in which they were measured."""
+        return list(dict.fromkeys(cell for _, cell in self.kv))
+
+    def saved(self, key: str, cell: Cell, phase: str) -> list[float]:
+        """Share of the original's time that was saved in each round."""
+        own, base = self.times[key, cell, phase], self.times[self.labels[0], cell, phase]
+        return [1 - now / before for now, before in zip(own, base, strict=True)]
+
+    def predicted(self, label: str, cell: Cell, phase: str) -> dict[str, float]:
+        """How it was predicted -> the share of time saved; nothing where it is not known what a model lacks."""
+        skipped_blocks = self.skipped_blocks[label]
+        if skipped_blocks is None:
+            return {}
+        found = {"flops": self.flops_saved(skipped_blocks, cell, phase)}
+        if not skipped_blocks.layers:
+            found["toggled"] = 0.0
+        elif skipped_blocks in self.toggles:
+            found["toggled"] = median(self.saved(self.toggles[skipped_blocks], cell, phase))
+        return found
+
+    def flops_saved(self, skipped_blocks: SkippedBlocks, cell: Cell, phase: str) -> float:
+        """Share of the operations of a step that are not done."""
+        whole = step_flops(self.costs[skipped_blocks.granularity], frozenset(), cell, phase, self)
+        return 1 - step_flops(self.costs[skipped_blocks.granularity], skipped_blocks.layers, cell, phase, self) / whole
+
+    @property
+    def attention(self) -> str | None:
+        """The key of the original without any attention."""
+        every = frozenset(self.costs["attention"].able)
+        return self.toggles.get(SkippedBlocks("attention", every))
+
+
+def step_flops(costs: Costs, layers: Variant, cell: Cell, phase: str, measured: Measured) -> float:
+    """Operations of a prompt, or of one decoded token (mean over the steps), with some layers' parts skipped."""
+    if phase == "prefill":
+        rows = cell.batch * (1 if measured.last_only else cell.context)
+        return costs.whole(layers, Shape(cell.batch, cell.context, rows))
+    # Shape counts one key a token; a decoded token reads all before it, on average over the steps this many:
+    keys = cell.context + (measured.new_tokens + 1) / 2
+    kept = [
+        costs.keys[number - 1]
+        for number in range(1, costs.num_layers + 1)
+        if number not in layers or costs.granularity == "mlp"
+    ]
+    return costs.whole(layers, Shape(cell.batch, 1, cell.batch)) + cell.batch * (keys - 1) * sum(kept)
+
+
+def table_of(measured: Measured) -> pd.DataFrame:
+    """Rows with the columns `model`, `batch`, `context` and `difference` (to the original, in the row's unit)."""
+    tables = []
+    for label in measured.labels:
+        size = [("parameter_bytes", "model", None, None, "value", measured.parameter_bytes[label], None, "bytes")]
+        scores = list(_score_rows(measured.scores.get(label, [])))
+        losses = list(_loss_rows(measured, label))
+        tables.append(tabulate([*size, *losses, *scores], model=label, batch=None, context=None))
+        tables += [
+            tabulate(list(_rows(measured, label, cell)), model=label, batch=cell.batch, context=cell.context)
+            for cell in measured.cells
+        ]
+    for table in tables:
+        table[["batch", "context"]] = table[["batch", "context"]].astype("Int64")
+    table = pd.concat(tables, ignore_index=True)
+    table["difference"] = _differences(table, measured.labels[0])
+    return table[[*COLUMNS, "model", "batch", "context", "difference"]]
+
+
+def _differences(table: pd.DataFrame, original: str) -> Any:
+    """The value minus that of the original; NaN for its own rows and where it has none."""
+    base = table[table["model"] == original][[*KEYS, "value"]]
+    merged = table[[*KEYS, "value"]].merge(base, on=KEYS, how="left", suffixes=("", "_original"))
+    found = (merged["value"] - merged["value_original"]).to_numpy(copy=True)
+    found[(table["model"] == original).to_numpy()] = float("nan")
+    return found
+
+
+def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...]]:
+    """The rows of one model in one cell."""
+    tokens = cell.batch * (cell.context + measured.new_tokens)
+    yield "peak_memory", "model", None, None, "value", measured.peak[label, cell], None, "bytes"
+    yield "kv_bytes_per_token", "model", None, None, "value", measured.kv[label, cell], tokens, "bytes"
+    for phase in PHASES:
+        yield from _spread(f"{phase}_time", phase, measured.times[label, cell, phase], "s")
+        if label == measured.labels[0]:
+            if measured.attention is not None:
+                yield from _spread("attention_share", phase, measured.saved(measured.attention, cell, phase), "1")
+            continue
+        yield from _saved_rows(measured, label, cell, phase)
+
+
+def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Iterator[tuple[Any, ...]]:
+    """The time that an export saves in one phase, as measured and as predicted."""
+    saved = measured.saved(label, cell, phase)
+    skipped_blocks = measured.skipped_blocks[label]
+    yield from _spread("time_saved", phase, saved, "1")
+    if skipped_blocks is not None and skipped_blocks.layers:
+        share = median(saved) / len(skipped_blocks.layers)
+        yield "time_saved_per_block", phase, None, None, "median", share, len(saved), "1"
+    for how, share in measured.predicted(label, cell, phase).items():
+        count = len(saved) if how == "toggled" else None
+        yield "predicted_time_saved", phase, None, None, how, share, count, "1"
+        if share > 0:
+            yield "time_saved_ratio", phase, None, None, how, median(saved) / share, count, "1"
+
+
+def _loss_rows(measured: Measured, label: str) -> Iterator[tuple[Any, ...]]:
+    """The mean loss over held-out tokens, and the standard error of its difference to the original's."""
+    losses = measured.losses
+    if losses is None:
+        return
+    yield "loss", "model", None, None, "mean", losses.mean(label), losses.count, "nats"
+    added = losses.added(label)
+    if label != measured.labels[0] and math.isfinite(added.free_error):
+        yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
+
+
+def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
+    """`task_score` with the task as site and the metric as statistic, its standard error beside it."""
+    for score in scores:
+        yield "task_score", score.task, None, None, score.metric, score.value, score.count, "1"
+        if score.error is not None:
+            yield "task_score", score.task, None, None, f"{score.metric}_stderr", score.error, score.count, "1"
+
+
+def _spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iterator[tuple[Any, ...]]:
+    for statistic, value in (("median", median(values)), ("min", min(values)), ("max", max(values))):
+        yield measure, site, None, None, statistic, value, len(values), unit
+
+
+def headline(measured: Measured) -> dict[str, dict[str, Any]]:
+    """For each export the loss that it adds, and for each phase the share of time saved, beside what was predicted."""
+    found = {}
+    for label in measured.labels[1:]:
+        if measured.losses is not None:
+            found[f"loss_added {label}"] = _loss_added(measured.losses, measured.labels[0], label)
+        for phase in PHASES:
+            shares = [median(measured.saved(label, cell, phase)) for cell in measured.cells]
+            value = median(shares)
+            guesses = [measured.predicted(label, cell, phase) for cell in measured.cells]
+            sentence = f"{label}: {phase} takes {_percent(value)} time than {measured.labels[0]}"
+            if len(shares) > 1:
+                sentence += f" (over the grid {_percent(min(shares))} to {_percent(max(shares))})"
+            ending = _expectation(measured.skipped_blocks[label], guesses)
+            found[f"{phase}_time_saved {label}"] = {"value": value, "unit": "1", "sentence": f"{sentence}{ending}."}
+    return found
+
+
+def _loss_added(losses: HeldoutLosses, original: str, label: str) -> dict[str, Any]:
+    """By how much an export is worse than the original, on the same tokens."""
+    added = losses.added(label)
+    error = f"standard error {added.free_error:.4f}" if math.isfinite(added.free_error) else "one document"
+    sentence = (
+        f"{label}: held-out loss {losses.mean(label):.4f} nats, {added.mean:+.4f} against {original} ({error}; "
+        f"{losses.count} tokens of {added.documents} document{'' if added.documents == 1 else 's'})."
+    )
+    return {"value": added.mean, "unit": "nats", "sentence": sentence}
+
+
+def _expectation(skipped_blocks: SkippedBlocks | None, guesses: Sequence[Mapping[str, float]]) -> str:
+    """What was to be expected, as the end of a sentence."""
+    if skipped_blocks is not None and not skipped_blocks.layers:
+        return "; it computes all that the original computes"
+    said = [
+        f"{_percent(median([guess[how] for guess in guesses]))} {words}"
+        for how, words in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
+        if all(how in guess for guess in guesses)
+    ]
+    return f"; predicted: {', '.join(said)}" if said else ""
+
+
+def _percent(share: float) -> str:
+    return f"{abs(share):.1%} {'less' if share >= 0 else 'more'}"
+
+
+def noise(measured: Measured) -> list[str]:
+    """Says so where times were restless: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
+    errors = [
+        1.25 * stdev(shares) / len(shares) ** 0.5
+        for label in measured.labels[1:]
+        for cell in measured.cells
+        for phase in PHASES
+        if len(shares := measured.saved(label, cell, phase)) > 1
+    ]
+    if max(errors, default=0.0) < RESTLESS:
+        return []
+    return [
+        f"The machine was busy: shares of time saved are uncertain by {max(errors):.3f} (standard error) in the worst "
+        "case. Look at the ranges, or repeat with more rounds or a longer context."
+    ]

@@ -1,0 +1,110 @@
+"""GPTQ and AWQ: 4-bit weights whose rounding is fitted to the activations of the model's own data, by GPTQModel.
+
+It runs in a process of its own, because importing it changes transformers and safetensors; what it saved is loaded by
+transformers. Needs the extra `gptq` or `awq`. GPTQModel means these methods for GPUs; on a CPU both work, slowly, for
+some layer sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy
+from fulldepth.skip.assessment.quantisers import EXTRAS, check_method
+from fulldepth.skip.exports.fold import prepare
+from fulldepth.skip.exports.formats import FORMATS, Draft
+from fulldepth.skip.inputs.examples import Example
+from fulldepth.skip.plan import Plan
+
+BITS, GROUP = 4, 128
+"""Bits of a weight, and weights of a row that share a factor (fewer where rows are shorter)."""
+SEQUENCES = 128
+"""Training examples that the rounding is fitted to, at most: a seeded sample."""
+
+
+def calibrated(
+    anatomy: Anatomy, method: str, examples: Sequence[Example], plan: Plan | None, seed: int, keep: Path | None = None
+) -> Anatomy:
+    """A quantised copy of a model.
+
+    Args:
+        anatomy: the model, proven; as before afterwards.
+        method: `gptq` or `awq`.
+        examples: what the rounding is fitted to.
+        plan: blocks that add nothing meanwhile, so that the others are fitted to what they will see; None = none. The
+            scalars stay out.
+        seed: of the sample of examples.
+        keep: folder to copy the checkpoint to that the method writes; must not exist. None = it is lost.
+
+    Raises:
+        FulldepthError: if packages are missing, or cannot quantise or load this model here; says why.
+    """
+    check_method(method)
+    model = anatomy.model
+    order = np.random.default_rng(seed).permutation(len(examples))[:SEQUENCES]
+    with tempfile.TemporaryDirectory() as place:
+        source, target, tokens = (Path(place) / name for name in ("source", "quantised", "tokens.json"))
+        _save(anatomy, plan, source)
+        tokens.write_text(json.dumps([examples[i].input_ids.tolist() for i in order]), encoding="utf-8")
+        given: dict[str, Any] = {"method": method, "source": str(source), "target": str(target), "tokens": str(tokens)}
+        given |= {"device": str(model.device), "group": _group(anatomy), "bits": BITS, "seed": seed}
+        _run(method, given)
+        try:
+            made = AutoModelForCausalLM.from_pretrained(
+                target, device_map=str(model.device), dtype=model.dtype, trust_remote_code=False
+            )
+        except (ImportError, RuntimeError, ValueError, OSError) as error:
+            raise FulldepthError(_failed(method, "load", str(error))) from error
+        if keep is not None:
+            shutil.copytree(target, keep)
+    return replace(anatomy, model=made.eval())
+
+
+def _save(anatomy: Anatomy, plan: Plan | None, folder: Path) -> None:
+    """Write the model as a checkpoint, in which the plan's blocks add nothing by their weights."""
+    if plan is None:
+        anatomy.model.save_pretrained(folder)
+        return
+    bare = plan.changed(scalars={}, healed_loss=None, control_loss=None)
+    folder.mkdir()
+    FORMATS["folded"].write(Draft(anatomy, bare, prepare(anatomy, bare), folder))
+
+
+def _group(anatomy: Anatomy) -> int:
+    """The largest group that divides every row."""
+    rows = {size for _, _, module in anatomy.projections() for size in module.get_parameter("weight").shape}
+    return next(size for size in (GROUP, 64, 32, 16, 8, 4, 2, 1) if all(row % size == 0 for row in rows))
+
+
+def _run(method: str, given: dict[str, Any]) -> None:
+    """Quantise in a process of its own."""
+    environment = {"GPTQMODEL_CPU_WORKERS": "2", **os.environ}  # it refuses to start with fewer
+    program = [sys.executable, "-m", "fulldepth.skip.assessment.calibration", json.dumps(given)]
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=environment, check=False, stdin=subprocess.DEVNULL
+    )
+    if done.returncode or not Path(given["target"], "config.json").is_file():
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise FulldepthError(_failed(method, "quantise", lines[-1] if lines else f"exit code {done.returncode}"))
+
+
+def _failed(method: str, what: str, reason: str) -> str:
+    where = "" if torch.cuda.is_available() else " There is no GPU here; its kernels on a CPU do not take every model."
+    return (
+        f"The packages of the extra {EXTRAS[method]!r} could not {what} this model with {method}: "
+        f"{' '.join(reason.split())[:300]}.{where} Method int8 works anywhere."
+    )

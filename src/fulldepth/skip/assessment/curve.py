@@ -1,0 +1,316 @@
+"""`curve`: what removing more and more blocks costs, and where it stops being cheap."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.distributed import Processes, processes
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import GRANULARITIES
+from fulldepth.progress import Watcher
+from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
+from fulldepth.skip.plan import Plan
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.problem import SearchProblem, prepared
+from fulldepth.skip.selection.score import BASE, CPU_LOGITS, DEVICE_LOGITS, Batch, batch_sums
+from fulldepth.skip.selection.search import search_with
+from fulldepth.skip.subject import check_task, open_for
+
+MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
+"""What is read at every number of removed blocks, with its unit."""
+RESAMPLES = 1000
+KIND = "curve"
+MOST_BLOCKS = 10_000
+
+
+class Curve(NamedTuple):
+    """What `curve` found."""
+
+    plan: Plan
+    """Blocks in the order of removal, as many as were tried."""
+    results: Results
+
+    def plan_of(self, number: int) -> Plan:
+        """The plan that removes the first so many blocks (not healed: scalars belong to a set of blocks).
+
+        Raises:
+            FulldepthError: if so many were not tried.
+        """
+        if not 1 <= number <= len(self.plan.blocks):
+            raise FulldepthError(f"Plans are there for 1 to {len(self.plan.blocks)} blocks, not for {number}.")
+        if number == len(self.plan.blocks):
+            return self.plan
+        return self.plan.changed(
+            blocks=self.plan.blocks[:number],
+            losses=self.plan.losses[: number + 1],
+            healed_loss=None,
+            control_loss=None,
+            scalars={},
+        )
+
+
+def curve(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    *,
+    max_blocks: int = 12,
+    tolerance: float | None = None,
+    output: str | Path | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Curve:
+    """Remove blocks one after another, and read off held-out data what each costs.
+
+    One search gives the order. Then, for every number of removed blocks (column `removed`; `layer` is the one that
+    went last), unhealed, over all labelled tokens: `loss`; `kl`, KL(unmodified || modified); `greedy_agreement`, the
+    share of tokens whose likeliest next token is the unmodified model's (for pairs: of the response's tokens, given
+    those before). Of each `mean`, `low` and `high` (95 % of resampled sequences). `loss_added` is paired: the same
+    sequences with and without. `break_point`: see `find_breakpoint`; without one its row is missing.
+
+    Args:
+        model: checkpoint folder, Hub name, or a loaded model (healed afterwards).
+        data: as for `search`.
+        max_blocks: how many to remove at most; fewer where the model has fewer.
+        tolerance: nats above the first straight line that are accepted, see `find_breakpoint`.
+        output: folder for `plan.json` (with all blocks) and the results; None = not saved.
+        tokenizer: as for `search`.
+        heldout: as for `search`.
+        resume: go on with an interrupted curve.
+        watcher: told the progress.
+        **options: fields of `SearchSettings`; `fit` (off by default) heals the last plan only.
+
+    Raises:
+        FulldepthError: as `search`.
+    """
+    _check_numbers(max_blocks, tolerance)
+    watcher, settings = watcher or Watcher(), layered(SearchSettings, {"fit": False, **options})
+    if settings.blocks is not None:
+        raise FulldepthError("A curve has max_blocks, not blocks.")
+    with processes() as me, me.holding(output):
+        me.first(partial(_check_folder, output, resume))
+        owner = open_for(model, settings, me).model
+        if settings.search != "given":
+            settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
+        opened = {"tokenizer": tokenizer, "heldout": heldout}
+        plan = search_with(owner, data, settings, me, watcher, output=output, resume=resume, **opened)
+        with prepared(owner, data, settings, me, **opened) as problem:
+            read = _read(problem, plan, me, watcher)
+        results = _results(plan, read, settings, (max_blocks, tolerance), find_anatomy(owner).num_layers)
+        if output is not None and me.is_main:
+            results.save(output)
+        me.wait()
+    return Curve(plan, results)
+
+
+def _check_numbers(max_blocks: Any, tolerance: Any) -> None:
+    """Refuse what is no number of blocks, or no number of nats.
+
+    Raises:
+        FulldepthError: if one of them is none.
+    """
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
+        raise FulldepthError(
+            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
+        )
+    if tolerance is not None:
+        number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+        if not number or not 0 <= tolerance < math.inf:
+            raise FulldepthError(
+                f"tolerance is {one_line(repr(tolerance), 60)}; expected a finite number of nats, at least 0."
+            )
+
+
+def _check_folder(output: str | Path | None, resume: bool) -> None:
+    """Refuse a folder with results, unless they are of a curve that is to go on.
+
+    Raises:
+        FulldepthError: if it holds other results.
+    """
+    if output is None:
+        return
+    folder = Path(output)
+    if (folder / DOCUMENT).exists() and not (resume and Results.load(folder).meta.get("kind") == KIND):
+        raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
+
+
+def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
+    """As many blocks as are asked for and there."""
+    anatomy = check_task(find_anatomy(owner))
+    if settings.granularity == GRANULARITIES[-1]:  # whole layers
+        return min(max_blocks, anatomy.num_layers)
+    return min(max_blocks, len(anatomy.layers_with(settings.granularity))) or max_blocks
+
+
+class _Read(NamedTuple):
+    """What held-out sequences show at every number of removed blocks."""
+
+    sums: dict[str, np.ndarray]
+    """Measure -> [N, K + 1] sums over the tokens of each sequence."""
+    tokens: np.ndarray
+    """[N] tokens that count."""
+
+
+def _read(problem: SearchProblem, plan: Plan, me: Processes, watcher: Watcher) -> _Read:
+    """Read every held-out sequence at every number; processes share the batches."""
+    variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
+    batches = [batch for chunk in problem.chunks for batch in chunk]
+    found = []
+    watcher.begin("Curve", len(batches) * len(variants))
+    for number, batch in enumerate(batches):
+        if number % me.world == me.rank:
+            found.append((number, _sums(problem, batch, variants)))
+        watcher.advance(len(variants))
+    parts = [
+        sums for _, sums in sorted((item for share in me.gather(found) for item in share), key=lambda item: item[0])
+    ]
+    tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
+    counts = tokens > 0
+    return _Read({name: np.concatenate([part[name] for part in parts])[counts] for name in MEASURES}, tokens[counts])
+
+
+@torch.no_grad()
+def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> dict[str, np.ndarray]:
+    """Measure -> [B, K + 1] sums of each sequence of a batch under each variant."""
+    scorer = problem.scorer
+    batch = batch.to(scorer.device)
+    base = scorer.states(batch, BASE)
+    columns: dict[str, list[list[float]]] = {name: [] for name in MEASURES}
+    for variant in variants:
+        states = scorer.states(batch, variant)
+        read = [_compare(problem, base[at], states[at], batch.targets[at]) for at in _parts(problem, len(states))]
+        for name in MEASURES:
+            columns[name].append(batch_sums(torch.cat([part[name] for part in read]), batch))
+    scorer.plain()
+    return {name: np.array(values, dtype=np.float64).T for name, values in columns.items()}
+
+
+def _compare(problem: SearchProblem, base: Tensor, states: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Measure -> [R] at labelled positions, of last states `[R, D]` of the unmodified model and of a variant."""
+    expected, own = problem.scorer.predictions(base), problem.scorer.predictions(states)
+    return {
+        "loss": functional.nll_loss(own, targets.to(own.device), reduction="none"),
+        "kl": (expected.exp() * (expected - own)).sum(-1).clamp(min=0),
+        "greedy_agreement": (expected.argmax(-1) == own.argmax(-1)).double(),
+    }
+
+
+def _parts(problem: SearchProblem, rows: int) -> Iterator[slice]:
+    """Slices of positions whose logits may exist at once; one at least."""
+    room = CPU_LOGITS if problem.scorer.device.type == "cpu" else DEVICE_LOGITS
+    step = max(1, room // (problem.scorer.anatomy.vocab_size or 1))
+    return (slice(start, start + step) for start in range(0, max(rows, 1), step))
+
+
+def _results(
+    plan: Plan, read: _Read, settings: SearchSettings, asked: tuple[int, float | None], num_layers: int
+) -> Results:
+    """Table and document; `asked` are `max_blocks` and `tolerance`."""
+    losses, (max_blocks, tolerance) = read.sums["loss"] / read.tokens[:, None], asked
+    end = find_breakpoint(losses, read.tokens, tolerance=tolerance, resamples=RESAMPLES, seed=settings.seed)
+    table = _table(plan, read, end, settings.seed)
+    document = {
+        "kind": KIND,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": {**settings.model_dump(), "max_blocks": max_blocks, "tolerance": tolerance},
+        "model": {**plan.document()["model"], "num_layers": num_layers},
+        "data": plan.data,
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "seed": settings.seed,
+        "plan": plan.document(),
+        "break_point": end.document(),
+        "warnings": [str(line) for line in _warnings(plan)],
+        "headline": _headline(plan, end, table),
+    }
+    return Results(table, dict(finite(document)))
+
+
+def _warnings(plan: Plan) -> list[Any]:
+    found = plan.data.get("warnings")
+    return found if isinstance(found, list) else []
+
+
+def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
+    """Rows with the column `removed`."""
+    count, tokens = len(read.tokens), int(read.tokens.sum())
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    weights = np.concatenate([np.ones((1, count)), draws])
+    means = {name: weights @ sums / (weights @ read.tokens)[:, None] for name, sums in read.sums.items()}
+    means["loss_added"] = means["loss"] - means["loss"][:, :1]
+    tables = []
+    for number in range(len(plan.blocks) + 1):
+        layer = plan.blocks[number - 1] if number else None
+        rows: list[tuple[Any, ...]] = []
+        for name, values in means.items():
+            low, high = np.quantile(values[1:, number], (0.025, 0.975))
+            for statistic, value in (("mean", values[0, number]), ("low", low), ("high", high)):
+                rows.append((name, "model", layer, None, statistic, value, tokens, MEASURES.get(name, "nats")))
+        tables.append(tabulate(rows, removed=number))
+    if end.blocks is not None:
+        answer = (("value", end.blocks), ("low", end.low), ("high", end.high))
+        rows = [("break_point", "model", None, None, name, value, count, "layers") for name, value in answer]
+        tables.append(tabulate(rows, removed=end.blocks))
+    table = pd.concat(tables, ignore_index=True)
+    table["removed"] = table["removed"].astype("Int64")
+    return table[[*COLUMNS, "removed"]]
+
+
+def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """The break point, and what all blocks cost."""
+    most, kind = len(plan.blocks), plan.granularity
+    part = "layers" if kind == "layer" else f"{kind} blocks"
+    sentence = _shape_sentence(end, part)
+    keep = (table.measure == "loss_added") & (table.removed == most)
+    rows = table[keep].set_index("statistic")["value"]
+    cost = (
+        f"{most} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
+        f"{rows['high']:.4f}), not healed."
+    )
+    return {
+        "break_point": {"value": end.blocks, "unit": "layers", "sentence": sentence},
+        "loss_added": {"value": float(rows["mean"]), "unit": "nats", "sentence": cost},
+    }
+
+
+def _shape_sentence(end: Breakpoint, part: str) -> str:
+    """How the straight part of the curve ends."""
+    agree = f"{end.confidence:.0%} of resamples agree"
+    straight = f"Up to {end.straight_until} removed {part} the loss changes in a straight line"
+    if end.shape == "line":
+        told = f"as far as {end.sequences} held-out sequences tell ({agree})"
+        return f"{straight} ({end.slope_before:+.4f} nats each), {told}."
+    departs = f"the next lies {end.excess:+.4f} nats off it (standard error {end.excess_error:.4f})"
+    if end.blocks is None:
+        how = "gradually, or too noisily to see a kink" if end.shape == "gradual" else "downwards"
+        return f"{straight}; {departs}. The curve leaves the line {how}: no break point ({agree})."
+    spread = f"{agree} on the number; 95% of those with one break at {end.low} to {end.high}"
+    slopes = f"{end.slope_before:+.4f} nats each, then {end.slope_after:+.4f}"
+    beyond = f", more than the tolerance of {end.tolerance:g}" if end.tolerance is not None else ""
+    return f"{straight} ({slopes}); {departs}{beyond} ({spread})."

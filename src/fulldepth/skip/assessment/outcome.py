@@ -1,0 +1,209 @@
+"""`outcome`: a plan as a result folder, with what its removals do to the model's states; good or bad, in plain words.
+
+Rows, with the columns `removed` (blocks) and `state` (`original`, `skipped`, `healed`, `scalars_only`): `loss` after
+every removal, healed, and of the control; the `scalar`s `b` and `s` of `attention` and `mlp`; `mmd` of every layer to
+the original, without and with the scalars; `spectral_norm` of the original's projections.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fulldepth import __version__
+from fulldepth.distributed import Processes
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.scalars import FACTORS, Scalars
+from fulldepth.progress import Watcher
+from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.search import PLACES, SearchSettings
+from fulldepth.skip.assessment.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
+from fulldepth.skip.assessment.outcome_headline import headline
+from fulldepth.skip.plan import Plan
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.problem import SearchProblem, prepared
+from fulldepth.skip.selection.score import make_batches
+from fulldepth.skip.subject import open_for
+from fulldepth.skip.summary import stopped_rounds
+
+KIND = "skip"
+
+
+def analyse(
+    model: str | Path | PreTrainedModel,
+    plan: Plan,
+    data: Any,
+    *,
+    output: str | Path | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    reservoir_tokens: int = RESERVOIR_TOKENS,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """The outcome of a plan that is there already: what `fulldepth skip search` leaves beside `plan.json`.
+
+    Args:
+        model: the checkpoint that the plan was made for, or the loaded model (healed afterwards).
+        plan: what to remove.
+        data: as for `search`; the same for the same held-out tokens.
+        output: result folder; None = not saved.
+        tokenizer: as for `search`.
+        heldout: as for `search`.
+        reservoir_tokens: tokens that the discrepancy (MMD) is computed from, at most.
+        watcher: told the progress.
+        **options: fields of `SearchSettings` where they differ from the plan's.
+
+    Raises:
+        FulldepthError: if the plan is for another model, or the folder holds other results.
+    """
+    if output is not None and (Path(output) / DOCUMENT).exists():
+        raise FulldepthError(f"{output} already holds results. Choose another output folder.")
+    settings, me = settings_of(plan, options), Processes()
+    owner = open_for(model, settings, me).model
+    plan.check_model(owner)
+    with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
+        results = outcome(plan, problem, reservoir_tokens=reservoir_tokens, watcher=watcher)
+    if output is not None:
+        results.save(output)
+    return results
+
+
+def settings_of(plan: Plan, options: Mapping[str, Any]) -> SearchSettings:
+    """The settings that a plan was searched with, as far as it says, and what is given beside them.
+
+    A plan grants nothing: what a search takes from where it runs (`PLACES`: `trust_remote_code`, the tokenizer, ...) is
+    never taken from the plan.
+    """
+    noted = plan.cost.get("settings")
+    stored = noted if isinstance(noted, dict) else {}
+    known = {name: value for name, value in stored.items() if value is not None and name not in PLACES}
+    if known.get("given") is None:
+        known["blocks"] = len(plan.blocks)
+    return layered(SearchSettings, {"granularity": plan.granularity, **known}, dict(options))
+
+
+def outcome(
+    plan: Plan, problem: SearchProblem, *, reservoir_tokens: int = RESERVOIR_TOKENS, watcher: Watcher | None = None
+) -> Results:
+    """A plan as results, with the analysis of the model that it modifies.
+
+    Args:
+        plan: what was found.
+        problem: its model, with the held-out data that it was scored with.
+        reservoir_tokens: tokens that the discrepancy (MMD) is computed from, at most.
+        watcher: told after every batch.
+    """
+    watcher, scorer = watcher or Watcher(), problem.scorer
+    batches = make_batches(problem.examples.heldout, problem.settings.batch_size)
+    states = {"skipped": None, **({} if plan.healed_loss is None else {"healed": _scalars(plan, problem)})}
+    watcher.begin("Analysis", len(states) * len(batches))
+    norms, unreadable = spectral_norms(scorer.switches)
+    count, tokens = len(plan.blocks), sum(example.predicted for example in problem.examples.heldout)
+    tables = [*_losses(plan, tokens), *_factors(plan)]
+    for state, scalars in states.items():
+        rows = discrepancies(
+            scorer.switches,
+            batches,
+            Variant(plan.blocks),
+            scalars,
+            reservoir_tokens=reservoir_tokens,
+            seed=problem.settings.seed,
+            watcher=watcher,
+        )
+        tables.append(tabulate(rows, removed=count, state=state))
+    tables.append(tabulate(norms, removed=None, state="original"))
+    table = pd.concat(
+        [part.astype({"removed": "Int64", "state": "str"}) for part in tables if len(part)], ignore_index=True
+    )[[*COLUMNS, "removed", "state"]]
+    return Results(table, _document(plan, problem, table, unreadable))
+
+
+def _scalars(plan: Plan, problem: SearchProblem) -> Scalars:
+    found = Scalars.from_dict(plan.scalars, problem.scorer.costs.num_layers, plan.granularity)
+    return found.to(problem.scorer.device)
+
+
+def _losses(plan: Plan, tokens: int) -> Iterator[pd.DataFrame]:
+    """The loss after every removal, healed, and of the control."""
+
+    def row(layer: int | None, value: float) -> list[Any]:
+        return [("loss", "model", layer, None, "mean", value, tokens, "nats")]
+
+    for removed, (layer, loss) in enumerate(zip([None, *plan.blocks], plan.losses, strict=True)):
+        yield tabulate(row(layer, loss), removed=removed, state="skipped" if removed else "original")
+    if plan.healed_loss is not None:
+        yield tabulate(row(plan.blocks[-1], plan.healed_loss), removed=len(plan.blocks), state="healed")
+    if plan.control_loss is not None:
+        yield tabulate(row(None, plan.control_loss.scalars_only), removed=0, state="scalars_only")
+
+
+def _factors(plan: Plan) -> Iterator[pd.DataFrame]:
+    """The scalars of every layer; of one a channel the mean and the standard deviation over channels."""
+    sites = {"att": "attention", "mlp": "mlp"}
+    rows: list[tuple[Any, ...]] = []
+    fitted = {} if plan.healed_loss is None else plan.scalars
+    for layer, factors in sorted(fitted.items(), key=lambda item: int(item[0])):
+        for name in (name for name in FACTORS if name in factors):
+            kind, _, part = name.partition("_")
+            values = np.atleast_1d(np.array(factors[name], dtype=np.float64))
+            where = ("scalar", sites[part], int(layer), None)
+            rows.append((*where, kind, float(values.mean()), len(values), "1"))
+            if isinstance(factors[name], list):
+                rows.append((*where, f"{kind}_std", float(values.std()), len(values), "1"))
+    yield tabulate(rows, removed=len(plan.blocks), state="healed")
+
+
+def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadable: list[str]) -> dict[str, Any]:
+    """Everything that `results.json` says, apart from the table."""
+    noted = plan.document()
+    document = {
+        "kind": KIND,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": problem.settings.model_dump(),
+        "model": {**noted["model"], "num_layers": problem.scorer.costs.num_layers},
+        "data": plan.data,
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "seed": plan.seed,
+        "plan": noted,
+        "warnings": [*_warnings(plan, problem), *_unread(unreadable)],
+        "headline": headline(plan, table, problem.scorer.anatomy),
+    }
+    return dict(finite(document))
+
+
+def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
+    """What a reader should know before trusting a number."""
+    said = plan.data.get("warnings")
+    yield from (str(line) for line in (said if isinstance(said, list) else []))
+    unsure = plan.cost.get("unsure_rounds")
+    if isinstance(unsure, list) and unsure:
+        yield (
+            f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
+            "did not tell the best two candidates apart; more data would."
+        )
+    yield from (f"{line[0].upper()}{line[1:]}; a higher budget may change its pick." for line in stopped_rounds(plan))
+    if problem.examples.meta.get("hash") != plan.data.get("hash"):
+        yield "The states were compared on other data than those that the plan was searched with."
+
+
+def _unread(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    return [f"{len(names)} projections are offloaded or packed and have no spectral norm here (first: {names[0]})."]

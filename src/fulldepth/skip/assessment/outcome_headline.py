@@ -1,0 +1,133 @@
+"""What a plan cost, what healing gave back, and what it did inside: one plain sentence each, good or bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from fulldepth.hf import Anatomy
+from fulldepth.skip.plan import Plan
+from fulldepth.skip.summary import optimism, stopped_rounds
+
+PARTS = {
+    "attention": ("attention", "attention_norm", "attention_branch"),
+    "mlp": ("mlp", "mlp_norm", "mlp_branch"),
+}
+Answer = dict[str, Any]
+"""`value`, `unit`, `sentence`."""
+
+
+def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Answer]:
+    """Name -> the few numbers to look at first.
+
+    Args:
+        plan: what was found.
+        table: rows of `mmd` and `spectral_norm`.
+        anatomy: the model's.
+    """
+    found = {"loss_added": _added(plan, anatomy.num_layers), "loss_healed": _healed(plan)}
+    if (answer := _discrepancy(plan, table)) is not None:
+        found["mmd"] = answer
+    if (answer := _norms(plan, table, anatomy)) is not None:
+        found["spectral_norm"] = answer
+    return found
+
+
+def blocks_of(plan: Plan, number: int) -> str:
+    """`1 attention block`, `3 MLPs`, `2 layers`."""
+    kinds = {"attention": ("attention block", "attention blocks"), "mlp": ("MLP", "MLPs"), "layer": ("layer", "layers")}
+    return f"{number} {kinds[plan.granularity][number != 1]}"
+
+
+def nats(value: float) -> str:
+    """Four decimals, or two digits of what is smaller."""
+    return f"{value:.4f} nats" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e} nats"
+
+
+def _added(plan: Plan, depth: int) -> Answer:
+    """The cost, not healed."""
+    base, last, count = plan.losses[0], plan.losses[-1], len(plan.blocks)
+    order = ", ".join(map(str, plan.blocks))
+    which = f"of layer {order}" if count == 1 else f"of layers {order}, in this order"
+    if plan.granularity == "layer":
+        which = f"{order}" if count == 1 else f"{order}, in this order"
+    change = f"adds {nats(last - base)} to" if last >= base else f"takes {nats(base - last)} off"
+    sentence = (
+        f"Removing {blocks_of(plan, count)} ({which}; the model has {depth} layers) {change} the held-out loss, from "
+        f"{base:.4f} to {last:.4f}, not healed."
+    )
+    if stopped := stopped_rounds(plan):
+        sentence += f" The search was cut short ({'; '.join(stopped)})."
+    if why := optimism(plan):
+        sentence += f" Optimistic: {why}."
+    return {"value": last - base, "unit": "nats", "sentence": sentence}
+
+
+def _healed(plan: Plan) -> Answer:
+    """What the scalars gave, and what of it they give the whole model too."""
+    if plan.healed_loss is None or plan.control_loss is None:
+        return {"value": None, "unit": "nats", "sentence": "No scalars were fitted: the model is not healed."}
+    base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
+    control, added, gained = plan.control_loss.scalars_only, last - base, last - healed
+    if gained <= 0:
+        said = "Scalars did not heal: no epoch of training them lowered the held-out loss."
+    elif added <= 0:
+        said = f"Scalars lower the held-out loss by another {nats(gained)}, to {healed:.4f}."
+    elif gained >= added:
+        said = f"Scalars take back more than was lost: {nats(gained)} where {nats(added)} were added, to {healed:.4f}."
+    else:
+        said = f"Scalars take back {nats(gained)} of the {nats(added)} ({gained / added:.0%}), to {healed:.4f}."
+    if control < base:
+        said += f" With nothing removed they gain {nats(base - control)}, to {control:.4f}: "
+    else:
+        said += " With nothing removed they gain nothing: "
+    price = healed - control
+    said += f"against that the removal {'costs' if price >= 0 else 'gains'} {nats(abs(price))}."
+    return {"value": gained, "unit": "nats", "sentence": said}
+
+
+def _discrepancy(plan: Plan, table: pd.DataFrame) -> Answer | None:
+    """MMD at the last layer without and with scalars."""
+    rows = table[table.measure == "mmd"]
+    if rows.empty:
+        return None
+    last = rows[rows.layer == rows.layer.max()].set_index("state")
+    before, count = float(last.loc["skipped", "value"]), int(last.loc["skipped", "count"])
+    about = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
+    if "healed" not in last.index:
+        sentence = f"The last layer's states differ from the original's by {before:.2e} ({about}), not healed."
+        return {"value": before, "unit": "1", "sentence": sentence}
+    after = float(last.loc["healed", "value"])
+    change = "closer to" if after < before else "no closer to" if after == before else "farther from"
+    sentence = (
+        f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
+        f"({about}): the scalars bring them {change} the original."
+    )
+    if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
+        sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
+    return {"value": after, "unit": "1", "sentence": sentence}
+
+
+def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Answer | None:
+    """Spectral norms of the part that is removed, in layers that lose it and in those that keep it."""
+    rows = table[(table.measure == "spectral_norm") & table.site.isin(projections_of(plan.granularity, anatomy))]
+    removed = rows.layer.isin(plan.blocks)
+    if not removed.any() or removed.all():
+        return None
+    skipped, kept = float(rows.value[removed].mean()), float(rows.value[~removed].mean())
+    part = {"attention": "attention projections", "mlp": "MLP projections"}.get(plan.granularity, "projections")
+    sentence = (
+        f"Spectral norms of the {part} are {skipped:.3g} on average in layers removed and {kept:.3g} in those kept; "
+        f"what was removed had {'smaller' if skipped < kept else 'no smaller'} weights."
+    )
+    return {"value": skipped / kept if kept else None, "unit": "1", "sentence": sentence}
+
+
+def projections_of(granularity: str, anatomy: Anatomy) -> set[str]:
+    """Names inside a block, as in the rows of `spectral_norm`, of the matrices that belong to what is removed."""
+    names = {name for name, _, _ in anatomy.projections()}
+    if granularity not in PARTS:
+        return names
+    homes = [path for role in PARTS[granularity] if (path := getattr(anatomy.family, role)) is not None]
+    return {name for name in names if any(f"{name}.".startswith(f"{home}.") for home in homes)}

@@ -1,0 +1,349 @@
+"""`quantise`: what quantisation and removal cost and win, alone and together, in both orders.
+
+Five models: the original; skipped (a plan, with its scalars); quantised; quantised, then skipped (searched and healed
+anew, on the quantised model); skipped, then quantised (the original's plan and its scalars). Skipped parts are switched
+off in place, scalars stay float32 and unquantised. Written are the results, the plan of the quantised model, and with
+`save` the quantised models as checkpoints (`saved.py`).
+
+Rows, with the columns `model` and `difference` (the value minus the original's): `loss` (mean nats over held-out
+tokens, healed where the plan is), `parameter_bytes` (as held in memory, without the parts that are not computed, with
+the scalars), `prefill_time` and `decode_time` (of one token; median, min, max, s), taken in rounds, each model once a
+round, in an order that changes.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fulldepth import __version__, launch
+from fulldepth.distributed import Processes
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.execution.latency import PHASES, Runner
+from fulldepth.hf import Anatomy
+from fulldepth.hf.surgery import skipping
+from fulldepth.progress import Watcher
+from fulldepth.results import DOCUMENT, Results, finite
+from fulldepth.settings import layer as layered
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.bench import order
+from fulldepth.skip.assessment.calibrated import calibrated
+from fulldepth.skip.assessment.outcome import settings_of
+from fulldepth.skip.assessment.quantise_table import (
+    FIRST,
+    ORIGINAL,
+    QUANTISED,
+    SECOND,
+    SKIPPED,
+    Combination,
+    headline,
+    scalars_of,
+    table_of,
+)
+from fulldepth.skip.assessment.quantisers import PACKAGES, check_method, int8
+from fulldepth.skip.assessment.saved import Saver
+from fulldepth.skip.inputs.examples import Examples
+from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.problem import SearchProblem, prepared
+from fulldepth.skip.selection.score import LOSS
+from fulldepth.skip.selection.search import search_with
+from fulldepth.skip.subject import evaluating, open_model
+
+SEARCHED = "quantised"
+"""Folder inside the output: the search on the quantised model."""
+MOVED = 1e-3
+"""A loss that differs from the plan's by more (relative) was computed otherwise."""
+
+
+def quantise(
+    model: str | Path | PreTrainedModel,
+    plan: Plan | str | Path,
+    data: Any,
+    *,
+    method: str = "int8",
+    output: str | Path | None = None,
+    save: str | Path | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    batch: int = 1,
+    context: int = 128,
+    new_tokens: int = 16,
+    repeats: int = 5,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """Quantise a model before and after its blocks are removed, and measure every corner.
+
+    Args:
+        model: the checkpoint that the plan was made for, or the loaded model (left as it is).
+        plan: what is removed from it: a plan, its file, or the folder that holds it.
+        data: as for `search`; the same for the same held-out tokens.
+        method: `int8` (torchao, weight-only), `gptq` or `awq` (4 bits, calibrated on the training part of the data).
+        output: result folder; the plan of the quantised model goes into `quantised` in it. None = not saved.
+        save: folder to be made, for the checkpoints that `saved.py` describes; None = no weights are written.
+        tokenizer: as for `search`; also what is saved.
+        heldout: as for `search`.
+        batch: sequences at once, while times are taken.
+        context: tokens of the prompt.
+        new_tokens: tokens decoded after it.
+        repeats: rounds.
+        resume: go on with an interrupted search on the quantised model.
+        watcher: told the progress.
+        **options: fields of `SearchSettings` where they differ from the plan's, for the search on the quantised model.
+
+    Raises:
+        FulldepthError: if the plan is for another model, the packages of the method are missing or cannot quantise this
+            model here, its quantised weights cannot be saved, or a context with its new tokens exceeds its positions.
+    """
+    check_method(method)
+    if launch.world() > 1:
+        raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    settings = settings_of(plan, options)
+    asked = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
+    timing = layered(BenchSettings, {**asked, "seed": settings.seed})
+    work = _Work(method, settings, None if output is None else Path(output), resume, watcher or Watcher(), Processes())
+    places = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    with work.me.holding(work.folder):
+        _check_place(work.folder, resume)
+        owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
+        plan.check_model(owner)
+        _check_context(find_anatomy(owner), timing)
+        saver = None if save is None else _saver(Path(save), work, owner, plan, tokenizer, model)
+        with evaluating(owner):
+            return _quantise(owner, plan, data, work, timing, saver, tokenizer=tokenizer, heldout=heldout)
+
+
+def _quantise(
+    owner: PreTrainedModel,
+    plan: Plan,
+    data: Any,
+    work: _Work,
+    timing: BenchSettings,
+    saver: Saver | None,
+    *,
+    tokenizer: Any,
+    heldout: Any,
+) -> Results:
+    """Measure the models in memory, and save the results."""
+    combinations, examples = _corners(owner, plan, data, work, saver, tokenizer=tokenizer, heldout=heldout)
+    _time(combinations, timing, work.watcher)
+    results = Results(table_of(combinations), _document(combinations, plan, examples, work, timing, saver))
+    if work.folder is not None:
+        results.save(work.folder)
+    return results
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How it is to be done."""
+
+    method: str
+    settings: SearchSettings
+    folder: Path | None
+    resume: bool
+    watcher: Watcher
+    me: Processes
+
+    def quantised(
+        self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
+    ) -> Anatomy:
+        """A quantised copy, calibrated where the method is; with the plan's blocks skipped meanwhile."""
+        self.watcher.say(f"Quantising ({self.method}).")
+        if self.method == "int8":
+            return int8(anatomy)
+        return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed, keep)
+
+
+def _saver(folder: Path, work: _Work, owner: PreTrainedModel, plan: Plan, tokenizer: Any, model: Any) -> Saver:
+    """What saves quantised models, after it was asked whether it can."""
+    settings = work.settings
+    source = model.name_or_path if isinstance(model, PreTrainedModel) else model
+    places = (settings.tokenizer, plan.data.get("tokenizer"), source, plan.model.name)
+    hub = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    saver = Saver(folder, work.method, find_anatomy(owner), tokenizer, places, hub)
+    saver.check(plan)
+    for note in saver.notes:
+        work.watcher.say(note)
+    return saver
+
+
+def _check_place(output: Path | None, resume: bool) -> None:
+    """Refuse to overwrite."""
+    if output is None:
+        return
+    for name in (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
+        if (output / name).exists():
+            raise FulldepthError(f"{output} already holds {name}. Choose another output folder.")
+
+
+def _check_context(anatomy: Anatomy, timing: BenchSettings) -> None:
+    longest, limit = timing.contexts[0] + timing.new_tokens, anatomy.max_positions
+    if limit is not None and longest > limit:
+        raise FulldepthError(
+            f"A context of {timing.contexts[0]} tokens and {timing.new_tokens} new ones exceed the model's {limit} "
+            "positions. Set context (and new_tokens) to less."
+        )
+
+
+def _corners(
+    owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, saver: Saver | None, *, tokenizer: Any, heldout: Any
+) -> tuple[list[Combination], Examples]:
+    """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
+    with prepared(owner, data, work.settings, work.me, tokenizer=tokenizer, heldout=heldout) as problem:
+        combinations = [_corner(problem, ORIGINAL), _corner(problem, SKIPPED, plan)]
+        anatomy, examples = problem.scorer.anatomy, problem.examples
+    whole = _whole(anatomy, plan, examples, work, saver)
+    folder = None if work.folder is None else work.folder / SEARCHED
+    second = search_with(whole.model, examples, work.settings, work.me, work.watcher, output=folder, resume=work.resume)
+    if saver is not None:
+        saver.try_to_save(FIRST, whole, second)
+    with prepared(whole.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as problem:
+        combinations += [_corner(problem, QUANTISED), _corner(problem, FIRST, second)]
+        if work.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
+            return [*combinations, _corner(problem, SECOND, plan)], examples
+    without = work.quantised(anatomy, examples, plan)
+    with prepared(without.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as problem:
+        return [*combinations, _corner(problem, SECOND, plan)], examples
+
+
+def _whole(anatomy: Anatomy, plan: Plan, examples: Examples, work: _Work, saver: Saver | None) -> Anatomy:
+    """The quantised model, saved if that is asked for: before the second search, which takes longest."""
+    if saver is None:
+        return work.quantised(anatomy, examples)
+    with TemporaryDirectory() as place:
+        source = None if work.method == "int8" else Path(place) / "quantised"
+        whole = work.quantised(anatomy, examples, keep=source)
+        saver.save(QUANTISED, whole, source=source)
+    saver.try_to_save(SECOND, whole, plan)
+    return whole
+
+
+def _corner(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
+    """A model with its loss over all held-out tokens."""
+    scorer, batches = problem.scorer, [batch for chunk in problem.chunks for batch in chunk]
+    variant = Variant(() if plan is None else plan.blocks)
+    scalars = scalars_of(plan, scorer.anatomy)
+    total = sum(sum(scorer.healed_sums(batch, variant, scalars)[LOSS]) for batch in batches)
+    tokens = sum(len(batch.targets) for batch in batches)
+    return Combination(name, scorer.anatomy, plan, total / tokens, tokens)
+
+
+def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:
+    """Prefill and decoding of every model, once a round, in an order that changes from round to round."""
+    anatomy = combinations[0].anatomy
+    generator = torch.Generator().manual_seed(timing.seed)
+    shape = (timing.batches[0], timing.contexts[0] + timing.new_tokens)
+    ids = torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
+    watcher.begin("Timing", len(combinations) * (timing.warmup + timing.repeats))
+    for number in range(-timing.warmup, timing.repeats):
+        for index in order(len(combinations), number, timing.seed):
+            combination = combinations[index]
+            with _switched(combination):
+                trial = Runner(combination.anatomy.model).run(ids, timing.contexts[0])
+            for phase in PHASES if number >= 0 else ():
+                combination.times.setdefault(phase, []).append(getattr(trial, phase))
+            watcher.advance(1)
+
+
+@contextmanager
+def _switched(combination: Combination) -> Iterator[None]:
+    """The model as its corner says."""
+    if combination.plan is None:
+        yield
+        return
+    with skipping(combination.anatomy, combination.plan.blocks, combination.plan.granularity, combination.scalars):
+        yield
+
+
+def _document(
+    combinations: Sequence[Combination],
+    plan: Plan,
+    examples: Examples,
+    work: _Work,
+    timing: BenchSettings,
+    saver: Saver | None,
+) -> dict[str, Any]:
+    """Everything that `results.json` says, apart from the table."""
+    device = combinations[0].anatomy.model.device
+    plans = {
+        combination.name: combination.plan.document() for combination in combinations if combination.plan is not None
+    }
+    document = {
+        "kind": "quantise",
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "method": work.method,
+        "settings": {**work.settings.model_dump(), "timing": timing.model_dump()},
+        "baseline": ORIGINAL,
+        "model": {**plan.document()["model"], "num_layers": combinations[0].anatomy.num_layers},
+        "models": [_described(combination) for combination in combinations],
+        "data": examples.meta,
+        "saved": [] if saver is None else [asdict(one) for one in saver.saved],
+        "machine": {
+            "device": str(device),
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            "fulldepth": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES[work.method]},
+        },
+        "seed": work.settings.seed,
+        "plans": {SKIPPED: plans[SKIPPED], FIRST: plans[FIRST]},
+        "warnings": [*_warnings(combinations, plan, examples), *([] if saver is None else saver.notes)],
+        "headline": headline(combinations),
+    }
+    return dict(finite(document))
+
+
+def _described(combination: Combination) -> dict[str, Any]:
+    """A model's entry in the document."""
+    model, plan = combination.anatomy.model, combination.plan
+    return {
+        "label": combination.name,
+        "baseline": combination.name == ORIGINAL,
+        "model": {
+            "class": type(model).__name__,
+            "num_layers": combination.anatomy.num_layers,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantised": combination.name not in (ORIGINAL, SKIPPED),
+        },
+        "granularity": None if plan is None else plan.granularity,
+        "blocks": None if plan is None else plan.blocks,
+        "healed": plan is not None and plan.healed_loss is not None,
+    }
+
+
+def _warnings(combinations: Sequence[Combination], plan: Plan, examples: Examples) -> Iterator[str]:
+    """What a reader should know before trusting a number."""
+    if examples.meta.get("hash") != plan.data.get("hash"):
+        yield "Losses were read on other data than those that the plan was searched with."
+    elif plan.healed_loss is not None and abs(combinations[1].loss - plan.healed_loss) > MOVED * plan.healed_loss:
+        yield (
+            f"The plan says a healed loss of {plan.healed_loss:.4f} nats, here it is {combinations[1].loss:.4f}: "
+            "the device or the precision differ."
+        )
+    if any(combination.scalars is not None for combination in combinations):
+        yield (
+            "Times of skipped models include their scalars, computed apart from the weights as they are here; an "
+            "export with folded scalars does not compute them."
+        )

@@ -1,0 +1,149 @@
+"""What the corners of quantisation and removal measured, as tidy rows and in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from fulldepth.execution.latency import PHASES, parameter_bytes
+from fulldepth.hf import Anatomy
+from fulldepth.hf.scalars import Scalars
+from fulldepth.results import COLUMNS, tabulate
+from fulldepth.skip.assessment.outcome_headline import PARTS, nats
+from fulldepth.skip.plan import Plan
+
+ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
+FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
+NAMES = (ORIGINAL, SKIPPED, QUANTISED, FIRST, SECOND)
+KEYS = ["measure", "site", "statistic"]
+"""What a value and the original's must share to be compared."""
+CLOSE = 0.01
+"""Losses within one per cent of what quantisation or removal costs are called equal."""
+
+
+@dataclass
+class Combination:
+    """One of the models."""
+
+    name: str
+    anatomy: Anatomy
+    plan: Plan | None
+    """What is skipped in it."""
+    loss: float
+    tokens: int
+    """That it is the mean over."""
+    times: dict[str, list[float]] = field(default_factory=dict)
+    """Phase -> seconds of each round."""
+
+    @property
+    def scalars(self) -> Scalars | None:
+        """Its factors; None if it has none."""
+        return scalars_of(self.plan, self.anatomy)
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights that it computes with, as they are held, and of its scalars."""
+        scalars = self.scalars
+        extra = 0 if scalars is None else parameter_bytes(scalars)
+        return parameter_bytes(self.anatomy.model) - removed_bytes(self.anatomy, self.plan) + extra
+
+
+def scalars_of(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
+    """A plan's scalars, float32, beside the model's weights."""
+    if plan is None or plan.healed_loss is None:
+        return None
+    return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(anatomy.model.device)
+
+
+def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
+    """Bytes of the weights that a plan leaves unused: those that `export` in the fast format does not keep."""
+    removed = nn.ModuleList()
+    if plan is None:
+        return 0
+    for layer in plan.blocks:
+        if plan.granularity == "layer":
+            removed.append(anatomy.blocks[layer - 1])
+            continue
+        kept = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
+        found = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
+        removed.extend(module for module in found if module is not None and module not in kept)
+    return parameter_bytes(removed)
+
+
+def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
+    """Rows with the columns `model` and `difference` (to the original, in the row's unit)."""
+    tables = []
+    for combination in combinations:
+        rows: list[tuple[Any, ...]] = [
+            ("loss", "model", None, None, "mean", combination.loss, combination.tokens, "nats"),
+            ("parameter_bytes", "model", None, None, "value", combination.bytes, None, "bytes"),
+        ]
+        for phase in PHASES:
+            seconds = combination.times[phase]
+            for statistic, value in (("median", median(seconds)), ("min", min(seconds)), ("max", max(seconds))):
+                rows.append((f"{phase}_time", phase, None, None, statistic, value, len(seconds), "s"))
+        tables.append(tabulate(rows, model=combination.name))
+    table = pd.concat(tables, ignore_index=True)
+    original = table[table.model == ORIGINAL].set_index(KEYS)["value"]
+    table["difference"] = table["value"] - [original[key] for key in table[KEYS].itertuples(index=False, name=None)]
+    return table[[*COLUMNS, "model", "difference"]]
+
+
+def headline(combinations: Sequence[Combination]) -> dict[str, dict[str, Any]]:
+    """Which order is better, and what every corner costs and saves."""
+    by = {combination.name: combination for combination in combinations}
+    found = {"order": _order(by)}
+    for name in NAMES[1:]:
+        found[name] = _corner(by[name], by[ORIGINAL])
+    return found
+
+
+def _order(by: dict[str, Combination]) -> dict[str, Any]:
+    """The loss of one order minus that of the other."""
+    first, second = by[FIRST], by[SECOND]
+    assert first.plan is not None
+    assert second.plan is not None
+    gap = first.loss - second.loss
+    cost = max(abs(by[name].loss - by[ORIGINAL].loss) for name in NAMES[1:])
+    listed = [
+        ", ".join(map(str, combination.plan.blocks)) for combination in (first, second) if combination.plan is not None
+    ]
+    same = set(first.plan.blocks) == set(second.plan.blocks)
+    which = f"both remove layers {', '.join(map(str, sorted(first.plan.blocks)))}"
+    if not same:
+        which = f"they remove layers {listed[0]} and {listed[1]}"
+    if abs(gap) <= CLOSE * cost:
+        verdict = "The order does not matter"
+    else:
+        verdict = f"Quantising {'first' if gap < 0 else 'last'} is better by {nats(abs(gap))}"
+    sentence = (
+        f"{combination.name[0].upper()}{combination.name[1:]}: {change} than the original "
+        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, "
+        f"{_times(shares['prefill'])} for a prompt, {_times(shares['decode'])} for a decoded token."
+    )
+    return {"value": gap, "unit": "nats", "sentence": sentence}
+
+
+def _corner(combination: Combination, original: Combination) -> dict[str, Any]:
+    """Loss, size and times beside the original's."""
+    added = combination.loss - original.loss
+    healed = (
+        "" if combination.plan is None else ", healed" if combination.plan.healed_loss is not None else ", not healed"
+    )
+    change = f"{nats(added)} more loss" if added >= 0 else f"{nats(-added)} less loss"
+    shares = {phase: median(combination.times[phase]) / median(original.times[phase]) for phase in PHASES}
+    sentence = (
+        f"{combination.name[0].upper()}{combination.name[1:]}: {change} than the original "
+        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, {_times(shares['prefill'])} for a prompt, "
+        f"{_times(shares['decode'])} for a decoded token."
+    )
+    return {"value": added, "unit": "nats", "sentence": sentence}
+
+
+def _times(share: float) -> str:
+    return f"{abs(1 - share):.0%} {'less' if share <= 1 else 'more'} time"

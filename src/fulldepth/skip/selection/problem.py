@@ -1,0 +1,171 @@
+"""What a search works on: a model that can be scored, and its data in chunks, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from fulldepth.distributed import Processes
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import Anatomy, Checkpoint, first_broken_weight
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.surgery import Switches
+from fulldepth.settings.search import ReadingSettings, SearchSettings, parse_budget
+from fulldepth.skip.inputs.examples import Examples, read_examples
+from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
+from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit
+from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.loss_cache import Chunk, Refit
+from fulldepth.skip.selection.rankings import check_given
+from fulldepth.skip.selection.score import BASE, SCALED, Scorer, make_batches
+from fulldepth.skip.subject import check_task, evaluating, open_for, prove, tokenizer_for
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """A model that can be scored, with its data."""
+
+    checkpoint: Checkpoint
+    hash: str
+    scorer: Scorer
+    examples: Examples
+    chunks: list[Chunk]
+    settings: SearchSettings
+    blocks: int
+    refit: Refit | None
+
+    def estimate(self, me: Processes) -> Estimate:
+        """Bounds, the same in all processes."""
+        pace = me.agree(pace_of(self.scorer, self.chunks))
+        return estimate_search(
+            self.scorer.costs,
+            self.chunks,
+            self.examples.train,
+            self.settings,
+            self.blocks,
+            pace,
+            self.refit,
+            me.world,
+        )
+
+
+@contextmanager
+def prepared(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    settings: SearchSettings,
+    me: Processes,
+    *,
+    tokenizer: Any,
+    heldout: Any,
+) -> Iterator[SearchProblem]:
+    """Model and data, checked against each other; the model is healed on leaving."""
+    parse_budget(settings.budget)
+    checkpoint = open_for(model, settings, me)
+    owner = checkpoint.model
+    if broken := first_broken_weight(owner):
+        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    with evaluating(owner):
+        guess = check_task(find_anatomy(owner))
+        _check_blocks(settings, guess.num_layers)
+        data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
+        chunks = split(data, settings)
+        anatomy, classifier = prove(owner, chunks[0][0])
+        hashed = model_hash(owner)
+        with Switches(anatomy, settings.granularity) as switches:
+            scorer = Scorer(anatomy, classifier, switches, settings.granularity, chunks[0][0])
+            blocks = _check_able(settings, scorer)
+            if settings.fit or settings.criterion == SCALED:
+                check_fit(fit_options(settings), data.train)
+            refit = _refit(scorer, data, settings) if settings.criterion == SCALED else None
+            yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks, refit)
+
+
+def read_data(
+    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings, *, tokenizer: Any, heldout: Any
+) -> Examples:
+    """The examples of a search, a curve or a benchmark.
+
+    Args:
+        checkpoint: the model, whose tokenizer is taken where none is named.
+        anatomy: of that model.
+        data: as for `read_examples`; `Examples` are returned as they are.
+        settings: how to read.
+        tokenizer: a tokenizer, its folder or Hub name; None = as the settings say.
+        heldout: as for `read_examples`.
+
+    Raises:
+        FulldepthError: as `read_examples`; if there is no tokenizer.
+    """
+    if isinstance(data, Examples):
+        return data
+    return read_examples(
+        data,
+        tokenizer_for(checkpoint, settings, tokenizer),
+        anatomy.max_positions,
+        heldout=heldout,
+        seed=settings.seed,
+        sequence_length=settings.sequence_length,
+        limit=settings.limit,
+        vocab_size=anatomy.vocab_size,
+    )
+
+
+def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
+    """The held-out examples in chunks of batches, each chunk a random part, as equal as can be.
+
+    Raises:
+        FulldepthError: if there are none.
+    """
+    heldout = examples.heldout
+    if not heldout:
+        raise FulldepthError("The held-out data are empty.")
+    count = max(1, min(settings.chunks, len(heldout) // settings.batch_size))
+    order = np.random.default_rng(settings.seed).permutation(len(heldout))
+    return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
+
+
+def _check_blocks(settings: SearchSettings, depth: int) -> None:
+    """Refuse numbers that cannot be, before anything is read."""
+    if (settings.given is None) != (settings.search != "given"):
+        raise FulldepthError(
+            f"The search is {settings.search!r}, and given layers are {settings.given}; use both `search: given` and "
+            "the layers, or none."
+        )
+    blocks = settings.blocks if settings.given is None else len(settings.given)
+    if blocks is None:
+        raise FulldepthError("How many blocks to remove? Set blocks.")
+    if settings.given is not None and settings.blocks not in (None, blocks):
+        raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
+    if blocks > depth:
+        raise FulldepthError(f"Cannot remove {blocks} blocks: the model has {depth} layers.")
+
+
+def _check_able(settings: SearchSettings, scorer: Scorer) -> int:
+    """k, checked against the layers that have what is to be removed."""
+    able = scorer.costs.able
+    if settings.given is not None:
+        return len(check_given(settings.given, able, scorer.costs.num_layers))
+    assert settings.blocks is not None
+    if settings.blocks > len(able):
+        raise FulldepthError(
+            f"Cannot remove {settings.blocks} blocks: {len(able)} layers have a {settings.granularity} to remove."
+        )
+    return settings.blocks
+
+
+def _refit(scorer: Scorer, examples: Examples, settings: SearchSettings) -> Refit:
+    options = refit_options(settings)
+    forwards, flops = epoch_flops(scorer.costs, BASE, examples.train, options)
+
+    def one(variant: Variant) -> dict[str, Any]:
+        return {"scalars": fit(scorer, variant, examples.train, (), options).scalars.as_dict()}
+
+    return Refit(one, forwards, flops)

@@ -1,0 +1,129 @@
+"""Sites of the package's own model against the model written again in plain float64 loops."""
+
+import pytest
+import torch
+
+from architectures import combinations
+from architectures import oracle as plain
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import COEFFICIENTS, capture, verify
+from fulldepth.execution.verify import check_routing
+from fulldepth.hf import anatomy_candidates
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+STATES = ["embeddings", "residual", "attention_input", "attention_output", "value"]
+BRANCHES = ["attention_carried", "attention_branch", "mlp_input", "mlp_branch"]
+
+
+@torch.no_grad()
+def read(name, sites):
+    """The model, its verified anatomy, what was captured, and the oracle's trace of the same ids."""
+    model = combinations.build(name)
+    ids = combinations.tokens()
+    found = verify(anatomy_candidates(model), {"input_ids": ids})
+    with capture(found.anatomy, sites) as activations:
+        model(ids)
+        states = {site: activations.coefficients(site) if site in COEFFICIENTS else activations[site] for site in sites}
+    return model, found, states, trace_of(model, model.state_dict(), ids)
+
+
+def trace_of(model, state, ids):
+    return plain.run(state, model.config, ids, frequencies=combinations.frequencies(model))
+
+
+def streams(trace, config):
+    """[L+1] residual streams of the trace, several of them summed; the embedding is copied into each."""
+    if config.residual != "hyper":
+        return trace.states
+    return [config.num_streams * trace.states[0], *(state.sum(2) for state in trace.states[1:])]
+
+
+@pytest.mark.parametrize("name", combinations.SWITCHES)
+def test_states_and_branches(name):
+    model, found, states, trace = read(name, [*STATES, *BRANCHES])
+    expected = streams(trace, model.config)
+    torch.testing.assert_close(states["residual"], expected, **EXACT)
+    torch.testing.assert_close(states["embeddings"], expected[:1], **EXACT)
+    torch.testing.assert_close(states["value"], [value.flatten(2) for value in trace.values], **EXACT)
+    after, carried = states["attention_output"], states["attention_carried"]
+    torch.testing.assert_close([c + a for c, a in zip(carried, states["attention_branch"], strict=True)], after)
+    ends = [m + b for m, b in zip(states["mlp_input"], states["mlp_branch"], strict=True)]
+    torch.testing.assert_close(ends, expected[1:], **EXACT)
+    tree = model.config.tree or {}
+    gains = [[norm.weight for norm in layer.tree_norms or ()] for layer in model.model.layers]
+    for index, x in enumerate(states["attention_input"]):
+        ends = [trace.states[source + 1] for source in tree.get(index, ())]
+        parts = [plain.rms_norm(h, g, model.config.rms_norm_eps) for h, g in zip(ends, gains[index], strict=True)]
+        torch.testing.assert_close(x, sum(parts) if parts else expected[index], **EXACT)
+        if model.config.residual != "hyper":
+            torch.testing.assert_close(states["attention_carried"][index], x, rtol=0, atol=0)
+            torch.testing.assert_close(states["mlp_input"][index], after[index], rtol=0, atol=0)
+    assert found.branches
+    assert found.chained is not bool(tree)
+
+
+@pytest.mark.parametrize("name", [name for name in combinations.SWITCHES if combinations.SWITCHES[name].get("memory")])
+def test_routing(name):
+    model, found, states, trace = read(name, ["routing"])
+    assert found.routed_heads == model.config.num_key_value_heads
+    assert list(states["routing"]) == [2, 3, 4, 5]
+    for layer, weights in states["routing"].items():
+        torch.testing.assert_close(weights, trace.routing[layer - 1], **EXACT)
+
+
+@pytest.mark.parametrize("name", ["hyper", "hyper-static"])
+def test_mixing(name):
+    """The streams that a layer gives, from those that it was given, its branches' outputs and the captured weights."""
+    model, found, states, trace = read(name, ["attention_mixing", "mlp_mixing"])
+    inner = {}
+    for index, layer in enumerate(model.model.layers):
+        for part in ("self_attn", "mlp"):
+            layer.get_submodule(part).register_forward_hook(
+                lambda _, args, out, at=(index + 1, part): inner.update({at: out[0] if isinstance(out, tuple) else out})
+            )
+    with torch.no_grad():
+        model(combinations.tokens())
+    n = found.num_streams
+    assert n == model.config.num_streams
+    given = torch.stack([trace.states[0]] * n, dim=2)
+    for layer in range(1, 6):
+        for site, part in (("attention_mixing", "self_attn"), ("mlp_mixing", "mlp")):
+            weights = states[site][layer]
+            assert weights.ndim == (4 if name == "hyper" else 2)
+            weights = weights.expand(*given.shape[:2], n, n + 2)
+            carried = torch.einsum("btij,btid->btjd", weights[..., 1:-1], given)
+            given = carried + weights[..., -1, None] * inner[layer, part][:, :, None]
+        torch.testing.assert_close(given, trace.states[layer], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "site", "role"), [("serial", "routing", "router"), ("tree", "mlp_mixing", "mlp_conn")]
+)
+def test_a_model_without_them_is_refused_by_name(name, site, role):
+    anatomy = anatomy_candidates(combinations.build(name))[0]
+    with pytest.raises(FulldepthError, match=f"has no known {role}"), capture(anatomy, [site]):
+        pass
+
+
+@pytest.mark.parametrize("name", ["tree-dynamic", "hyper", "kv"])
+def test_states_keep_their_graph_when_asked(name):
+    """The gradient of what a site holds is that of the same formula on the trace."""
+    model = combinations.build(name)
+    ids = combinations.tokens()
+    leaves = combinations.parameters(model)
+    trace = trace_of(model, leaves, ids)
+    anatomy = anatomy_candidates(model)[0]
+    with capture(anatomy, ["residual"], grad=True) as activations:
+        model(ids)
+        sum(state.square().sum() for state in activations["residual"]).backward()
+    sum(state.square().sum() for state in streams(trace, model.config)).backward()
+    for key, parameter in model.named_parameters():
+        if key in leaves and leaves[key].grad is not None:
+            torch.testing.assert_close(parameter.grad, leaves[key].grad, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 9, 2, 4), (2, 4, 2), (3, 3)])
+def test_a_router_of_other_sources_or_heads_is_refused(shape):
+    with pytest.raises(FulldepthError, match=r"the router of layer \d gives .* expected \d sources and as many heads"):
+        check_routing({2: torch.ones(2, 2), 3: torch.ones(shape)})
+    assert check_routing({2: torch.ones(2, 2), 3: torch.ones(1, 9, 2, 3), 4: torch.ones(2, 4, 2)}) == 2

@@ -1,0 +1,370 @@
+"""Capture changes nothing, heals always, and keeps the graph when asked to."""
+
+import copy
+
+import pytest
+import torch
+
+import tiny_models
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import SITES, Activations, capture
+from fulldepth.hf import anatomy_candidates
+
+NAMES = ["llama", "gemma2", "gpt2", "gpt_neox", "bert", "vit", "opt", "cohere", "detr"]
+
+
+def anatomy_of(model):
+    override = tiny_models.TOY_ANATOMY if isinstance(model, tiny_models.Toy) else None
+    return anatomy_candidates(model, override=override)[0]
+
+
+def hooks(model):
+    """Everything a module keeps that is no parameter, buffer or child: hooks, flags, attributes."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    return {name: [list(getattr(m, kind)) for kind in kinds] for name, m in model.named_modules()}
+
+
+def portrait(model):
+    modules = {name: (type(m), m.training, sorted(m.__dict__)) for name, m in model.named_modules()}
+    tensors = {
+        name: (t.dtype, t.device, t.requires_grad, t._version, t.detach().clone())
+        for name, t in model.named_parameters()
+    }
+    return modules, tensors, model.config.to_dict()
+
+
+def same_portrait(one, other):
+    assert one[0] == other[0]
+    assert one[2] == other[2]
+    for name, (*facts, values) in one[1].items():
+        assert facts == list(other[1][name][:-1])
+        assert torch.equal(values, other[1][name][-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("training", [False, True])
+@torch.no_grad()
+def test_nothing_of_the_model_changes(name, training):
+    model = tiny_models.build(name).train(training)
+    batch = tiny_models.inputs(model)
+    before = portrait(model), hooks(model)
+    torch.manual_seed(3)
+    expected = model(**batch).logits
+    torch.manual_seed(3)
+    with capture(anatomy_of(model), list(SITES)):
+        got = model(**batch).logits
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
+    same_portrait(portrait(model), before[0])
+    assert hooks(model) == before[1]
+    torch.manual_seed(3)
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_hooks_go_when_something_fails_inside():
+    model = tiny_models.build("llama")
+    before = hooks(model)
+    during = []
+
+    def fail():
+        with capture(anatomy_of(model), list(SITES)):
+            during.append(hooks(model))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert during[0] != before
+    assert hooks(model) == before
+
+
+def test_hooks_go_when_the_model_itself_fails():
+    model = tiny_models.build("llama")
+    before = hooks(model)
+    with pytest.raises(IndexError), capture(anatomy_of(model), ["residual"]):
+        model(input_ids=torch.tensor([[10_000]]))
+    assert hooks(model) == before
+
+
+def test_hooks_go_when_capture_cannot_place_them_all():
+    model = tiny_models.build("phi3")
+    before = hooks(model)
+    with pytest.raises(FulldepthError, match="no known value"), capture(anatomy_of(model), ["residual", "value"]):
+        pass
+    assert hooks(model) == before
+
+
+def test_hooks_of_others_stay_and_see_the_same():
+    model = tiny_models.build("llama")
+    seen = []
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with capture(anatomy_of(model), ["residual"]) as activations, torch.no_grad():
+        model(**tiny_models.inputs(model))
+    assert torch.equal(seen[0], activations["residual"][2])
+    with torch.no_grad():
+        model(**tiny_models.inputs(model))
+    assert len(seen) == 2
+    handle.remove()
+
+
+def test_an_unknown_site_is_corrected():
+    model = tiny_models.build("llama")
+    with (
+        pytest.raises(FulldepthError, match=r"Unknown site 'residuals'\. Did you mean 'residual'"),
+        capture(anatomy_of(model), ["residuals"]),
+    ):
+        pass
+
+
+def test_a_site_that_was_not_asked_for_is_an_error():
+    model = tiny_models.build("llama")
+    with capture(anatomy_of(model), ["residual", "value"]) as activations:
+        model(**tiny_models.inputs(model))
+    with pytest.raises(FulldepthError, match=r"'mlp_branch' was not captured; captured: residual, value"):
+        activations["mlp_branch"]
+    with pytest.raises(FulldepthError, match="not captured"):
+        activations["attention_input"]
+
+
+def test_a_tape_is_empty_until_the_model_ran_and_after_it_is_cleared():
+    model = tiny_models.build("llama")
+    with capture(anatomy_of(model), ["residual"]) as activations:
+        with pytest.raises(FulldepthError, match="did the model run"):
+            activations["residual"]
+        model(**tiny_models.inputs(model))
+        assert len(activations["residual"]) == 4
+        activations.clear()
+        with pytest.raises(FulldepthError, match="did the model run"):
+            activations["residual"]
+
+
+@torch.no_grad()
+def test_a_second_pass_overwrites_the_first():
+    model = tiny_models.build("llama")
+    first, second = tiny_models.inputs(model, length=10), tiny_models.inputs(model, length=6, seed=9)
+    with capture(anatomy_of(model), ["residual"]) as fresh:
+        model(**second)
+    expected = [state.clone() for state in fresh["residual"]]
+    with capture(anatomy_of(model), ["residual"]) as activations:
+        model(**first)
+        kept = activations["residual"]
+        copies = [state.clone() for state in kept]
+        model(**second)
+        torch.testing.assert_close(activations["residual"], expected, rtol=0, atol=0)
+    torch.testing.assert_close(kept, copies, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_captures_nest():
+    model = tiny_models.build("llama")
+    batch, other = tiny_models.inputs(model), tiny_models.inputs(model, seed=7)
+    before = hooks(model)
+    with capture(anatomy_of(model), ["residual"]) as outer:
+        with capture(anatomy_of(model), ["residual", "value"]) as inner:
+            model(**batch)
+            torch.testing.assert_close(inner["residual"], outer["residual"], rtol=0, atol=0)
+        model(**other)
+        assert not torch.equal(inner["residual"][1], outer["residual"][1])
+    assert hooks(model) == before
+
+
+@torch.no_grad()
+def test_two_models_may_be_captured_together():
+    one, two = tiny_models.build("llama"), tiny_models.build("llama", seed=5)
+    batch = tiny_models.inputs(one)
+    with capture(anatomy_of(one), ["residual"]) as first, capture(anatomy_of(two), ["residual"]) as second:
+        one(**batch)
+        two(**batch)
+    assert not torch.equal(first["residual"][3], second["residual"][3])
+
+
+def test_a_state_that_the_model_overwrites_is_never_handed_out():
+    model = tiny_models.toy("in-place")
+    with capture(anatomy_of(model), ["residual", "attention_input"]) as activations, torch.no_grad():
+        model(**tiny_models.inputs(model))
+    with pytest.raises(FulldepthError, match=r"overwrote its own state at x of layer 1 in place"):
+        activations["residual"]
+    with pytest.raises(FulldepthError, match="in place"):
+        activations["attention_input"]
+
+
+@torch.no_grad()
+def test_a_state_that_its_module_built_in_place_is_handed_out_in_every_mode():
+    """What was written *before* the hook saw it is no overwriting, nor is it in a later pass without versions."""
+    model = tiny_models.build("falcon")
+    batch = tiny_models.inputs(model)
+    with capture(anatomy_of(model), ["residual", "mlp_branch", "attention_output"]) as activations:
+        model(**batch)
+        expected = {site: [state.clone() for state in activations[site]] for site in activations.sites}
+        with torch.inference_mode():
+            model(**batch)
+            for site in activations.sites:
+                torch.testing.assert_close(activations[site], expected[site], rtol=0, atol=0)
+
+
+class BuildsInPlace(tiny_models.ToyBlock):
+    def forward(self, hidden_states):
+        out = super().forward(hidden_states)
+        return out.mul_(1.0)
+
+
+@torch.no_grad()
+def test_one_tape_serves_passes_with_and_without_version_counters():
+    model = tiny_models.toy()
+    for block in model.layers:
+        block.__class__ = BuildsInPlace
+    batch = tiny_models.inputs(model)
+    with capture(anatomy_of(model), ["residual"]) as activations:
+        model(**batch)
+        expected = [state.clone() for state in activations["residual"]]
+        with torch.inference_mode():
+            model(**batch)
+            torch.testing.assert_close(activations["residual"], expected, rtol=0, atol=0)
+
+
+# Gradients
+
+
+def by_hand(model, batch):
+    """x' and h_l of a tiny Llama by its submodules, in the graph."""
+    body = model.model
+    h, after = [body.embed_tokens(batch["input_ids"])], []
+    positions = torch.arange(h[0].shape[1])[None]
+    rotary = body.rotary_emb(h[0], positions)
+    for block in body.layers:
+        a = block.self_attn(
+            hidden_states=block.input_layernorm(h[-1]), position_embeddings=rotary, attention_mask=None
+        )[0]
+        after.append(h[-1] + a)
+        h.append(after[-1] + block.mlp(block.post_attention_layernorm(after[-1])))
+    return h, after, body.norm(h[-1])
+
+
+def penalty(h, after, normed):
+    """Some loss that needs every state."""
+    total = (normed**2).mean()
+    for layer, state in enumerate([*h, *after], start=1):
+        total = total + layer * (state**3).mean() + state[:, :-1].sub(state[:, 1:]).square().mean()
+    return total
+
+
+def text(model):
+    return {"input_ids": tiny_models.inputs(model)["input_ids"][:1]}
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_through_captured_states_are_autograds():
+    model = tiny_models.build("llama", dtype=torch.float64)
+    penalty(*by_hand(model, text(model))).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with capture(anatomy_of(model), ["residual", "attention_output", "final_normed"], grad=True) as activations:
+        model(**text(model))
+        penalty(activations["residual"], activations["attention_output"], activations["final_normed"][0]).backward()
+    got = gradients(model)
+    assert len(expected) > 25
+    assert got.keys() == expected.keys()
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "granite", "bert", "gemma2"])
+def test_every_site_stays_in_the_graph(name):
+    model = tiny_models.build(name)
+    anatomy = anatomy_of(model)
+    sites = [site for site in SITES if anatomy.has("value") or site != "value"]
+    with capture(anatomy, sites, grad=True) as activations:
+        model(**tiny_models.inputs(model))
+    for site in sites:
+        for state in activations[site]:
+            assert state.requires_grad
+            (slope,) = torch.autograd.grad(state.sum(), model.get_input_embeddings().weight, retain_graph=True)
+            assert torch.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "bert"])
+def test_without_grad_the_states_are_detached_and_the_models_graph_is_whole(name):
+    model = tiny_models.build(name)
+    batch = tiny_models.inputs(model)
+    model(**batch).logits.square().mean().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with capture(anatomy_of(model), list(SITES)) as activations:
+        model(**batch).logits.square().mean().backward()
+    for site in set(SITES) - {"final_normed"}:
+        assert not any(state.requires_grad for state in activations[site]), site
+    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Every (site, layer) that any capture records, in order."""
+    log = []
+    plain = Activations.record
+
+    def record(self, site, layer, state):
+        log.append((site, layer))
+        plain(self, site, layer, state)
+
+    monkeypatch.setattr(Activations, "record", record)
+    return log
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
+@pytest.mark.parametrize(
+    ("reentrant", "sites"),
+    [
+        (False, ["residual"]),
+        (False, ["residual", "attention_output", "attention_branch", "mlp_branch", "value"]),
+        (True, ["residual"]),
+    ],
+)
+def test_checkpointing_records_once_with_grad(reentrant, sites, recorded):
+    model = tiny_models.build("llama", dtype=torch.float64)
+    batch = text(model)
+
+    def loss(activations, logits):
+        return logits.square().mean() + sum((layer**2).mean() for site in sites for layer in activations[site])
+
+    with capture(anatomy_of(model), sites, grad=True) as activations:
+        loss(activations, model(**batch, use_cache=False).logits).backward()
+    expected, once = gradients(model), list(recorded)
+    recorded.clear()
+    model.zero_grad()
+
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    runs = []
+    handle = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda *_: runs.append(1))
+    with capture(anatomy_of(model), sites, grad=True) as activations:
+        total = loss(activations, model(**batch, use_cache=False).logits)
+        assert all(state.requires_grad for site in sites for state in activations[site])
+        total.backward()
+        assert len(runs) == 2  # the blocks really were run again
+        assert sorted(recorded) == sorted(once)
+    handle.remove()
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
+def test_states_inside_reentrant_blocks_are_refused_rather_than_cut_off():
+    """There the first run of a block has no graph: a loss on x' would silently train nothing."""
+    model = tiny_models.build("llama").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+    def states():
+        with capture(anatomy_of(model), ["attention_output"], grad=True) as activations:
+            model(**text(model), use_cache=False)
+            return activations["attention_output"]
+
+    with pytest.raises(FulldepthError, match="reentrant"):
+        states()
+
+
+def test_a_copy_of_the_model_has_no_hooks():
+    """`copy.deepcopy` inside a capture would take hooks along; after it, there are none to take."""
+    model = tiny_models.build("llama")
+    with capture(anatomy_of(model), ["residual"]):
+        pass
+    assert not any(any(kinds) for kinds in hooks(copy.deepcopy(model)).values())

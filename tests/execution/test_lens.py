@@ -1,0 +1,226 @@
+"""The lens against log-softmax and argmax over full logits in float64, and what it never builds."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny_models
+from fulldepth.execution import body_inputs, capture, read_layers, top_tokens, verify
+from fulldepth.execution.lens import CPU_CHUNK
+from fulldepth.hf import anatomy_candidates
+
+
+class Fake:
+    """A classifier out of one matrix that remembers the largest batch it was given."""
+
+    def __init__(self, weight, dtype=torch.float32):
+        self.weight, self.per_token, self.largest, self.dtype = weight, True, 0, dtype
+
+    device = None
+
+    def buffer(self, rows):
+        return None
+
+    def prepare(self, states):
+        return states
+
+    def logits(self, states, out=None):
+        return self.tokens(states)
+
+    def tokens(self, states):
+        self.largest = max(self.largest, len(states))
+        assert states.ndim == 2
+        return (states.to(self.weight.dtype) @ self.weight.T).to(self.dtype)
+
+
+def oracle(logits, targets):
+    """[L+1, M] agreement, correctness and loss of full logits `[L+1, M, V]`, in plain float64 numpy."""
+    logits = np.asarray(logits, dtype=np.float64)
+    top = logits.argmax(-1)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(log_p, np.broadcast_to(targets, top.shape)[..., None], -1)[..., 0]
+    return SimpleNamespace(agrees=top == top[-1], correct=top == targets, loss=loss)
+
+
+def same(readout, expected, rtol=1e-5, atol=1e-5):
+    np.testing.assert_array_equal(readout.agrees.numpy(), expected.agrees)
+    np.testing.assert_array_equal(readout.correct.numpy(), expected.correct)
+    np.testing.assert_allclose(readout.loss.numpy(), expected.loss, rtol=rtol, atol=atol)
+
+
+def invented(layers, batch, length, generator, width=6, vocabulary=11, share=0.7):
+    states = torch.randn(layers, batch, length, width, generator=generator, dtype=torch.float64).float()
+    weight = torch.randn(vocabulary, width, generator=generator)
+    targets = torch.randint(vocabulary, (batch, length), generator=generator)
+    targets[torch.rand(batch, length, generator=generator) > share] = -100
+    return states, weight, targets
+
+
+def full(states, weight, targets):
+    where = targets != -100
+    logits = states.double()[:, where] @ weight.double().T
+    return oracle(logits, targets[where].numpy())
+
+
+@given(
+    layers=st.integers(1, 4),
+    batch=st.integers(1, 5),
+    length=st.integers(1, 90),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 999),
+)
+def test_token_heads_against_full_logits(layers, batch, length, share, seed):
+    states, weight, targets = invented(layers, batch, length, torch.Generator().manual_seed(seed), share=share)
+    classifier = Fake(weight)
+    readout = read_layers(classifier, states, targets, torch.ones_like(targets))
+    same(readout, full(states, weight, targets))
+    assert classifier.largest <= CPU_CHUNK
+
+
+@pytest.mark.parametrize("tokens", [1, CPU_CHUNK - 1, CPU_CHUNK, CPU_CHUNK + 1, 3 * CPU_CHUNK + 17])
+def test_chunk_boundaries_lose_nothing(tokens, generator):
+    states, weight, targets = invented(3, 1, tokens, generator, share=1.0)
+    classifier = Fake(weight)
+    same(read_layers(classifier, states, targets, torch.ones_like(targets)), full(states, weight, targets))
+    assert classifier.largest == min(tokens, CPU_CHUNK)
+
+
+def test_only_positions_with_a_target_are_read(generator):
+    states, weight, targets = invented(3, 4, 50, generator)
+    spoilt = states.clone()
+    spoilt[:, targets == -100] = float("nan")
+    classifier = Fake(weight)
+    readout = read_layers(classifier, spoilt, targets, torch.ones_like(targets))
+    same(readout, full(states, weight, targets))
+    assert readout.loss.shape == (3, int((targets != -100).sum()))
+
+
+def test_without_targets_there_is_nothing_to_read(generator):
+    states, weight, targets = invented(3, 2, 5, generator, share=0.0)
+    assert (targets == -100).all()
+    readout = read_layers(Fake(weight), states, targets, torch.ones_like(targets))
+    for column in (readout.agrees, readout.correct, readout.loss):
+        assert tuple(column.shape) == (3, 0)
+
+
+def test_the_states_are_left_as_they_were(generator):
+    states, weight, targets = invented(3, 2, 20, generator)
+    before = states.clone()
+    read_layers(Fake(weight), states, targets, torch.ones_like(targets))
+    top_tokens(Fake(weight), states[:, 0])
+    assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ties_of_half_precision_are_broken_as_the_model_breaks_them(dtype, generator):
+    """A coarse head: many equal maxima, of which argmax takes the first."""
+    states, weight, targets = invented(4, 3, 120, generator, vocabulary=200)
+    classifier = Fake(weight.round(), dtype)
+    states = states.round()
+    where = targets != -100
+    logits = torch.stack([classifier.tokens(layer[where]) for layer in states])
+    assert (logits == logits.amax(-1, keepdim=True)).sum(-1).gt(1).float().mean() > 0.1
+    readout = read_layers(classifier, states, targets, torch.ones_like(targets))
+    same(readout, oracle(logits.double(), targets[where].numpy()), rtol=1e-3, atol=1e-3)
+
+
+def test_equal_logits_of_full_precision_are_one_prediction():
+    """A head of zeros (some are initialised so) predicts the first class everywhere, not every class."""
+    states, targets = torch.randn(3, 1, 40, 6), torch.arange(40)[None] % 10
+    readout = read_layers(Fake(torch.zeros(10, 6)), states, targets, torch.ones_like(targets))
+    same(readout, oracle(np.zeros((3, 40, 10)), targets[0].numpy()))
+    assert readout.correct.float().mean() == 0.1
+
+
+def test_loss_stays_finite_and_exact_for_huge_logits():
+    states = torch.tensor([[[[1.0, 0.0]]], [[[0.0, 1.0]]]])
+    weight = torch.tensor([[5000.0, -3000.0], [-5000.0, 3000.0]])
+    readout = read_layers(Fake(weight), states, torch.tensor([[1]]), torch.ones(1, 1))
+    np.testing.assert_allclose(readout.loss[:, 0].numpy(), [10000.0, 0.0])
+
+
+def states_of(name, dtype=torch.float32, **shape):
+    model = tiny_models.build(name, dtype=dtype)
+    batch = tiny_models.inputs(model, **shape)
+    found = verify(anatomy_candidates(model), batch)
+    with capture(found.anatomy, ["residual"]) as activations, torch.no_grad():
+        found.anatomy.body(**body_inputs(found.anatomy, batch))
+        return model, batch, found, activations.stack("residual")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "cohere", "granite", "bert", "detr"])
+@torch.no_grad()
+def test_every_layer_of_a_model_in_double_precision(name, generator):
+    """The same weights in float64, head written out by hand for each family."""
+    _, batch, found, states = states_of(name, batch=4, length=40)
+    double, *_ = states_of(name, torch.float64, batch=4, length=40)
+    targets = torch.randint(3 if name == "detr" else 96, states.shape[1:3], generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+    mask = batch.get("attention_mask", torch.ones_like(targets))
+    readout = read_layers(found.classifier, states, targets, mask)
+    heads = {
+        "llama": lambda h: double.lm_head(double.model.norm(h)),
+        "gemma2": lambda h: 3 * torch.tanh(double.lm_head(double.model.norm(h)) / 3),
+        "gpt2": lambda h: double.lm_head(double.transformer.ln_f(h)),
+        "cohere": lambda h: 0.25 * double.lm_head(double.model.norm(h)),
+        "granite": lambda h: double.lm_head(double.model.norm(h)) / 4,
+        "bert": lambda h: double.cls(h),
+        "detr": lambda h: double.class_labels_classifier(double.model.decoder.layernorm(h)),
+    }
+    where = targets != -100
+    logits = heads[name](states.double()[:, where])
+    same(readout, oracle(logits, targets[where].numpy()), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_bfloat16_model_agrees_with_its_own_argmax(generator):
+    _, batch, found, states = states_of("llama", torch.bfloat16, batch=3, length=30)
+    targets = torch.randint(96, states.shape[1:3], generator=generator)
+    readout = read_layers(found.classifier, states, targets, batch["attention_mask"])
+    logits = torch.stack([found.classifier.tokens(layer.flatten(0, 1)) for layer in states])
+    assert logits.dtype == torch.bfloat16
+    same(readout, oracle(logits.double(), targets.flatten().numpy()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama-classifier", "bert-classifier", "vit", "clip-classifier"])
+@torch.no_grad()
+def test_sequence_heads_read_each_sequence_once(name, generator):
+    model, batch, found, states = states_of(name, batch=6)
+    targets = torch.tensor([0, -100, 2, 1, 1, 0])
+    mask = batch.get("attention_mask", torch.ones(states.shape[1:3], dtype=torch.long))
+    readout = read_layers(found.classifier, states, targets, mask)
+    where = targets != -100
+    logits = torch.stack([found.classifier.sequences(layer, mask)[where] for layer in states]).double()
+    torch.testing.assert_close(logits[-1].float(), model(**batch).logits[where], rtol=1e-4, atol=1e-4)
+    same(readout, oracle(logits, targets[where].numpy()))
+
+
+def test_top_tokens_are_the_most_probable_ones(generator):
+    states, weight, _ = invented(4, 1, 33, generator)
+    got = top_tokens(Fake(weight), states[:, 0])
+    logits = (states[:, 0].double() @ weight.double().T).numpy()
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    np.testing.assert_array_equal(got.token.numpy(), p.argmax(-1))
+    np.testing.assert_allclose(got.probability.numpy(), p.max(-1), rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_last_row_of_top_tokens_is_what_the_model_says():
+    model, batch, found, states = states_of("gemma2")
+    got = top_tokens(found.classifier, states[:, 0])
+    best = model(**batch).logits[0].softmax(-1).max(-1)
+    assert torch.equal(got.token[-1], best.indices)
+    torch.testing.assert_close(got.probability[-1], best.values)
+
+
+def test_top_tokens_of_half_precision_are_probabilities(generator):
+    states, weight, _ = invented(3, 1, 20, generator)
+    got = top_tokens(Fake(weight, torch.bfloat16), states[:, 0])
+    assert got.probability.dtype == torch.float32
+    assert ((got.probability > 0) & (got.probability <= 1)).all()

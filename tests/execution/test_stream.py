@@ -1,0 +1,209 @@
+"""The stream from block to block: shared blocks, wrong lists, partial stacks, heads found by following tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import fulldepth
+import tiny_models
+from families import zoo
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import capture, find_anatomy, verify
+from fulldepth.hf import anatomy_candidates
+from fulldepth.losses import Objective
+
+ALBERT = {
+    "vocab_size": tiny_models.VOCAB,
+    "embedding_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def albert(seed: int = 0, **options: Any) -> tf.PreTrainedModel:
+    torch.manual_seed(seed)
+    model = tf.AlbertForMaskedLM(tf.AlbertConfig(**ALBERT, **options)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def albert_by_hand(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """h_0..h_L of ALBERT: the embeddings in the blocks' width, and the state after each call of a group."""
+    body = model.albert
+    state = body.encoder.embedding_hidden_mapping_in(body.embeddings(inputs["input_ids"]))
+    mask = torch.zeros(inputs["attention_mask"].shape, dtype=state.dtype)
+    mask = mask.masked_fill(inputs["attention_mask"] == 0, torch.finfo(state.dtype).min)[:, None, None]
+    groups, layers = body.encoder.albert_layer_groups, model.config.num_hidden_layers
+    states = [state]
+    for layer in range(layers):
+        for inner in groups[int(layer / (layers / len(groups)))].albert_layers:
+            state = inner(state, attention_mask=mask)
+        states.append(state)
+    return states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("groups", "inner", "branches"), [(1, 1, True), (2, 1, True), (1, 2, False)])
+def test_albert_has_a_layer_for_each_call_of_a_shared_block(groups: int, inner: int, branches: bool) -> None:
+    model = albert(num_hidden_groups=groups, inner_group_num=inner)
+    inputs = tiny_models.inputs(model)
+    found = verify(anatomy_candidates(model), inputs, optional=("branches",))
+    assert (found.anatomy.num_layers, found.branches) == (4, branches)
+    assert found.classifier is not None
+    with capture(found.anatomy, ["residual"]) as activations:
+        for _ in range(2):  # the second pass starts at layer 1 again
+            model(**inputs)
+    expected = albert_by_hand(model, inputs)
+    real = inputs["attention_mask"].bool()
+    for got, state in zip(activations["residual"], expected, strict=True):
+        torch.testing.assert_close(got[real], state[real], rtol=1e-9, atol=1e-9)
+
+
+def test_displacement_of_albert_is_that_of_its_calls() -> None:
+    model = albert()
+    inputs = tiny_models.inputs(model, batch=3, length=12)
+    inputs["attention_mask"][:] = 1
+    residual = torch.stack(albert_by_hand(model, inputs)).detach()
+    expected = (1 - torch.nn.functional.cosine_similarity(residual[:-1], residual[1:], dim=-1)) / 2
+    objective = Objective(jump=1.0).attach(model)
+    states = objective.anatomy
+    objective.detach()
+    assert states is not None
+    with torch.no_grad(), capture(states, ["residual"]) as activations:
+        model(**inputs)
+        got = fulldepth.metrics.displacement(*(torch.stack(activations["residual"])[part] for part in (
+            slice(None, -1), slice(1, None))))  # fmt: skip
+    torch.testing.assert_close(got, expected)
+
+
+def refusal(model: tf.PreTrainedModel, **options: Any) -> str:
+    with pytest.raises(FulldepthError) as error:
+        verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head", "branches"), **options)
+    assert len(str(error.value)) < 1000
+    return str(error.value)
+
+
+def test_deberta_with_a_convolution_between_its_blocks_is_refused() -> None:
+    plain, between = zoo.build("deberta-v2", "masked-lm"), zoo.build("deberta-v2", "masked-lm", conv_kernel_size=3)
+    assert verify(anatomy_candidates(plain), zoo.inputs(plain, seed=1)).classifier is not None
+    assert "layer 2 of encoder.layer does not read what layer 1 gives" in refusal(between)
+
+
+def test_xlms_list_of_attentions_is_not_its_blocks() -> None:
+    assert "attentions" in refusal(zoo.build("xlm", "causal-lm"))
+
+
+@pytest.mark.parametrize(("model_type", "task"), [("funnel", "masked-lm"), ("hiera", "image-classification")])
+def test_a_list_that_holds_a_part_of_the_stack_is_refused(model_type: str, task: str) -> None:
+    assert "is only a part of the stack" in refusal(zoo.build(model_type, task))
+
+
+def test_a_list_that_ends_before_the_model_does_is_refused() -> None:
+    """Blocks of another class after the list, as where a list holds the first half of the layers."""
+    model = tiny_models.build("llama")
+    extra = tiny_models.ToyBlock("tensor")
+    body, plain = model.model, model.model.norm.forward
+    body.norm.forward = MethodType(lambda self, states: plain(extra(states)), body.norm)
+    assert verify(anatomy_candidates(model), tiny_models.inputs(model)).classifier is not None  # a norm of its own kind
+    body.norm.forward = plain
+    body.register_forward_hook(lambda module, args, output: output.__class__(last_hidden_state=extra(output[0])))
+    with pytest.raises(FulldepthError, match="is not the model's last hidden state"):
+        verify(anatomy_candidates(model), tiny_models.inputs(model))
+
+
+def test_a_block_of_the_same_class_outside_of_the_list_is_noticed() -> None:
+    model = tiny_models.toy()
+    model.first = tiny_models.ToyBlock("tensor")
+    plain = model.embed.forward
+    model.embed.forward = lambda ids: model.first(plain(ids))
+    with pytest.raises(FulldepthError, match=r"layers is only a part of the stack: first \(ToyBlock\)"):
+        verify(anatomy_candidates(model, override=tiny_models.TOY_ANATOMY), tiny_models.inputs(model))
+
+
+def test_a_block_that_does_not_run_is_noticed() -> None:
+    model = tiny_models.build("llama")
+    model.model.config.num_hidden_layers = 2  # the forward pass takes so many of the three blocks
+    with pytest.raises(FulldepthError, match="1 of the 3 blocks of layers do not run"):
+        verify(anatomy_candidates(model), tiny_models.inputs(model))
+
+
+def test_the_text_of_a_model_is_found_beside_a_deeper_vision_tower() -> None:
+    config = zoo.config_for("llava")
+    config.vision_config.num_hidden_layers = 7
+    torch.manual_seed(0)
+    model = tf.LlavaModel(config).eval()
+    assert verify(anatomy_candidates(model), zoo.inputs(model, seed=1)).anatomy.num_layers == 3
+    vision = anatomy_candidates(tf.SiglipModel(zoo.config_for("siglip")).eval(), tower="vision")
+    assert vision[0].config.image_size == 32  # by which pictures are scaled where there is no processor
+    pixels = torch.randn(2, 3, 32, 32)
+    assert verify(vision, {"pixel_values": pixels}).anatomy.family.modality == "images"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("projected", [True, False])
+def test_opt_with_a_projection_after_its_blocks_is_read_through_it(projected: bool) -> None:
+    """OPT-350m: post-norm, and its states are projected to the width of its embeddings before the head."""
+    options = {"word_embed_proj_dim": 16, "do_layer_norm_before": False} if projected else {}
+    model = zoo.build("opt", "causal-lm", **options)
+    found = verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("branches",))
+    assert found.classifier is not None
+    assert found.width == 32
+    batch = zoo.inputs(model, seed=2)
+    with capture(found.anatomy, ["residual"]) as activations:
+        expected = model(**batch).logits
+        got = found.classifier.tokens(activations["residual"][-1].flatten(0, 1)).view_as(expected)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@contextmanager
+def training_mode(model: tf.PreTrainedModel) -> Iterator[None]:
+    model.train()
+    yield
+    assert model.training
+
+
+@pytest.mark.parametrize(("model_type", "task"), [("olmo2", "causal-lm"), ("dinov2", "image-classification")])
+def test_an_unlisted_family_is_proven_on_inputs_of_its_own_kind(model_type: str, task: str) -> None:
+    model = zoo.build(model_type, task)
+    with training_mode(model):
+        assert find_anatomy(model).num_layers == 3
+
+
+def test_a_head_may_be_described_in_the_settings() -> None:
+    """The refusal's own advice, on a head that takes the mean of its positions inside functions."""
+    model = zoo.build("olmo2", "causal-lm")
+    described = {"blocks": "layers", "head": "lm_head", "final_norm": "norm"}
+    inputs = zoo.inputs(model, seed=1)
+    assert verify(anatomy_candidates(model, override=described), inputs).classifier is not None
+    assert verify(anatomy_candidates(model, override={**described, "head": None}), inputs).classifier is None
+    wrong = anatomy_candidates(model, override={**described, "normed": False})
+    with pytest.raises(FulldepthError, match="the head applied to h_L misses the model's own logits"):
+        verify(wrong, inputs)
+    with pytest.raises(FulldepthError, match=r"name its modules with anatomy\.head"):
+        anatomy_candidates(model, override={"blocks": "layers", "pool": "first"})
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_model_that_sees_the_next_token_has_no_lens(decodes: bool) -> None:
+    model = zoo.build("bert", "causal-lm", is_decoder=decodes)
+    found = verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head",))
+    assert (found.classifier is not None) is decodes
+    assert ("reads later tokens" in found.unproven.get("head", "")) is not decodes
+
+
+def test_models_of_sound_are_refused_by_their_inputs() -> None:
+    model = tf.Wav2Vec2Model(zoo.config_for("wav2vec2"))
+    with pytest.raises(FulldepthError, match="reads input_values"):
+        anatomy_candidates(model)

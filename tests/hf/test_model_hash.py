@@ -1,0 +1,187 @@
+"""The hash of a model against hashlib over the tensors of its safetensors files."""
+
+import copy
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.model_hash import model_hash
+from tiny_models import BUILDERS, build
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox"]
+
+
+def part(content):
+    return len(content).to_bytes(8, "little") + content
+
+
+def hash_of_files(folder):
+    """The documented hash, from the safetensors files alone."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    stream = part(b"fulldepth model 1")
+    renamed = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX in its files, and in transformers 5
+    for name, tensor in sorted((renamed.get(name, name), tensor) for name, tensor in tensors.items()):
+        values = np.asarray(tensor.float().numpy(), "<f4")
+        stream += part(name.encode()) + part(str(list(values.shape)).encode()) + part(b"float32")
+        stream += part(hashlib.sha256(values.tobytes()).digest())
+    return "sha256:" + hashlib.sha256(stream).hexdigest()
+
+
+def tied(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*FAMILIES, "tied"])
+def test_hash_is_that_of_the_saved_file(tmp_path, name, dtype):
+    model = tied(dtype) if name == "tied" else build(name, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    expected = hash_of_files(tmp_path)
+    assert model_hash(model) == expected
+    assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path)) == expected
+    assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)) == expected
+    assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)) == expected
+
+
+def test_hash_of_a_sharded_checkpoint(tmp_path):
+    model = build("llama")
+    model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path / "many")) == model_hash(model)
+    assert hash_of_files(tmp_path / "many") == model_hash(model)
+
+
+def test_hash_is_not_moved_by_what_is_not_saved():
+    model = build("llama")
+    expected = model_hash(model)
+    model.model.rotary_emb.inv_freq.mul_(2)  # a buffer that is not persistent
+    model.config.rope_theta = 7.0
+    model.train().requires_grad_(False)
+    assert model_hash(model) == expected
+    assert model_hash(copy.deepcopy(model)) == expected
+
+
+def test_hash_of_tied_weights_whose_tie_was_lost():
+    """Loading with `assign=True` leaves two equal tensors where there was one."""
+    model, other = tied(), tied()
+    other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight.detach().clone())
+    assert other.lm_head.weight.data_ptr() != other.model.embed_tokens.weight.data_ptr()
+    assert model_hash(other) == model_hash(model)
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    assert model_hash(other) != model_hash(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hash_of_every_other_weight(name):
+    """One number anywhere, by one unit in the last place: another hash."""
+    model = build(name)
+    seen = {model_hash(model)}
+    saved = model.state_dict()
+    for value in {id(v): v for v in saved.values()}.values():
+        old = value.flatten()[-1].item()
+        value.view(-1)[-1] = float(np.nextafter(np.float32(old), np.float32(9)))
+        seen.add(model_hash(model))
+        value.view(-1)[-1] = old
+    assert len(seen) == 1 + len({v.data_ptr() for v in saved.values()})
+
+
+def test_hash_tells_precisions_apart_where_they_round():
+    model = build("llama")
+    rounded = copy.deepcopy(model).bfloat16()
+    assert model_hash(rounded) != model_hash(model)
+    assert model_hash(copy.deepcopy(rounded).float()) == model_hash(rounded)
+    finer = copy.deepcopy(model).double()
+    assert model_hash(finer) == model_hash(model)
+    with torch.no_grad():
+        finer.lm_head.weight[0, 0] += 1e-12
+    assert model_hash(finer) != model_hash(model)
+
+
+def test_hash_of_names_and_shapes():
+    def module(**tensors):
+        found = torch.nn.Module()
+        for name, tensor in tensors.items():
+            found.register_buffer(name, tensor)
+        return found
+
+    numbers = torch.arange(6.0)
+    hashes = [
+        model_hash(module(a=numbers)),
+        model_hash(module(b=numbers)),
+        model_hash(module(a=numbers.view(2, 3))),
+        model_hash(module(a=numbers.view(3, 2))),
+        model_hash(module(a=numbers.long())),
+        model_hash(module(a=numbers.int())),
+        model_hash(module(a=numbers[:3], b=numbers[3:])),
+        model_hash(module(a=numbers[:2], b=numbers[2:])),
+        model_hash(module(a=numbers.bool())),
+        model_hash(module(a=torch.complex(numbers, numbers))),
+        model_hash(module(a=torch.tensor(1.0))),
+        model_hash(module(a=torch.zeros(0))),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    turned = numbers.view(2, 3).T  # not contiguous
+    assert model_hash(module(a=turned)) == model_hash(module(a=turned.contiguous()))
+
+
+def test_hash_of_many_pieces(monkeypatch):
+    expected = model_hash(build("llama"))
+    monkeypatch.setattr("fulldepth.hf.model_hash.CHUNK", 7)
+    assert model_hash(build("llama")) == expected
+
+
+def test_hash_of_a_quantised_weight():
+    """Subclasses that hold several tensors, as torchao's, count by what they hold."""
+    one, other = torch.arange(4.0), torch.arange(4.0) + 1
+
+    def linear(first, second):
+        found = torch.nn.Linear(4, 1, bias=False)
+        found.weight = torch.nn.Parameter(TwoTensor(first[None], second[None]), requires_grad=False)
+        return model_hash(found)
+
+    assert linear(one, one) == linear(one.clone(), one.clone())
+    assert len({linear(one, one), linear(one, other), linear(other, one)}) == 3
+
+
+def test_hash_of_weights_that_are_not_here():
+    with torch.device("meta"):
+        model = tied()
+    with pytest.raises(FulldepthError, match="is not in memory"):
+        model_hash(model)
+
+
+def test_hash_in_another_process(tmp_path):
+    model = tied()
+    model.save_pretrained(tmp_path)
+    program = (
+        "import sys, transformers; from fulldepth.skip.plan import model_hash;"
+        f"print(model_hash(transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split()[-1] == model_hash(model)
+
+
+def test_every_family_of_the_table_has_a_hash():
+    for name in BUILDERS:
+        assert model_hash(build(name)).startswith("sha256:")

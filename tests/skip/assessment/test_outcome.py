@@ -1,0 +1,195 @@
+"""A plan as results: rows out of the plan, and sentences that say what happened."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import anatomy_candidates
+from fulldepth.results import COLUMNS, Results
+from fulldepth.skip.assessment.outcome import analyse, settings_of
+from fulldepth.skip.assessment.outcome_headline import headline, projections_of
+from fulldepth.skip.summary import lines
+from skip import plain, planned
+from tiny_models import LAYERS, WIDTH, build
+
+EXAMPLES = plain.examples(4, 6)
+
+
+def select(results, measure, **where) -> pd.DataFrame:
+    rows = results.table[results.table.measure == measure]
+    for name, value in where.items():
+        rows = rows[rows[name] == value]
+    return rows
+
+
+def healed_plan(model, **entries):
+    entries = {"losses": [2.0, 2.1, 2.5], "healed_loss": 2.2, "control_loss": {"scalars_only": 1.9}} | entries
+    return planned.plan(model, (3, 1), **entries)
+
+
+def test_rows_say_what_the_plan_says(tmp_path) -> None:
+    model = build("llama")
+    plan = healed_plan(model, data=EXAMPLES.meta)
+    results = analyse(model, plan, EXAMPLES, output=tmp_path / "out")
+    assert list(results.table.columns) == [*COLUMNS, "removed", "state"]
+    losses = select(results, "loss")
+    kept = losses[["layer", "value", "removed", "state"]].astype(object)
+    assert kept.where(kept.notna(), None).values.tolist() == [
+        [None, 2.0, 0, "original"],
+        [3, 2.1, 1, "skipped"],
+        [1, 2.5, 2, "skipped"],
+        [1, 2.2, 2, "healed"],
+        [None, 1.9, 0, "scalars_only"],
+    ]
+    assert set(losses["count"]) == {sum(int((e.labels != -100).sum()) for e in EXAMPLES.heldout)}
+    scalars = {
+        (f"{row.statistic}_{row.site[:3]}", row.layer): row.value for row in select(results, "scalar").itertuples()
+    }
+    assert scalars == {
+        (name, int(layer)): value for layer, factors in plan.scalars.items() for name, value in factors.items()
+    }
+    assert select(results, "mmd").groupby("state").size().to_dict() == {"healed": LAYERS + 1, "skipped": LAYERS + 1}
+    assert set(select(results, "mmd").removed) == {2}
+    norms = select(results, "spectral_norm")
+    assert len(norms) == 7 * LAYERS
+    assert norms.removed.isna().all()
+    assert set(norms.state) == {"original"}
+    again = Results.load(tmp_path / "out")
+    pd.testing.assert_frame_equal(again.table, results.table)
+    assert again.meta["plan"] == plan.document()
+    assert again.meta["kind"] == "skip"
+    assert again.meta["model"]["num_layers"] == LAYERS
+    assert again.meta["warnings"] == []
+
+
+def test_scalars_of_every_channel_are_summed_up() -> None:
+    model = build("llama")
+    rng = np.random.default_rng(0)
+    flat = planned.scalars((3, 1), LAYERS)
+    values = {
+        layer: {name: rng.uniform(0.5, 1.5, WIDTH).astype(np.float32).tolist() for name in factors}
+        for layer, factors in flat.items()
+    }
+    results = analyse(model, healed_plan(model, scalars=values, data=EXAMPLES.meta), EXAMPLES)
+    rows = select(results, "scalar", layer=2, site="attention").set_index("statistic")
+    assert rows.value.to_dict() == pytest.approx(
+        {
+            "b": np.mean(values["2"]["b_att"]),
+            "b_std": np.std(values["2"]["b_att"]),
+            "s": np.mean(values["2"]["s_att"]),
+            "s_std": np.std(values["2"]["s_att"]),
+        }
+    )
+    assert set(rows["count"]) == {WIDTH}
+
+
+def test_a_plan_that_was_not_healed_says_so() -> None:
+    model = build("gpt2")
+    plan = planned.plan(model, (2,), values=None, losses=[1.0, 1.5], data=EXAMPLES.meta)
+    results = analyse(model, plan, EXAMPLES)
+    assert set(results.table.state) == {"original", "skipped"}
+    assert select(results, "scalar").empty
+    assert results.headline["loss_healed"] == {
+        "value": None,
+        "unit": "nats",
+        "sentence": "No scalars were fitted: the model is not healed.",
+    }
+    assert "not healed" in results.headline["mmd"]["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "healed", "control", "added", "said"),
+    [
+        ([2.0, 2.1, 2.5], 2.2, 1.9, "adds 0.5000 nats to", ["0.3000 nats of the 0.5000", "60%", "costs 0.3000 nats"]),
+        ([2.0, 2.1, 2.5], 1.8, 1.9, "adds 0.5000 nats to", ["more than was lost", "gains 0.1000 nats"]),
+        ([2.0, 2.1, 2.5], 2.5, 2.0, "adds 0.5000 nats to", ["did not heal", "gain nothing", "costs 0.5000 nats"]),
+        ([2.0, 1.9, 1.8], 1.7, 1.9, "takes 0.2000 nats off", ["by another 0.1000 nats", "gains 0.2000 nats"]),
+    ],
+)
+def test_sentences_are_plain(losses, healed, control, added, said) -> None:
+    model = build("llama")
+    plan = healed_plan(model, losses=losses, healed_loss=healed, control_loss={"scalars_only": control})
+    found = headline(plan, pd.DataFrame(columns=[*COLUMNS, "removed", "state"]), anatomy_candidates(model)[0])
+    assert set(found) == {"loss_added", "loss_healed"}
+    assert found["loss_added"]["value"] == pytest.approx(losses[-1] - losses[0])
+    assert found["loss_healed"]["value"] == pytest.approx(losses[-1] - healed)
+    assert added in found["loss_added"]["sentence"]
+    assert "of layers 3, 1, in this order" in found["loss_added"]["sentence"]
+    assert all(words in found["loss_healed"]["sentence"] for words in said), found["loss_healed"]["sentence"]
+
+
+def test_discrepancy_and_norms_in_words() -> None:
+    model = build("gemma2")
+    plan = healed_plan(model, data=EXAMPLES.meta)
+    results = analyse(model, plan, EXAMPLES)
+    last = select(results, "mmd", layer=LAYERS).set_index("state").value
+    assert results.headline["mmd"]["value"] == last["healed"]
+    nearer = "closer to" if last["healed"] < last["skipped"] else "farther from"
+    assert nearer in results.headline["mmd"]["sentence"]
+    weights = [
+        [
+            np.linalg.norm(getattr(block.self_attn, f"{name}_proj").weight.detach().double().numpy(), 2)
+            for name in "qkvo"
+        ]
+        for block in planned.layers(model)
+    ]
+    expected = np.mean([weights[0], weights[2]]) / np.mean(weights[1])
+    assert results.headline["spectral_norm"]["value"] == pytest.approx(expected)
+    smaller = "had smaller" if expected < 1 else "had no smaller"
+    assert smaller in results.headline["spectral_norm"]["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("family", "granularity", "expected"),
+    [
+        ("gpt2", "attention", {"attn.c_attn", "attn.c_proj"}),
+        ("gpt2", "mlp", {"mlp.c_fc", "mlp.c_proj"}),
+        ("gpt_neox", "attention", {"attention.query_key_value", "attention.dense"}),
+        ("gpt2", "layer", {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
+    ],
+)
+def test_which_projections_belong_to_what_is_removed(family, granularity, expected) -> None:
+    assert projections_of(granularity, anatomy_candidates(build(family))[0]) == expected
+
+
+def test_settings_come_from_the_plan() -> None:
+    model = build("llama")
+    cost = {"forwards": 0, "flops": 0, "seconds": 0.0, "settings": {"criterion": "kl", "epochs": 3, "budget": None}}
+    settings = settings_of(planned.plan(model, (2,), cost=cost), {"epochs": 4})
+    assert (settings.blocks, settings.criterion, settings.epochs, settings.granularity) == (1, "kl", 4, "attention")
+    assert settings_of(planned.plan(model, (2, 1), "mlp"), {}).granularity == "mlp"
+
+
+def test_what_is_refused_and_what_is_warned_of(tmp_path) -> None:
+    model = build("llama")
+    plan = healed_plan(model, data={"hash": "sha256:" + "1" * 64})
+    with pytest.raises(FulldepthError, match="another LlamaForCausalLM"):
+        analyse(build("llama", seed=1), plan, EXAMPLES)
+    assert any("other data" in line for line in analyse(model, plan, EXAMPLES, output=tmp_path).meta["warnings"])
+    with pytest.raises(FulldepthError, match="already holds results"):
+        analyse(model, plan, EXAMPLES, output=tmp_path)
+    cost = {"forwards": 0, "flops": 0, "seconds": 0.0, "unsure_rounds": [2]}
+    unsure = analyse(model, healed_plan(model, cost=cost, data=EXAMPLES.meta), EXAMPLES)
+    assert ["1 of 2 rounds" in line for line in unsure.meta["warnings"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("search", "healed", "words"),
+    [
+        ("greedy", True, "blocks were chosen and the training of scalars was stopped"),
+        ("greedy", False, "blocks were chosen"),
+        ("given", True, "the training of scalars was stopped"),
+        ("given", False, None),
+    ],
+)
+def test_losses_say_what_was_decided_on_their_sequences(search, healed, words) -> None:
+    model = build("llama")
+    made = planned.plan(model, [2], values="fitted" if healed else None, search=search, data=EXAMPLES.meta)
+    sentence = analyse(model, made, EXAMPLES).headline["loss_added"]["sentence"]
+    told = [name for name, _, _ in lines(made)]
+    assert ("optimistic" in told) == (words is not None)
+    ending = f"Optimistic: {words} on the same sequences."
+    assert sentence.endswith(ending) if words else "Optimistic" not in sentence
