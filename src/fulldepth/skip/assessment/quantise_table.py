@@ -122,9 +122,8 @@ def _order(by: dict[str, Combination]) -> dict[str, Any]:
     else:
         verdict = f"Quantising {'first' if gap < 0 else 'last'} is better by {nats(abs(gap))}"
     sentence = (
-        f"{combination.name[0].upper()}{combination.name[1:]}: {change} than the original "
-        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, "
-        f"{_times(shares['prefill'])} for a prompt, {_times(shares['decode'])} for a decoded token."
+        f"{verdict}: quantise, then skip ends at {first.loss:.4f} nats, skip, then quantise at {second.loss:.4f}; "
+        f"{which}."
     )
     return {"value": gap, "unit": "nats", "sentence": sentence}
 
@@ -139,8 +138,8 @@ def _corner(combination: Combination, original: Combination) -> dict[str, Any]:
     shares = {phase: median(combination.times[phase]) / median(original.times[phase]) for phase in PHASES}
     sentence = (
         f"{combination.name[0].upper()}{combination.name[1:]}: {change} than the original "
-        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, {_times(shares['prefill'])} for a prompt, "
-        f"{_times(shares['decode'])} for a decoded token."
+        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, "
+        f"{_times(shares['prefill'])} for a prompt, {_times(shares['decode'])} for a decoded token."
     )
     return {"value": added, "unit": "nats", "sentence": sentence}
 
