@@ -1,10 +1,11 @@
-"""Runs a model's blocks one at a time on stored states, so that what variants of it share is computed once."""
+"""Runs a model's layers on given states, with the model's own masks, positions and key/value cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,22 +13,32 @@ from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.layer_cache import LayerCache
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, Classifier
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a block is given beside the state: positional and keyword arguments (masks, position embeddings, ...)."""
 
 
 class LayerRunner:
-    """The blocks of a model as functions of a state.
+    """The layers of a model as functions of a state.
 
     `begin` runs the model's own forward pass with its blocks replaced by what merely notes their arguments: embeddings,
-    masks and position embeddings are made, nothing is multiplied. `run` then gives any block any state, with the
+    masks and position embeddings are made, nothing is multiplied. `run` then gives any layers any state, with the
     arguments that the model itself would give. Switches inside blocks act as they stand when a block runs.
 
+    With a cache, layers may be left behind and run later: after layers 1..E of one token at a time,
+
+        runner.begin(all_those_tokens, cache)
+        states = runner.run(range(E + 1, L + 1), states_of_layer_E)
+        logits = runner.finish(states)
+        cache.crop(positions_to_keep)
+
+    runs layers E+1..L of all of them at once. `execution.decoding_proof` proves this against the model's decoding.
+
     Args:
-        anatomy: a decoder with one residual stream.
+        anatomy: a model whose layers each read what the layer before gives.
         batch: a small batch on which it is proven that the blocks, run one after another, give the model's own states.
 
     Raises:
@@ -38,20 +49,35 @@ class LayerRunner:
         self.anatomy = anatomy
         self._arguments: list[Arguments] = []
         self._first: Tensor | None = None
+        self._cache: LayerCache | None = None
+        self._start = 0
         self._extras = [0] * anatomy.num_layers
         """What each block gives beside the state: 0 = it gives a tensor, n = a tuple of the state and n more."""
         self._tuple = [False] * anatomy.num_layers
         self._prove(batch)
 
     @torch.no_grad()
-    def begin(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """[B, T, D] what the first block reads, h_0; from now on `run` is about this batch.
+    def begin(self, batch: Mapping[str, Tensor], cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] what the first block reads, h_0; from now on `run` is about these tokens.
 
         Args:
-            batch: `input_ids` and `attention_mask`, `[B, T]` on the model's device.
+            batch: `input_ids`, `[B, T]`, and `attention_mask` on the model's device. With a cache the mask is
+                `[B, n + T]`: it says of the n positions before these tokens, too, which are padding. Positions are
+                counted without padding, as `generate` does.
+            cache: from `new_cache`; layers that are run must hold n positions then, and hold n + T afterwards. None:
+                the tokens are whole sequences, nothing is kept.
+
+        Raises:
+            FulldepthError: if the model does not run its blocks once each, or the mask is shorter than the tokens.
         """
-        self._arguments, self._first = [], None
-        with self._blocks_replaced():
+        self._arguments, self._first, self._cache = [], None, cache
+        self._start = batch["attention_mask"].shape[1] - batch["input_ids"].shape[1]
+        if self._start < 0 or (cache is None and self._start):
+            raise FulldepthError(
+                f"An attention mask of {batch['attention_mask'].shape[1]} positions does not fit "
+                f"{batch['input_ids'].shape[1]} tokens{'' if cache else ' without a cache'}."
+            )
+        with self._blocks_replaced(), self._at_start():
             self._body(batch)
         if self._first is None or len(self._arguments) != self.anatomy.num_layers:
             raise FulldepthError(
@@ -60,15 +86,66 @@ class LayerRunner:
             )
         return self._first
 
-    def run(self, layer: int, states: Tensor) -> Tensor:
-        """[B, T, D] what a 1-based layer's block makes of the states `[B, T, D]` of the batch that was begun."""
-        args, kwargs = self._arguments[layer - 1]
-        given = self.anatomy.blocks[layer - 1](states, *args, **kwargs)
-        return given[0] if isinstance(given, tuple) else given
+    def run(self, layers: int | Sequence[int], states: Tensor) -> Tensor:
+        """[B, T, D] what layers make, one after another, of the states `[B, T, D]` of the tokens that were begun.
+
+        Models with n residual streams have states `[B, T, n, D]`.
+
+        Args:
+            layers: one 1-based layer, or several, such as `range(1, 5)` for 1 to 4.
+            states: what the first of them reads.
+
+        Raises:
+            FulldepthError: if a layer does not hold in the cache exactly the positions before these tokens.
+        """
+        if not isinstance(layers, int):
+            for layer in layers:
+                states = self.run(layer, states)
+            return states
+        args, kwargs = self._arguments[layers - 1]
+        with self._at_start():
+            given = self.anatomy.blocks[layers - 1](states, *args, **kwargs)
+        return given[0] if isinstance(given, tuple | list) else given
+
+    def finish(self, states: Tensor) -> Tensor:
+        """[B, T, V] what the final norm and the head make of states `[B, T, D]` of any layer: logits.
+
+        Raises:
+            FulldepthError: if the model has no head that predicts at every position.
+        """
+        return self._classifier.tokens(self.anatomy.stream(states))
+
+    def new_cache(self) -> LayerCache:
+        """An empty cache for this model.
+
+        Raises:
+            FulldepthError: if the model keeps anything but keys and values of each layer.
+        """
+        return LayerCache(self.anatomy.config)
+
+    @cached_property
+    def _classifier(self) -> Classifier:
+        classifier = Classifier(self.anatomy)
+        if not classifier.per_token:
+            raise FulldepthError(f"{type(self.anatomy.model).__name__} does not predict at every position.")
+        return classifier
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in inspect.signature(self.anatomy.body.forward).parameters
+
+    def _at_start(self) -> Any:
+        """What a block or the body asks of the cache is answered as of the first token that was begun."""
+        return nullcontext() if self._cache is None else self._cache.starting_at(self._start)
 
     def _body(self, batch: Mapping[str, Tensor]) -> None:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        self.anatomy.body(**body_inputs(self.anatomy, inputs))
+        if self._cache is None:
+            self.anatomy.body(**body_inputs(self.anatomy, inputs))
+            return
+        if self._takes_positions:
+            inputs["position_ids"] = positions(inputs["attention_mask"])[:, self._start :]
+        self.anatomy.body(**inputs, past_key_values=self._cache, use_cache=True)
 
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:
@@ -106,20 +183,39 @@ class LayerRunner:
         finally:
             for hook in hooks:
                 hook.remove()
-        states = self.begin(batch)
+        try:
+            self._compare(batch, own)
+        except (AttributeError, TypeError) as error:  # the model reads what a block gives beside its state
+            raise FulldepthError(
+                f"{kind} uses what its blocks give beside the state ({error}); they cannot be run one by one."
+            ) from error
+
+    def _compare(self, batch: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
+        """The blocks one by one against the model's own states h_0 .. h_L.
+
+        Raises:
+            FulldepthError: if one differs, or a block overwrites its input.
+        """
+        kind, states = type(self.anatomy.model).__name__, self.begin(batch)
         for layer in range(1, self.anatomy.num_layers + 1):
             version = states._version
             after = self.run(layer, states)
             if states._version != version or after is states:
                 raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
-            error = relative_error(after, own[layer])
+            error = relative_error(self.anatomy.stream(after), own[layer])
             if not error <= TOLERANCE[after.dtype]:  # NaN is no agreement
                 raise FulldepthError(
-                    f"Layer {layer} of {kind}, run by itself, misses the model's own state by {error:.1e} (relative); "
-                    "what this model does around its blocks is not known here, so no search can be made."
+                    f"Layer {layer} of {kind}, run by itself, misses the model's own state by {error:.1e} (relative): "
+                    "it reads more than the layer before, or the model does something between its layers."
                 )
             states = after
 
     def _form(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._tuple[index] = isinstance(output, tuple)
-        self._extras[index] = len(output) - 1 if isinstance(output, tuple) else 0
+        self._tuple[index] = isinstance(output, tuple | list)
+        self._extras[index] = len(output) - 1 if isinstance(output, tuple | list) else 0
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """[B, T] the position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
+    counted = attention_mask.long().cumsum(-1) - 1
+    return counted.masked_fill(attention_mask == 0, 0)

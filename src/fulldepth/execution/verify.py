@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
 from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import TOLERANCE, find_head, is_close, predict, prove_end, prove_stream, relative_error
 from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, run
-from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates
+from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates, evaluating
 from fulldepth.hf.finder import towers
 
 MOST_REASONS = 3
@@ -117,13 +117,8 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     model = guess.model  # without wrappers
     if model.config.model_type in FAMILIES:
         return guess
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         return verify(candidates, _sample(guess), optional=("head", "branches")).anatomy
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _sample(anatomy: Anatomy) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from fulldepth.hf.load import (
     pick_device,
     pick_dtype,
 )
+from fulldepth.hf.modes import evaluating
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.shards import (
@@ -60,6 +61,7 @@ __all__ = [
     "checkpoint_of",
     "device_of",
     "drop_checkpoints",
+    "evaluating",
     "find_checkpoints",
     "find_ends",
     "first_broken_weight",

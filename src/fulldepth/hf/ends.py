@@ -7,8 +7,8 @@ experts, shared experts and norms behind a branch are found as well as one proje
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.modes import evaluating
 from fulldepth.hf.offloading import device_of, in_memory
 from fulldepth.hf.wiring import first_input
 
@@ -289,17 +290,6 @@ def _gives_zero(branch: nn.Module, zeros: Mapping[str, Mapping[str, Tensor]], ca
     values = {name: value for group in zeros.values() for name, value in group.items()}
     args, kwargs = call
     return not bool(_tensor(functional_call(branch, values, args, kwargs)).any())
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards the model's own."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _tensor(output: Any) -> Tensor:

@@ -7,8 +7,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names, verify
-from fulldepth.hf import anatomy_candidates, unwrapped
+from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
 from fulldepth.measurement import tokens
 from fulldepth.measurement.batching import batched
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
@@ -110,7 +109,7 @@ def measure_with(
     start = time.perf_counter()
     if isinstance(model, torch.nn.Module):
         model = unwrapped(model)
-    with evaluating(model):
+    with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
         subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=me.device(settings.device))
         reference = _reference(subject, settings, me)
         loaded = time.perf_counter() - start
@@ -129,19 +128,6 @@ def measure_with(
     done.clock.seconds["load"] = loaded
     done.clock.seconds["total"] = time.perf_counter() - start
     return Results(table, _document(subject, settings, plan, done, table))
-
-
-@contextmanager
-def evaluating(model: str | Path | PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for a model that was passed in, also while it is verified; then each module's own mode again."""
-    modes = {module: module.training for module in model.modules()} if isinstance(model, PreTrainedModel) else {}
-    if isinstance(model, PreTrainedModel):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def share(subject: Subject, settings: MeasureSettings, me: Processes) -> int:

@@ -61,18 +61,6 @@ def check_task(anatomy: Anatomy) -> Anatomy:
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode; afterwards each module's own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """No weight asks for a gradient; afterwards each asks again that did before."""
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]

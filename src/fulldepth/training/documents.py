@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.ends import evaluating
+from fulldepth.hf import evaluating
 
 FLASH = "flash_attention_2"
 PROBE = "fulldepth_varlen"

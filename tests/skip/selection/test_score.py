@@ -178,6 +178,14 @@ def test_what_cannot_be_replayed_is_refused():
         assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_several_residual_streams_are_refused():
+    with (
+        pytest.raises(FulldepthError, match="several residual streams"),
+        scorer_of(tm.build("depth_llama-hyper"), plain.sentences(3, seed=6)),
+    ):
+        pass
+
+
 def test_a_pass_that_breaks_off_leaves_a_plain_model():
     model, examples = tm.build("llama"), plain.sentences(3, seed=6)
     before = model(**tm.inputs(model)).logits

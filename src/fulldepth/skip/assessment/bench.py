@@ -37,7 +37,7 @@ from fulldepth import __version__
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, parameter_bytes
-from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, evaluating
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
@@ -51,7 +51,7 @@ from fulldepth.skip.assessment.tasks import TaskScorer
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.selection.flops import costs_of
 from fulldepth.skip.selection.problem import read_data
-from fulldepth.skip.subject import check_task, evaluating, tokenizer_for
+from fulldepth.skip.subject import check_task, tokenizer_for
 
 
 def bench(

@@ -32,7 +32,7 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import PHASES, Runner
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, evaluating
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results, finite
@@ -61,7 +61,7 @@ from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.score import LOSS
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import evaluating, open_model
+from fulldepth.skip.subject import open_model
 
 SEARCHED = "quantised"
 """Folder inside the output: the search on the quantised model."""

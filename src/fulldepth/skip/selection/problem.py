@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import Anatomy, Checkpoint, first_broken_weight
+from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import ReadingSettings, SearchSettings, parse_budget
@@ -25,7 +25,7 @@ from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
 from fulldepth.skip.selection.score import BASE, SCALED, Scorer, make_batches
-from fulldepth.skip.subject import check_task, evaluating, open_for, prove, tokenizer_for
+from fulldepth.skip.subject import check_task, open_for, prove, tokenizer_for
 
 
 @dataclass(frozen=True)

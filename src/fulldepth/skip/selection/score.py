@@ -90,7 +90,7 @@ class Scorer:
         classifier: final norm and head.
 
     Raises:
-        FulldepthError: if the model cannot be replayed.
+        FulldepthError: if the model's layers cannot be run one by one, or it has several residual streams.
     """
 
     def __init__(
@@ -100,6 +100,8 @@ class Scorer:
         self.granularity = granularity
         self.costs: Costs = costs_of(anatomy, classifier, granularity)
         self.device = device_of(anatomy.model)
+        if anatomy.has_streams:
+            raise FulldepthError(f"{type(anatomy.model).__name__} has several residual streams; none can be searched.")
         self.runner = LayerRunner(anatomy, batch.to(self.device).inputs)
 
     @torch.no_grad()

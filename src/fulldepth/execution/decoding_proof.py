@@ -1,0 +1,169 @@
+"""Proves that a layer runner with a cache decodes as the model does, also where layers are left behind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
+from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
+from fulldepth.execution.layer_runner import LayerRunner, positions
+from fulldepth.execution.stream import TOLERANCE, relative_error
+from fulldepth.hf import Anatomy
+
+STEPS = 3
+"""Decoding steps of the proof."""
+PADDING = 2
+"""Positions of left padding in the second sequence."""
+SHORTEST = 8
+"""Tokens of each sequence, at least."""
+
+
+@torch.no_grad()
+def decoding_runner(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> LayerRunner:
+    """A layer runner that is proven to decode with a cache as the model does.
+
+    Two sequences, the second padded on the left, and the first alone, are decoded by the model's own forward pass: a
+    prefill and three steps. Three runs of the layers must give the same logits: layer after layer, token by token; the
+    first half of the layers token by token, then the rest of them on the three tokens at once; the same again after
+    both were taken back.
+
+    Args:
+        anatomy: a proven decoder in evaluation mode, with a language-model head.
+        batch: `input_ids` and `attention_mask`, `[B, T]` on the model's device; their first tokens are read.
+
+    Raises:
+        FulldepthError: if the model does not decode so (recurrent states, layers that share keys and values or read
+            more than one earlier state, a decoder that uses no cache), with the reason.
+    """
+    kind = type(anatomy.model).__name__
+    runner = LayerRunner(anatomy, batch)
+    try:
+        runner.new_cache()
+        pair = _pair(batch)
+        for inputs in (pair, {name: tensor[:1] for name, tensor in pair.items()}):  # masks may be left out unpadded
+            _prove(runner, inputs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = one_line(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
+        raise FulldepthError(f"{kind} cannot be decoded layer by layer: {reason}") from error
+    return runner
+
+
+def _prove(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> None:
+    """Compare every run of the layers with the model's own decoding.
+
+    Raises:
+        FulldepthError: if one differs.
+    """
+    expected = _decode(runner.anatomy, inputs)
+    if not bool(torch.isfinite(expected).all()):
+        raise FulldepthError("its own logits are not finite for a sequence that is padded on the left")
+    for what, logits in _runs(runner, inputs).items():
+        error = relative_error(logits, expected)
+        if not error <= TOLERANCE[logits.dtype]:  # NaN is no agreement
+            raise FulldepthError(f"{what} misses the model's own logits by {error:.1e} (relative)")
+
+
+def _pair(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Two sequences of the batch's tokens, the second with left padding."""
+    real = batch["input_ids"][batch["attention_mask"] != 0]
+    length = max(SHORTEST, batch["input_ids"].shape[1])
+    ids = real.repeat(2 * length // len(real) + 1)[: 2 * length].view(2, length)
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _part(inputs: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+    """The tokens from `start` to `end`, with the mask of all positions to `end`."""
+    return {"input_ids": inputs["input_ids"][:, start:end], "attention_mask": inputs["attention_mask"][:, :end]}
+
+
+def _real(logits: list[Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    """[N, V] logits at positions that are no padding."""
+    return torch.cat(logits, dim=1)[inputs["attention_mask"] != 0]
+
+
+def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
+    """[N, V] the model's own logits: a prefill and single steps with the cache that it makes itself."""
+    length = inputs["input_ids"].shape[1]
+    known = inspect.signature(anatomy.model.forward).parameters
+    cache, logits, before = None, [], 0
+    for end in range(length - STEPS, length + 1):
+        part = _part(inputs, before, end)
+        if "position_ids" in known:
+            part["position_ids"] = positions(part["attention_mask"])[:, before:]
+        output = anatomy.model(**part, past_key_values=cache, use_cache=True)
+        cache, before = output.get("past_key_values"), end
+        _check_cache(anatomy, cache, end)
+        logits.append(output.logits)
+    return _real(logits, inputs)
+
+
+def _check_cache(anatomy: Anatomy, cache: object, length: int) -> None:
+    """The model keeps keys and values of each layer, and nothing else.
+
+    Raises:
+        FulldepthError: if it does not.
+    """
+    if not isinstance(cache, DynamicCache):
+        raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
+    other = {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}
+    if other:
+        raise FulldepthError(f"its cache has layers of type {', '.join(sorted(other))}")
+    lengths = [cache.get_seq_length(index) for index in range(len(cache.layers))]
+    if lengths != [length] * anatomy.num_layers:
+        raise FulldepthError(
+            f"after {length} tokens its cache holds {lengths} positions in {len(lengths)} layers, not {length} in each "
+            f"of {anatomy.num_layers}"
+        )
+
+
+def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is run -> `[N, V]` its logits."""
+    length, num_layers = inputs["input_ids"].shape[1], runner.anatomy.num_layers
+    half, start = max(1, num_layers // 2), length - STEPS
+    early, late = range(1, half + 1), range(half + 1, num_layers + 1)
+    cache = runner.new_cache()
+    prefill = runner.finish(runner.run(range(1, num_layers + 1), _begin(runner, inputs, 0, start, cache)))
+    found = {}
+    for what in ("running its last layers later", "running them again after taking tokens back"):
+        states = []
+        for at in range(start, length):
+            states.append(runner.run(early, _begin(runner, inputs, at, at + 1, cache)))
+            _check_lengths(cache, [at + 1] * half + [start] * len(late))
+        _begin(runner, inputs, start, length, cache)
+        logits = runner.finish(runner.run(late, torch.cat(states, dim=1)))
+        _check_lengths(cache, [length] * num_layers)
+        found[what] = _real([prefill, logits], inputs)
+        cache.crop(start)
+        _check_lengths(cache, [start] * num_layers)
+    steps = [
+        runner.finish(runner.run(range(1, num_layers + 1), _begin(runner, inputs, at, at + 1, cache)))
+        for at in range(start, length)
+    ]
+    found["running its layers one by one"] = _real([prefill, *steps], inputs)
+    return found
+
+
+def _begin(runner: LayerRunner, inputs: Mapping[str, Tensor], start: int, end: int, cache: LayerCache) -> Tensor:
+    return runner.begin(_part(inputs, start, end), cache)
+
+
+def _check_lengths(cache: LayerCache, expected: list[int]) -> None:
+    """Layers that ran have written their own keys and values, and no others.
+
+    Raises:
+        FulldepthError: if they have not.
+    """
+    if cache.lengths != expected:
+        raise FulldepthError(
+            f"its layers leave {cache.lengths} positions in the cache where {expected} were run: they share keys and "
+            "values, or keep them elsewhere"
+        )

@@ -1,0 +1,148 @@
+"""A key/value cache whose layers may hold different numbers of positions, and that can be cut back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from fulldepth.errors import FulldepthError
+
+KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers of a cache that hold keys and values of positions, all of them or a window, and nothing else."""
+
+
+class LayerCache(DynamicCache):
+    """The keys and values of a decoder, `[B, heads, positions, channels]` in each layer.
+
+    It is transformers' cache and works in the model's own forward pass. Beyond that, a layer may lag behind: while
+    tokens are run from position n on (`starting_at`), masks and positions are made for a cache of n positions, and a
+    layer that holds another number refuses to be written. Layers with a sliding window keep what leaves the window
+    until the next `crop`, so that positions can be taken back.
+
+    Args:
+        config: of the model; says which layers have a sliding window.
+
+    Raises:
+        FulldepthError: if a layer keeps anything but keys and values of its own (recurrent states, another layer's).
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        try:
+            super().__init__(config=config)
+        except Exception as error:
+            raise FulldepthError(f"transformers makes no cache for {type(config).__name__}: {error!r}.") from error
+        unknown = {type(layer).__name__ for layer in self.layers if type(layer) not in KNOWN_LAYERS}
+        if unknown or not self.layers:
+            raise FulldepthError(
+                f"The cache of {type(config).__name__} has layers that are not keys and values of single layers "
+                f"({', '.join(sorted(unknown)) or 'none at all'}); they can be neither left behind nor cut back."
+            )
+        self.activate_past_recording()
+        self._start: int | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """[L] how many positions each layer has seen."""
+        return [self._layer(index).get_seq_length() for index in range(len(self.layers))]
+
+    @contextmanager
+    def starting_at(self, start: int) -> Iterator[None]:
+        """While open, the cache has `start` positions for whoever asks, and layers with another number are not written.
+
+        Args:
+            start: the position of the first token that is run.
+        """
+        before, self._start = self._start, start
+        try:
+            yield
+        finally:
+            self._start = before
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions in a 0-based layer; within `starting_at`, its start."""
+        return super().get_seq_length(layer_idx) if self._start is None else self._start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys a 0-based layer gives for `query_length` new positions, and the position of the first."""
+        if self._start is None:
+            return super().get_mask_sizes(query_length, layer_idx)
+        kept = min(self._start, self._most(layer_idx))
+        return kept + query_length, self._start - kept
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a 0-based layer, and return the keys and values that the new positions may read.
+
+        Raises:
+            FulldepthError: within `starting_at`, if the layer does not end where the new positions start.
+        """
+        if self._start is not None and (length := self._layer(layer_idx).get_seq_length()) != self._start:
+            raise FulldepthError(
+                f"Layer {layer_idx + 1} has {length} positions in the cache, but the tokens start at position "
+                f"{self._start}; run the layer on the tokens between, or crop the cache."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, length: int | Sequence[int]) -> None:
+        """Forget every position from `length` on; layers that hold fewer stay as they are.
+
+        With one length for each sequence, every layer must hold the same number of positions. Sequences that keep less
+        than the longest are moved to the right, as left padding does: position i of sequence b is then at
+        `i + max(length) - length[b]`, and the positions before are padding, which the attention mask must say.
+
+        Args:
+            length: positions to keep, padding included: for all sequences, or of each.
+
+        Raises:
+            FulldepthError: if sequences of layers with different numbers of positions are cut differently, if a
+                sequence is to keep more than there is, or if positions that a sliding window needs are gone.
+        """
+        kept = [length] if isinstance(length, int) else list(length)
+        if min(kept, default=-1) < 0:
+            raise FulldepthError(f"A cache is cropped to 0 positions or more, not to {length}.")
+        if min(kept) < max(kept) and (len({*self.lengths}) > 1 or max(kept) > self.lengths[0]):
+            raise FulldepthError("Sequences can keep different numbers of positions only if all layers hold them.")
+        for index in range(len(self.layers)):
+            layer = self._layer(index)
+            if layer.is_initialized:
+                own = [min(kept[0], layer.get_seq_length())] * len(layer.keys)
+                self._cut(index, layer, kept if min(kept) < max(kept) else own)
+
+    def _cut(self, index: int, layer: Any, ends: Sequence[int]) -> None:
+        """One layer, so that sequence b ends with position `ends[b] - 1`."""
+        dropped = layer.get_seq_length() - layer.keys.shape[-2]
+        room = min(max(ends), self._most(index))
+        if any(min(end, room) > end - dropped for end in ends):
+            raise FulldepthError(
+                f"Layer {index + 1} has a sliding window and no longer holds the positions before {dropped} that it "
+                f"needs at {min(ends)} positions; crop once after each run, not further back than that run's start."
+            )
+        if len({*ends}) == 1:
+            columns = slice(ends[0] - dropped - room, ends[0] - dropped)
+            layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
+        else:
+            last = torch.tensor(ends, device=layer.keys.device)[:, None] - dropped
+            columns = (last + torch.arange(-room, 0, device=layer.keys.device)).clamp(min=0)
+            rows = torch.arange(len(ends), device=layer.keys.device)[:, None]
+            layer.keys, layer.values = (
+                kept.transpose(1, 2)[rows, columns].transpose(1, 2) for kept in (layer.keys, layer.values)
+            )
+        if layer.is_sliding:
+            layer.cumulative_length = max(ends)
+
+    def _layer(self, index: int) -> Any:
+        """A 0-based layer, which is one of `KNOWN_LAYERS`."""
+        return self.layers[index]
+
+    def _most(self, index: int) -> int:
+        """Earlier positions that a 0-based layer reads at most."""
+        layer = self._layer(index)
+        return layer.sliding_window - 1 if layer.is_sliding else sys.maxsize
