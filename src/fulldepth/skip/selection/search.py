@@ -115,11 +115,8 @@ def search(
         **options,
     }
     settings = layered(SearchSettings, asked)
-    with (
-        processes() as me,
-        me.holding(output),
-        prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem,
-    ):
+    opened = {"tokenizer": tokenizer, "heldout": heldout}
+    with processes() as me, me.holding(output), prepared(model, data, settings, me, **opened) as problem:
         return search_with(problem, me, watcher or Watcher(), output=output, resume=resume, responses=responses)
 
 
