@@ -10,7 +10,8 @@ import pytest
 import torch
 from torchmetrics import Metric
 
-from fulldepth.metrics import METRICS, Row
+from fulldepth.metrics import METRICS, Row, Setup
+from fulldepth.metrics.displacement import BINS
 
 HERE = Path(__file__).parent
 NAMES = tuple(METRICS)
@@ -132,10 +133,51 @@ def test_one_pass_for_all_says_what_each_says_alone(wordy_world, weights, same_r
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
     metric = METRICS[name](wordy_world.setup())
-    promised, before = METRICS[name].memory(wordy_world.setup()), held(metric)
+    promised, before = metric.nbytes, held(metric)
     for _ in range(3):
         fill({name: metric}, wordy_world, weights, (5, 7))
-    assert held(metric) == before <= promised <= 2 * before + 64
+    assert held(metric) == before == promised == metric.nbytes
+
+
+def test_bytes_held_by_closed_form():
+    """L = 4 layers, D = 32, K = 7 frequencies of T = 12 tokens, G = 16 groups; 8 bytes a number, 16 if complex."""
+    setup = Setup(
+        num_layers=4,
+        width=32,
+        value_width=16,
+        chained=False,
+        routed_heads=2,
+        num_streams=3,
+        sequence_length=12,
+        num_sequences=48,
+        num_tokens=500,
+        words=("a", "b", "c"),
+        projections=("q", "k"),
+        reservoir_tokens=100,
+        entropy_sequences=7,
+        head_shares=((0.5, 0.5),) * 4,
+    )
+    assert setup.groups == 16
+    cells, kept = 32 * 7, 500  # channels times frequencies; occurrences of a word
+    lens, per_layer = 8 * (4 + 2) * 16, 2 * 8 * 4
+    assert {name: METRICS[name](setup).nbytes for name in NAMES} == {
+        "displacement": 2 * 5 * (BINS + 2 * 16 + 1) * 8,
+        "jump_rate": per_layer * 16,
+        "coherence": cells * (2 * 4 * 16 + (5 + 4 + 4) * 8 + (4 * 16 + 5 * 8) * 16) + 8 * 16,
+        "cosine": 2 * 2 * 5**2 * 8,
+        "norm_ratio": 2 * per_layer,
+        "lens_accuracy": lens,
+        "lens_loss": lens,
+        "saturation": 8 * 4 * 16,
+        "effective_depth": 8 * 5 * 16,
+        "renyi_entropy": 320,
+        "separability": 3 * (kept * (4 * (5 * 32 + 4 * 16) + 2 * 24) + 2 * 8),
+        "spectral_norm": 5 * 8 * 2 * 4,
+        "retrieval_weight": 8 * 4 * (2 * 2 * 4 + 1),
+        "expected_retrieval": per_layer,
+        "stream_mixing": 832,
+        **dict.fromkeys(("cka", "nc1", "mmd"), 0),
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import verify
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.inputs.examples import read_examples
 from fulldepth.skip.plan import Plan
@@ -98,6 +101,36 @@ def test_the_models_own_answers(checkpoint, tmp_path) -> None:
         assert row["response"].split() == words_of.decode(ids[0, -5:], skip_special_tokens=True).split()
     assert plan.data["responses"]["max_new_tokens"] == 5
     assert Results.load(out).meta["data"]["responses"] == plan.data["responses"]
+
+
+def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch) -> None:
+    """However many steps use it: counted at every place of the package that holds the function."""
+    calls: list[str] = []
+
+    def counted(function):
+        def counting(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return counting
+
+    package = [module for name, module in sys.modules.items() if name.split(".")[0] == "fulldepth"]
+    for function in (verify, model_hash, read_examples):
+        for module in package:
+            for name in [name for name, value in vars(module).items() if value is function]:
+                monkeypatch.setattr(module, name, counted(function))
+    once, data = ["model_hash", "read_examples", "verify"], str(tmp_path / "pairs.jsonl")
+    plan = search_into(str(checkpoint), data, tmp_path / "out", SETTINGS)
+    assert sorted(calls) == once
+    calls.clear()
+    analyse(str(checkpoint), plan, data)
+    assert sorted(calls) == once
+    calls.clear()
+    curve(str(checkpoint), data, max_blocks=1, batch_size=4)
+    assert sorted(calls) == once
+    calls.clear()
+    search_into(str(checkpoint), data, tmp_path / "answered", SETTINGS, responses=8, max_new_tokens=5)
+    assert sorted(calls) == once
 
 
 @pytest.mark.slow

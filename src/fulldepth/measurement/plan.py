@@ -30,7 +30,7 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """Bytes held by the accumulators and the shared reservoirs, whatever the size of the data."""
         return {
-            "accumulators": sum(measure.memory(self.setup) for measure in self.measures.values()),
+            "accumulators": sum(measure.nbytes for measure in self.measures.values()),
             "reservoirs": sum(reservoir.nbytes for reservoir in self.setup.reservoirs.values()),
         }
 

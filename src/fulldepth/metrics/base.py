@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 from torchmetrics import Metric
 
 from fulldepth.metrics.jackknife import group_sizes
-from fulldepth.metrics.reservoir import Reservoir
+from fulldepth.metrics.reservoir import Reservoir, state_bytes
 
 CPU = torch.device("cpu")
 POSITION_BITS = 24
@@ -247,7 +247,9 @@ class Measure(Metric):
         """The statistics as rows of `results.parquet`."""
         raise TypeError(f"{type(self).__name__} does not say what its rows are")
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes that the accumulator holds for a data set of any size (shared reservoirs counted apart)."""
-        return 0
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the accumulator holds for a data set of any size (reservoirs of the setup counted apart)."""
+        shared = {id(reservoir) for reservoir in self.setup.reservoirs.values()}
+        owners = [module for module in self.modules() if isinstance(module, Metric) and id(module) not in shared]
+        return sum(map(state_bytes, owners))

@@ -242,14 +242,6 @@ class Coherence(Measure):
             for statistic, value in values.items()
         ]
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: complex and real sums for each layer, channel and frequency, whatever the number of sequences."""
-        layers, cells = setup.num_layers, setup.width * (setup.sequence_length // 2 + 1)
-        powers = 2 * layers + 1 + (0 if setup.chained else layers)
-        grouped = (layers * 16 + (layers + 1) * 8) * len(_spread(setup.width)) * (setup.sequence_length // 2 + 1)
-        return (2 * layers * 16 + powers * 8) * cells + (grouped + 8) * setup.groups
-
 
 def _spread(width: int) -> Tensor:
     """[C] the channels whose sums are kept by group: all of them, or 64 that are evenly spaced."""

@@ -115,11 +115,6 @@ class Cosine(Measure):
                 value = float(values[statistic][view, layer])
                 yield Row(self.name, "residual", layer, last, statistic + suffix, value, count, "1")
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum and a count per view and pair of layers."""
-        return 2 * 2 * (setup.num_layers + 1) ** 2 * 8
-
 
 def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Sums `[L+1, L+1]` of the samples' cosines, how many each holds, and the cosines to the last layer `[L+1, N]`."""

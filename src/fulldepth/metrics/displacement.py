@@ -117,11 +117,6 @@ class Displacement(Measure):
                     rows.append(Row(self.name, site, layer, None, statistic + suffix, value, count, "1"))
         return rows
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: sums by group, squares and histograms per layer."""
-        return 2 * (setup.num_layers + 1) * (BINS + 2 * setup.groups + 1) * 8
-
 
 def _percentile(histogram: Tensor, share: float) -> Tensor:
     """[...] quantile of histograms `[..., BINS]`, linear between order statistics (numpy's default); NaN if empty."""

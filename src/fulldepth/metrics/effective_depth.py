@@ -95,11 +95,6 @@ class EffectiveDepth(Measure):
             if statistic in STATISTICS or not math.isnan(value)
         ]
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum per layer and a count, for each group."""
-        return 8 * (setup.num_layers + 1) * setup.groups
-
 
 def _depths(correct: Tensor, count: Tensor) -> Tensor:
     """[S] the depths of `STATISTICS`, from correct predictions `[L]` and the number of positions."""

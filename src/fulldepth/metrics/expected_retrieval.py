@@ -106,8 +106,3 @@ class ExpectedRetrieval(Measure):
             for index, count in enumerate(values["count"])
             if count
         ]
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum and a count per layer."""
-        return 2 * setup.num_layers * 8

@@ -94,11 +94,6 @@ class JumpRate(Measure):
             if statistic == "value" or not math.isnan(value)
         ]
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum and a count per layer and group."""
-        return 16 * setup.num_layers * setup.groups
-
 
 def _rates(psi: Tensor) -> Tensor:
     """[L-1] zeta_2..zeta_L of mean displacements `[L]`."""

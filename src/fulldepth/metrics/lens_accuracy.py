@@ -76,11 +76,6 @@ class LensMean(Measure):
             if statistic == "mean" or not math.isnan(value)
         ]
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum per layer and a count, for each group."""
-        return 8 * (setup.num_layers + 2) * setup.groups
-
 
 class LensAccuracy(LensMean):
     """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""

@@ -73,8 +73,3 @@ class NormRatio(Measure):
             for layer, (mean, count) in enumerate(zip(values["mean"], values["count"], strict=True), start=1)
             for view, suffix in enumerate(self.setup.views)
         ]
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum and a count per layer and view."""
-        return 2 * 2 * setup.num_layers * 8

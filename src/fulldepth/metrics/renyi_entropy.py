@@ -175,8 +175,3 @@ class RenyiEntropy(Measure):
                 for statistic, value in zip(self.units, means[index, layer].tolist(), strict=True):
                     rows.append(Row(self.name, site, layer, None, statistic, value, count, "nats"))
         return rows
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a sum per order and a count, per site and layer."""
-        return 8 * len(cls.sites) * (setup.num_layers + 1) * (len(ALPHAS) + 1)

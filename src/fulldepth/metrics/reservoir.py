@@ -30,6 +30,11 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def state_bytes(metric: Metric) -> int:
+    """Bytes of a metric's own states, which are tensors."""
+    return sum(state.nbytes for state in metric.metric_state.values() if isinstance(state, Tensor))
+
+
 class Sample:
     """What a reservoir kept, in the order of the data.
 
@@ -117,4 +122,4 @@ class Reservoir(Metric):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(t.nbytes for t in (self.features, self.keys, self.labels, self.priorities, self.seen))
+        return state_bytes(self)

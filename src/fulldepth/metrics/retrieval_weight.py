@@ -150,8 +150,3 @@ class RetrievalWeight(Measure):
                 for head, value in enumerate(heads[:, index].tolist()):
                     rows.append(Row(self.name, f"head_{head}", layer, index, statistic, value, count, "1"))
         return rows
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: two sums for each layer, head and source, and a count a layer."""
-        return 8 * setup.num_layers * (2 * setup.routed_heads * setup.num_layers + 1)

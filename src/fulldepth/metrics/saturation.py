@@ -92,11 +92,6 @@ class Saturation(Measure):
             if not math.isnan(value)
         ]
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: a count per layer and group."""
-        return 8 * setup.num_layers * setup.groups
-
 
 def _median(counts: Tensor) -> Tensor:
     """[...] float64: the first layer by which half of the positions have settled, from `counts [..., L]`."""

@@ -142,13 +142,6 @@ class Separability(Measure):
             for statistic, value in (("mean", mean), ("std", std))
         ]
 
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: the features of every occurrence kept, with key, label and priority, and counters."""
-        shapes = _shapes(setup).values()
-        per_occurrence = sum(4 * math.prod(shape) + 24 for shape in shapes)
-        return len(setup.words) * (_capacity(setup) * per_occurrence + 8 * len(shapes))
-
 
 def _shapes(setup: Setup) -> dict[str, tuple[int, int]]:
     """Site -> (layers, width) of one occurrence's features."""

@@ -124,8 +124,3 @@ class SpectralNorm(Measure):
             Row(self.name, site, layer, None, statistic, value, count, "1")
             for (site, layer, statistic), (value, count) in self.compute().items()
         ]
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: five numbers for each projection and layer."""
-        return 40 * len(setup.projections) * setup.num_layers

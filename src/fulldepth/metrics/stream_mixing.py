@@ -98,8 +98,3 @@ class StreamMixing(Measure):
                     site = f"{branch}_stream_{stream}"
                     rows.append(Row(self.name, site, layer + 1, None, statistic, value, count, "1"))
         return rows
-
-    @classmethod
-    def memory(cls, setup: Setup) -> int:
-        """Bytes held: four sums for each connection, layer and stream, and their counts."""
-        return 8 * len(SITES) * setup.num_layers * (len(STATISTICS) * setup.num_streams + 1)

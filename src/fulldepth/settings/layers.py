@@ -1,4 +1,9 @@
-"""Layered settings: defaults < recipe (YAML) < `key=value`. Unknown keys and wrong types are errors, all at once."""
+"""Layered settings: defaults < recipe (YAML) < `key=value`. Unknown keys and wrong types are errors, all at once.
+
+YAML is read by PyYAML with rules of our own (`_Loader`): ruamel.yaml would save only the patterns of numbers and the
+check for repeated keys, and still needs code against aliases, merge keys, dates, keys that are no text, `%YAML 1.1`,
+deep nesting and long numbers.
+"""
 
 from __future__ import annotations
 

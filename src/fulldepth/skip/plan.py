@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +61,53 @@ Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Factor = Annotated[float, _must(lambda number: abs(number) <= FLOAT32, "a finite number (float32)")]
 Factors = dict[str, dict[str, Factor | list[Factor]]]
 """Layer -> name -> factor (per channel: a list)."""
+
+
+def _one_of(kind: str, known: Collection[str]) -> pydantic.AfterValidator:
+    """A check of a name, which says the nearest one that is known."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise unknown(kind, name, known)
+        return name
+
+    return pydantic.AfterValidator(check)
+
+
+def _once_each(blocks: list[int]) -> list[int]:
+    """At least one block, and none twice."""
+    if not blocks:
+        raise FulldepthError("blocks is empty; a plan removes at least one block.")
+    if twice := sorted(block for block, times in Counter(blocks).items() if times > 1):
+        raise FulldepthError(f"blocks names {_listed(twice)} more than once; a block can be removed once.")
+    return blocks
+
+
+def _hashed(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Data with their hash."""
+    if not HASH.fullmatch(str(data.get("hash"))):
+        raise FulldepthError(f"data.hash is {one_line(repr(data.get('hash')), 100)}, expected {HASH_FORM}.")
+    return data
+
+
+def _counted(cost: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Cost with all of `COSTS`."""
+    for name in COSTS:
+        value = cost.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise FulldepthError(f"cost.{name} is {one_line(repr(value), 100)}, expected a number from 0.")
+    return cost
+
+
+def _finite(entry: dict[str, JsonValue], info: pydantic.ValidationInfo) -> dict[str, JsonValue]:
+    """An open entry that JSON can hold."""
+    try:
+        json.dumps(entry, allow_nan=False)
+    except ValueError as error:
+        raise FulldepthError(f"{info.field_name} holds a number that is not finite.") from error
+    return entry
+
+
 Name = Annotated[str, _must(lambda text: 0 < len(text) <= 4096, "text that is not empty, of 4,096 characters at most")]
 
 
@@ -81,15 +128,15 @@ class ControlLoss(Settings):
     """Nothing skipped, scalars trained."""
 
 
-class PlanFields(Settings):
-    """The entries of `plan.json`, each by itself."""
+class Plan(Settings):
+    """The entries of `plan.json`, which fit each other. `of` and `load` say in plain words what does not."""
 
     schema_version: int
     model: PlannedModel
-    granularity: str
-    criterion: str
-    search: str
-    blocks: list[PositiveInt]
+    granularity: Annotated[str, _one_of("granularity", GRANULARITIES)]
+    criterion: Annotated[str, _one_of("criterion", CRITERIA)]
+    search: Annotated[str, _one_of("search", SEARCHES)]
+    blocks: Annotated[list[PositiveInt], pydantic.AfterValidator(_once_each)]
     """1-based layers in the order of their removal."""
     losses: list[Loss]
     """Mean held-out loss in nats of the model itself, and after each removal; not healed, whatever the criterion."""
@@ -98,20 +145,25 @@ class PlanFields(Settings):
     control_loss: ControlLoss | None
     scalars: Factors
     """Empty if none were fitted; else every layer that is left."""
-    data: dict[str, JsonValue]
+    data: Annotated[dict[str, JsonValue], pydantic.AfterValidator(_hashed), pydantic.AfterValidator(_finite)]
     """`hash` of the examples, and whatever else tells where they came from."""
     seed: NonNegativeInt
     versions: dict[str, str]
-    cost: dict[str, JsonValue]
+    cost: Annotated[dict[str, JsonValue], pydantic.AfterValidator(_counted), pydantic.AfterValidator(_finite)]
     """`forwards`, `flops` and `seconds` of the search, and whatever else is worth knowing about it."""
-
-
-class Plan(PlanFields):
-    """A plan whose entries fit each other. `of` and `load` say in plain words what does not."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
-        check_entries(self)
+        if len(self.losses) != len(self.blocks) + 1:
+            raise FulldepthError(
+                f"losses has {len(self.losses)} numbers for {len(self.blocks)} blocks; expected "
+                f"{len(self.blocks) + 1}: the model itself, then one after each removal."
+            )
+        if (self.healed_loss is None) != (self.control_loss is None):
+            raise FulldepthError(
+                "Of healed_loss and control_loss one is null and the other is not; scalars are fitted with their "
+                "control."
+            )
         check_scalars(self)
         return self
 
@@ -134,12 +186,7 @@ class Plan(PlanFields):
                 f"{where} has schema version {one_line(repr(version), 60)}, this fulldepth reads {SCHEMA_VERSION}."
             )
         try:
-            layer(PlanFields, document)
-            return cls.model_validate(document, strict=True)
-        except pydantic.ValidationError as error:
-            lines = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-        except RecursionError:
-            lines = ["It is nested too deeply."]
+            return layer(cls, document)
         except FulldepthError as error:
             _, broken, why = str(error).partition("Invalid JSON: ")  # half a surrogate pair, or nested too deeply
             lines = [f"It is not JSON: {why}"] if broken else str(error).splitlines()
@@ -229,55 +276,7 @@ class Plan(PlanFields):
             )
 
 
-def check_entries(plan: PlanFields) -> None:
-    """Refuse entries that do not fit each other, apart from the scalars.
-
-    Raises:
-        FulldepthError: with what is wrong.
-    """
-    for kind, name, known in (
-        ("granularity", plan.granularity, GRANULARITIES),
-        ("criterion", plan.criterion, CRITERIA),
-        ("search", plan.search, SEARCHES),
-    ):
-        if name not in known:
-            raise unknown(kind, name, known)
-    if not plan.blocks:
-        raise FulldepthError("blocks is empty; a plan removes at least one block.")
-    if twice := sorted(block for block, times in Counter(plan.blocks).items() if times > 1):
-        raise FulldepthError(f"blocks names {_listed(twice)} more than once; a block can be removed once.")
-    if len(plan.losses) != len(plan.blocks) + 1:
-        raise FulldepthError(
-            f"losses has {len(plan.losses)} numbers for {len(plan.blocks)} blocks; expected {len(plan.blocks) + 1}: "
-            "the model itself, then one after each removal."
-        )
-    if (plan.healed_loss is None) != (plan.control_loss is None):
-        raise FulldepthError(
-            "Of healed_loss and control_loss one is null and the other is not; scalars are fitted with their control."
-        )
-    check_open_entries(plan)
-
-
-def check_open_entries(plan: PlanFields) -> None:
-    """Refuse `data` or `cost` without what they must hold, or with what JSON cannot.
-
-    Raises:
-        FulldepthError: with what is wrong.
-    """
-    if not HASH.fullmatch(str(plan.data.get("hash"))):
-        raise FulldepthError(f"data.hash is {one_line(repr(plan.data.get('hash')), 100)}, expected {HASH_FORM}.")
-    for name in COSTS:
-        value = plan.cost.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise FulldepthError(f"cost.{name} is {one_line(repr(value), 100)}, expected a number from 0.")
-    for entry in ("data", "cost"):
-        try:
-            json.dumps(getattr(plan, entry), allow_nan=False)
-        except ValueError as error:
-            raise FulldepthError(f"{entry} holds a number that is not finite.") from error
-
-
-def check_scalars(plan: PlanFields) -> None:
+def check_scalars(plan: Plan) -> None:
     """Refuse scalars that do not fit the blocks.
 
     Raises:
@@ -301,7 +300,7 @@ def check_scalars(plan: PlanFields) -> None:
         raise FulldepthError(f"scalars has nothing for {_listed(missing)}; every layer that is left needs its own.")
 
 
-def _check_names(plan: PlanFields) -> None:
+def _check_names(plan: Plan) -> None:
     """Which layers have scalars, and which scalars each."""
     for key, factors in plan.scalars.items():
         if not LAYER.fullmatch(key):
@@ -318,7 +317,7 @@ def _check_names(plan: PlanFields) -> None:
             )
 
 
-def check_depth(plan: PlanFields, anatomy: Anatomy) -> None:
+def check_depth(plan: Plan, anatomy: Anatomy) -> None:
     """Refuse a model whose layers are not those of a plan.
 
     Raises:

@@ -80,15 +80,15 @@ def search_into(
     with processes() as me, me.holding(folder):
         me.first(lambda: _check_folder(folder, resume))
         owner, tokenizer = _open(model, data, settings, me)
-        opened, made = {"tokenizer": tokenizer, "heldout": heldout}, None
+        hashed, made = model_hash(owner), None
         if responses is not None:
             announce(owner, settings, settings.blocks or len(settings.given or ()))  # before the model answers
             answering = Answering(responses, temperature, max_new_tokens)
-            made = _respond(owner, tokenizer, data, answering, settings, folder, me, watcher)
+            made = _respond(owner, hashed, tokenizer, data, answering, settings, folder, me, watcher)
             data = str(folder / RESPONSES)
-        plan = search_with(owner, data, settings, me, watcher, output=folder, resume=resume, responses=made, **opened)
-        if me.is_main and not _is_there(folder, plan):
-            with prepared(owner, data, settings, me, **opened) as problem:
+        with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
+            plan = search_with(problem, me, watcher, output=folder, resume=resume, responses=made)
+            if me.is_main and not _is_there(folder, plan):
                 outcome(plan, problem, watcher=watcher).save(folder)
         me.wait()
     return plan
@@ -135,6 +135,7 @@ def _is_there(folder: Path, plan: Plan) -> bool:
 
 def _respond(
     model: PreTrainedModel,
+    hashed: str,
     tokenizer: Any,
     data: Any,
     answering: Answering,
@@ -154,7 +155,7 @@ def _respond(
         check_data(data, folder)
         prompts = read_prompts(data, tokenizer, limit=answering.count)
         digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-        asked = {"model": model_hash(model), "prompts": f"sha256:{digest}", "count": answering.count, **wanted}
+        asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": answering.count, **wanted}
         return stored_responses(
             folder,
             asked,

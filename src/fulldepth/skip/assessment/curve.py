@@ -113,11 +113,10 @@ def curve(
         owner = open_for(model, settings, me).model
         if settings.search != "given":
             settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
-        opened = {"tokenizer": tokenizer, "heldout": heldout}
-        plan = search_with(owner, data, settings, me, watcher, output=output, resume=resume, **opened)
-        with prepared(owner, data, settings, me, **opened) as problem:
+        with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
+            plan = search_with(problem, me, watcher, output=output, resume=resume)
             read = _read(problem, plan, me, watcher)
-        results = _results(plan, read, settings, (max_blocks, tolerance), find_anatomy(owner).num_layers)
+        results = _results(plan, read, settings, (max_blocks, tolerance), problem.scorer.costs.num_layers)
         if output is not None and me.is_main:
             results.save(output)
         me.wait()

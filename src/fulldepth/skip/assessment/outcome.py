@@ -72,7 +72,8 @@ def analyse(
     settings, me = settings_of(plan, options), Processes()
     owner = open_for(model, settings, me).model
     plan.check_model(owner)
-    with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
+    opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as just checked
+    with prepared(owner, data, settings, me, **opened) as problem:
         results = outcome(plan, problem, reservoir_tokens=reservoir_tokens, watcher=watcher)
     if output is not None:
         results.save(output)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -205,21 +206,24 @@ def _corners(
     owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, saver: Saver | None, *, tokenizer: Any, heldout: Any
 ) -> tuple[list[Combination], Examples]:
     """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
-    with prepared(owner, data, work.settings, work.me, tokenizer=tokenizer, heldout=heldout) as problem:
+    opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as `quantise` has checked
+    with prepared(owner, data, work.settings, work.me, **opened) as problem:
         combinations = [_corner(problem, ORIGINAL), _corner(problem, SKIPPED, plan)]
         anatomy, examples = problem.scorer.anatomy, problem.examples
     whole = _whole(anatomy, plan, examples, work, saver)
     folder = None if work.folder is None else work.folder / SEARCHED
-    second = search_with(whole.model, examples, work.settings, work.me, work.watcher, output=folder, resume=work.resume)
-    if saver is not None:
-        saver.try_to_save(FIRST, whole, second)
-    with prepared(whole.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as problem:
+    again = partial(prepared, data=examples, settings=work.settings, me=work.me, tokenizer=None, heldout=None)
+    with work.me.holding(folder), again(whole.model) as problem:
+        second = search_with(problem, work.me, work.watcher, output=folder, resume=work.resume)
         combinations += [_corner(problem, QUANTISED), _corner(problem, FIRST, second)]
         if work.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
-            return [*combinations, _corner(problem, SECOND, plan)], examples
-    without = work.quantised(anatomy, examples, plan)
-    with prepared(without.model, examples, work.settings, work.me, tokenizer=None, heldout=None) as problem:
-        return [*combinations, _corner(problem, SECOND, plan)], examples
+            combinations.append(_corner(problem, SECOND, plan))
+    if saver is not None:
+        saver.try_to_save(FIRST, whole, second)
+    if work.method != "int8":
+        with again(work.quantised(anatomy, examples, plan).model) as problem:
+            combinations.append(_corner(problem, SECOND, plan))
+    return combinations, examples
 
 
 def _whole(anatomy: Anatomy, plan: Plan, examples: Examples, work: _Work, saver: Saver | None) -> Anatomy:

@@ -65,8 +65,22 @@ def prepared(
     *,
     tokenizer: Any,
     heldout: Any,
+    hashed: str | None = None,
 ) -> Iterator[SearchProblem]:
-    """Model and data, checked against each other; the model is healed on leaving."""
+    """Model and data, checked against each other: read, hashed and proven here and nowhere else.
+
+    Args:
+        model: as for `search`; healed on leaving.
+        data: as for `search`.
+        settings: of the search.
+        me: the processes that share it.
+        tokenizer: as for `search`.
+        heldout: as for `search`.
+        hashed: `model_hash` of the model, where the caller has computed it.
+
+    Raises:
+        FulldepthError: as `search`.
+    """
     parse_budget(settings.budget)
     checkpoint = open_for(model, settings, me)
     owner = checkpoint.model
@@ -78,7 +92,7 @@ def prepared(
         data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
         chunks = split(data, settings)
         anatomy, classifier = prove(owner, chunks[0][0])
-        hashed = model_hash(owner)
+        hashed = hashed or model_hash(owner)
         with Switches(anatomy, settings.granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, settings.granularity, chunks[0][0])
             blocks = _check_able(settings, scorer)

@@ -115,56 +115,51 @@ def search(
         **options,
     }
     settings = layered(SearchSettings, asked)
-    where: Any = {"tokenizer": tokenizer, "heldout": heldout, "output": output, "resume": resume}
-    with processes() as me:
-        return search_with(model, data, settings, me, watcher or Watcher(), responses=responses, **where)
+    opened = {"tokenizer": tokenizer, "heldout": heldout}
+    with processes() as me, me.holding(output), prepared(model, data, settings, me, **opened) as problem:
+        return search_with(problem, me, watcher or Watcher(), output=output, resume=resume, responses=responses)
 
 
 def search_with(
-    model: str | Path | PreTrainedModel,
-    data: Any,
-    settings: SearchSettings,
+    problem: SearchProblem,
     me: Processes,
     watcher: Watcher,
     *,
-    tokenizer: Any = None,
-    heldout: Any = None,
     output: str | Path | None = None,
     resume: bool = False,
     responses: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """`search` with its settings resolved and its process group joined."""
-    folder = None if output is None else Path(output)
-    with me.holding(folder), prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
-        of = {"model": problem.hash, "data": problem.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
-        done = _finished(folder, of, resume, me)
-        if done is not None:
-            return done
-        watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
-        found = problem.estimate(me)
-        watcher.say(found.sentence)
-        path = None if folder is None else folder / PROGRESS
-        loss_cache = LossCache(
-            problem.scorer,
-            problem.chunks,
-            me,
-            path=path,
-            fingerprint=of,
-            resume=resume,
-            watcher=watcher,
-            refit=problem.refit,
-        )
-        budget = _agreed_budget(loss_cache, problem, found, me)
-        picks, rounds = _pick(loss_cache, problem, budget)
-        losses = _losses(loss_cache, picks, settings.criterion)
-        searched = dict(loss_cache.spent)
-        healed, control = _fits(loss_cache, problem, picks, watcher) if settings.fit else (None, None)
-        cost = cost_of(loss_cache, problem, picks, rounds, searched, healed, control)
-        plan = Plan.of(document_of(problem, of, picks, losses, healed, control, cost, responses))
-        if folder is not None and me.is_main:
-            plan.save(folder)
-            (folder / PROGRESS).unlink(missing_ok=True)
-        me.wait()
+    """`search` of a prepared problem, in an output folder that the caller holds; the model is plain afterwards."""
+    folder, settings = None if output is None else Path(output), problem.settings
+    of = {"model": problem.hash, "data": problem.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
+    done = _finished(folder, of, resume, me)
+    if done is not None:
+        return done
+    watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
+    found = problem.estimate(me)
+    watcher.say(found.sentence)
+    loss_cache = LossCache(
+        problem.scorer,
+        problem.chunks,
+        me,
+        path=None if folder is None else folder / PROGRESS,
+        fingerprint=of,
+        resume=resume,
+        watcher=watcher,
+        refit=problem.refit,
+    )
+    budget = _agreed_budget(loss_cache, problem, found, me)
+    picks, rounds = _pick(loss_cache, problem, budget)
+    losses = _losses(loss_cache, picks, settings.criterion)
+    searched = dict(loss_cache.spent)
+    healed, control = _fits(loss_cache, problem, picks, watcher) if settings.fit else (None, None)
+    problem.scorer.plain()
+    cost = cost_of(loss_cache, problem, picks, rounds, searched, healed, control)
+    plan = Plan.of(document_of(problem, of, picks, losses, healed, control, cost, responses))
+    if folder is not None and me.is_main:
+        plan.save(folder)
+        (folder / PROGRESS).unlink(missing_ok=True)
+    me.wait()
     return plan
 
 
