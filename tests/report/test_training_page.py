@@ -45,9 +45,9 @@ def test_the_sections_of_a_run_and_of_several(synthetic, page):
     assert [section["title"] for section in made["sections"]] == expected
     assert [section["title"] for section in page["sections"]] == expected
     assert (made["kind"], page["kind"]) == ("training", "trainings")
-    for results in (synthetic.training(), synthetic.training_comparison()):
+    for kind, results in (("training", synthetic.training()), ("trainings", synthetic.training_comparison())):
         names = list(results.figures())
-        placed = [name for section in arrange(names, training=True) for slot in section["slots"] for name in slot]
+        placed = [name for section in arrange(names, kind) for slot in section["slots"] for name in slot]
         assert sorted(placed) == sorted(names)
 
 
