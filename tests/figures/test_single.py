@@ -35,7 +35,7 @@ def column(table, measure, statistic, site="residual", other=None):
 
 def test_the_reading_order(drawn):
     expected = [
-        "displacement", "jump_rate", "cosine", "cosine_to_last", "cka", "lens_accuracy", "lens_loss", "saturation",
+        "displacement", "jump_rate", "cosine", "cka", "cosine_to_last", "lens_accuracy", "lens_loss", "saturation",
         "effective_depth", "coherence", "coherence_effective", "coherence_bins", "norm_ratio", "renyi_entropy",
         "spectral_norm", "separability",
     ]  # fmt: skip

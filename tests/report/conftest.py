@@ -84,7 +84,7 @@ def visit(browser):
 
         page.route("**/*", gate)
         page.goto(path.as_uri())
-        problem(page)
+        wait_until_ready(page)
         return page
 
     yield open_page
@@ -93,7 +93,7 @@ def visit(browser):
     assert wrong == []
 
 
-def problem(page):
+def wait_until_ready(page):
     """Wait until the queue of figures is empty."""
     page.wait_for_selector("html[data-ready=yes]", state="attached", timeout=60_000)
 
@@ -101,4 +101,4 @@ def problem(page):
 @pytest.fixture(name="ready")
 def ready_fixture():
     """`ready(page)` waits until every figure is drawn."""
-    return problem
+    return wait_until_ready

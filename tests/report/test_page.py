@@ -78,7 +78,7 @@ def test_readings_switch(pages, visit):
     assert "states as they are" in figure.inner_text()
 
 
-def test_the_step_slider_moves_everything(pages, visit, problem):
+def test_the_step_slider_moves_everything(pages, visit, ready):
     page = visit(pages("series"))
     table = Results.load(pages("series").parent).table
     slider = page.get_by_label("Training step")
@@ -86,7 +86,7 @@ def test_the_step_slider_moves_everything(pages, visit, problem):
     before = [page.locator(f"#{name}").inner_text() for name in ("cards", "lens-box")], page.evaluate(axis)
     slider.focus()
     page.keyboard.press("Home")
-    problem(page)
+    ready(page)
     after = [page.locator(f"#{name}").inner_text() for name in ("cards", "lens-box")], page.evaluate(axis)
     assert page.locator("#step-name").inner_text() == "100"
     assert slider.get_attribute("aria-valuetext") == "Step 100, checkpoint 1 of 5"
@@ -97,7 +97,7 @@ def test_the_step_slider_moves_everything(pages, visit, problem):
     assert before[0][0] != after[0][0]
     assert before[1] == after[1]  # the axis stands still, so that steps can be compared
     page.keyboard.press("ArrowRight")
-    problem(page)
+    ready(page)
     assert page.locator("#step-name").inner_text() == "500"
     assert page.evaluate(EMPTY) == []
 
@@ -217,13 +217,13 @@ BACKGROUNDS = """() => {
 
 
 @pytest.mark.parametrize(("scheme", "colour"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 27)")])
-def test_light_and_dark(pages, visit, problem, scheme, colour):
+def test_light_and_dark(pages, visit, ready, scheme, colour):
     page = visit(pages("language_model"), color_scheme=scheme)
     assert set(page.evaluate(BACKGROUNDS)) == {colour}
     line = "document.querySelector('[data-figure=displacement]').data[2].line.color"
     here = page.evaluate(line)
     page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
-    problem(page)
+    ready(page)
     assert set(page.evaluate(BACKGROUNDS)) != {colour}
     assert page.evaluate(line) != here
 
@@ -252,12 +252,12 @@ def test_text_has_contrast(pages, visit, scheme):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_phone_does_not_scroll_sideways(pages, visit, problem, kind):
+def test_a_phone_does_not_scroll_sideways(pages, visit, ready, kind):
     page = visit(pages(kind), viewport={"width": 390, "height": 844})
     for width in (390, 320):
         page.set_viewport_size({"width": width, "height": 844})
         page.wait_for_timeout(300)
-        problem(page)
+        ready(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         plots = page.locator(".plot:visible .main-svg:first-child")
         widths = plots.evaluate_all("(all) => all.map((svg) => svg.clientWidth)")

@@ -198,9 +198,9 @@ def test_columns_come_back(synthetic):
 
 
 def test_every_figure_has_one_place(synthetic):
-    for kind in ("language_model", "series", "comparison"):
-        names = list(getattr(synthetic, kind)().figures())
-        placed = [name for section in arrange(names) for slot in section["slots"] for name in slot]
+    for builder, kind in (("language_model", "single"), ("series", "series"), ("comparison", "comparison")):
+        names = list(getattr(synthetic, builder)().figures())
+        placed = [name for section in arrange(names, kind) for slot in section["slots"] for name in slot]
         assert sorted(placed) == sorted(names)
     assert arrange(["something_new"])[0]["id"] == "further"
 

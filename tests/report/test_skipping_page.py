@@ -314,7 +314,7 @@ def test_real_folders_fill_their_page(real):
 
 
 @pytest.mark.browser
-def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, problem):
+def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, ready):
     opened = visit(page)
     assert opened.locator(".plot").count() >= 10
     assert opened.evaluate(EMPTY) == []
@@ -327,7 +327,7 @@ def test_every_figure_is_drawn_and_nothing_scrolls_sideways(page, visit, problem
     for width in (390, 320):
         opened.set_viewport_size({"width": width, "height": 844})
         opened.wait_for_timeout(300)
-        problem(opened)
+        ready(opened)
         assert opened.evaluate("document.documentElement.scrollWidth") <= width
     cut = opened.locator(".strip .added").evaluate_all(
         "(all) => all.filter((one) => one.scrollWidth > one.clientWidth)"

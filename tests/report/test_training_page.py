@@ -45,9 +45,9 @@ def test_the_sections_of_a_run_and_of_several(synthetic, page):
     assert [section["title"] for section in made["sections"]] == expected
     assert [section["title"] for section in page["sections"]] == expected
     assert (made["kind"], page["kind"]) == ("training", "trainings")
-    for results in (synthetic.training(), synthetic.training_comparison()):
+    for kind, results in (("training", synthetic.training()), ("trainings", synthetic.training_comparison())):
         names = list(results.figures())
-        placed = [name for section in arrange(names, training=True) for slot in section["slots"] for name in slot]
+        placed = [name for section in arrange(names, kind) for slot in section["slots"] for name in slot]
         assert sorted(placed) == sorted(names)
 
 
@@ -166,14 +166,14 @@ def test_a_run_that_has_hardly_begun_still_gives_a_page(synthetic):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("kind", ["training", "training_comparison"])
-def test_every_figure_is_drawn_and_nothing_scrolls_sideways(pages, visit, problem, kind):
+def test_every_figure_is_drawn_and_nothing_scrolls_sideways(pages, visit, ready, kind):
     page = visit(pages(kind))
     assert page.locator(".plot").count() >= 6
     assert page.evaluate(EMPTY) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     page.set_viewport_size({"width": 320, "height": 844})
     page.wait_for_timeout(300)
-    problem(page)
+    ready(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     unnamed = page.locator(".verdict-table").evaluate_all("(all) => all.filter((one) => !one.ariaLabel).length")
     assert unnamed == 0

@@ -1,11 +1,12 @@
 """Plotly figures from a result table; imports neither torch nor the rest of the package.
 
-A new figure is a function in the file of its topic; a new topic is one file and one line in `TOPICS`.
+A new figure is one `Figure` in the `FIGURES` of its topic's file: `Results.figures()`, the sections of the page and the
+notes on how to read it come from that record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -13,30 +14,72 @@ import plotly.graph_objects as go
 
 from fulldepth.figures import (
     coherence,
-    comparison,
     displacement,
     geometry,
+    healing,
     lens,
     memory,
+    pareto,
+    removal,
     series,
     similarity,
-    skipping,
     training,
     trainings,
 )
-from fulldepth.figures.rows import num_layers
-from fulldepth.figures.skipped import KINDS, TOGETHER
-from fulldepth.figures.style import Figures
+from fulldepth.figures.comparison import overlays
+from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, Figure, Method, Quantity, Source
+from fulldepth.figures.series import followed
 
-TOPICS: tuple[Callable[[pd.DataFrame, int], Figures], ...] = (
-    displacement.figures,
-    similarity.figures,
-    lens.figures,
-    coherence.figures,
-    geometry.figures,
-    memory.figures,
+FIGURES: tuple[Figure, ...] = (
+    *training.FIGURES,
+    *trainings.FIGURES,
+    *series.FIGURES,
+    *displacement.FIGURES,
+    *similarity.FIGURES,
+    *lens.FIGURES,
+    *coherence.FIGURES,
+    *geometry.FIGURES,
+    *memory.FIGURES,
+    *series.OF_TRAINING,
+    *removal.FIGURES,
+    *healing.FIGURES,
+    *pareto.FIGURES,
 )
-"""What is drawn of one model at one step, in reading order: (table, number of layers) -> figures."""
+"""Every figure, in reading order among those of the same kind of results."""
+
+
+def records(kind: str) -> list[Figure]:
+    """The figures of a kind of results (see `Source.kind`), those that follow from a record's curves among them.
+
+    A series has the figures of a single model, drawn at its last step, and those over steps.
+    """
+    if kind == SERIES:
+        return [*records(SINGLE), *_of_kind(SERIES)]
+    return _of_kind(kind)
+
+
+def _of_kind(kind: str) -> list[Figure]:
+    return [one for record in FIGURES for one in (record, *_derived(record)) if kind in one.kinds]
+
+
+def _derived(record: Figure) -> Iterator[Figure]:
+    """A record's curves compared between models and, if they are followed, over training."""
+
+    def draw(source: Source) -> dict[str, go.Figure]:
+        return overlays(source, record.quantities(source.table))
+
+    def differences(source: Source) -> dict[str, go.Figure]:
+        return overlays(source, record.quantities(source.table), "difference")
+
+    def over_steps(source: Source) -> dict[str, go.Figure]:
+        return followed(source, record.quantities(source.table))
+
+    if record.curves:
+        yield record.beside(record.name, draw, COMPARISON)
+        yield record.beside(f"difference_{record.name}", differences, COMPARISON)
+    if record.followed:
+        yield record.beside(f"steps_{record.name}", over_steps, SERIES, section="training")
+        yield record.beside(f"steps_{record.name}", over_steps, TRAINING)
 
 
 def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
@@ -54,25 +97,12 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
         its losses and costs over steps; a comparison one line or one map a model, and what it differs by from the
         baseline (`difference_...`). Folders of `fulldepth skip` have figures of their own.
     """
-    if meta.get("kind") in (*KINDS, TOGETHER):
-        return skipping.figures(table, meta)
-    if "model" in table.columns:
-        return (trainings if "step" in table.columns else comparison).figures(table, meta)
-    layers = num_layers(table, meta.get("model"))
-    if meta.get("kind") == "training":
-        return training.figures(table, meta, layers)
-    if "step" not in table.columns:
-        return layerwise(table, layers)
-    last = table[table["step"] == table["step"].max()]
-    return layerwise(last, layers) | series.figures(table, layers)
-
-
-def layerwise(table: pd.DataFrame, layers: int) -> Figures:
-    """The figures of one model at one step."""
-    made: Figures = {}
-    for topic in TOPICS:
-        made |= topic(table, layers)
+    source = Source(table, meta)
+    last = Source(table[table["step"] == table["step"].max()], meta) if source.kind == SERIES else source
+    made: dict[str, go.Figure] = {}
+    for record in records(source.kind):
+        made |= record.drawn(last if SINGLE in record.kinds else source)
     return made
 
 
-__all__ = ["TOPICS", "build", "layerwise"]
+__all__ = ["FIGURES", "Figure", "Method", "Quantity", "Source", "build", "records"]

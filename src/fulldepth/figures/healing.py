@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import plotly.graph_objects as go
 
 from fulldepth.figures.draw import line
+from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
 from fulldepth.figures.rows import Curve, curve, select
 from fulldepth.figures.skipped import Part, Removal, marked_layers, planned
 from fulldepth.figures.style import (
@@ -31,23 +32,26 @@ SCALARS = (
 STATES = {"skipped": ("Skipped, not healed", CATEGORICAL[1]), "healed": ("Healed with scalars", CATEGORICAL[2])}
 
 
-def figures(found: Sequence[Part], layers: int) -> Figures:
-    """`scalars`, `mmd`, `spectral_norm` (a reading for each kind of projection), of each folder of a search."""
-    made: Figures = {}
-    every = [part for part in found if part.kind == "skip"]
-    for part in every:
-        removal = planned(part)
-        suffix = f":{part.label}" if made else ""
-        reading = label(part.label, 40) if len(every) > 1 else ""
-        for name, drawn in (
-            (f"scalars{suffix}", _scalars(part, removal, layers, reading)),
-            (f"mmd{suffix}", _mmd(part, removal, layers, reading)),
-        ):
-            if drawn is not None:
-                made[name] = drawn
-        for group, drawn in _norms(part, removal, layers, reading):
-            made["spectral_norm" if "spectral_norm" not in made else f"spectral_norm:{part.label}:{group}"] = drawn
-    return made
+def _searches(source: Source) -> list[tuple[Part, Removal | None, str]]:
+    """(folder, its removal, its name where there are several) of every search."""
+    every = [part for part in source.parts if part.kind == "skip"]
+    return [(part, planned(part), label(part.label, 40) if len(every) > 1 else "") for part in every]
+
+
+def _by_search(source: Source, draw: Callable[[Part, Removal | None, int, str], go.Figure | None]) -> Figures:
+    """A figure for each search."""
+    return readings(
+        (part.label, draw(part, removal, source.layers, reading)) for part, removal, reading in _searches(source)
+    )
+
+
+def _spectral_norm(source: Source) -> Figures:
+    """A figure for each search and kind of projection."""
+    return readings(
+        (f"{part.label}:{group}", drawn)
+        for part, removal, reading in _searches(source)
+        for group, drawn in _norms(part, removal, source.layers, reading)
+    )
 
 
 def removed(removal: Removal | None) -> tuple[int, ...]:
@@ -90,8 +94,6 @@ def _scalars(part: Part, removal: Removal | None, layers: int, reading: str) -> 
         return None
     drawn = figure(
         [*traces, *key_of_gone(removal)],
-        title="Scalars per layer",
-        subtitle="As fitted; 1 leaves everything as it was. A gap: what it would scale is gone",
         alt=" ".join(words),
         xaxis=layer_axis(layers),
         yaxis={"title": {"text": "Factor"}},
@@ -117,8 +119,6 @@ def _mmd(part: Part, removal: Removal | None, layers: int, reading: str) -> go.F
         return None
     return figure(
         [*traces, *key_of_gone(removal)],
-        title="Distance from the original per layer",
-        subtitle="Squared maximum mean discrepancy of the states after each layer, on held-out tokens",
         alt=" ".join(words),
         xaxis=layer_axis(layers, first=0),
         yaxis={"title": {"text": "MMD²"}, "rangemode": "tozero"},
@@ -170,3 +170,90 @@ def _norms(part: Part, removal: Removal | None, layers: int, reading: str) -> li
         )
         made.append((group, drawn))
     return made
+
+
+FIGURES = (
+    Figure(
+        "scalars",
+        "healing",
+        lambda source: _by_search(source, _scalars),
+        kinds=(SKIP,),
+        title="Scalars per layer",
+        subtitle="As fitted; 1 leaves everything as it was. A gap: what it would scale is gone",
+        methods=(
+            Method(
+                "Scalars b and s",
+                ("scalar",),
+                (
+                    "A and M are a layer’s attention and MLP with their norms. The factors start at 1, are trained "
+                    "alone with everything else frozen, and are folded into the weights afterwards. A layer without "
+                    "its attention has the two of the MLP only. “Healed” is the model with blocks removed and scalars "
+                    "fitted; the control has scalars fitted and nothing removed, and tells how much of the gain is "
+                    "not healing."
+                ),
+                formula=(
+                    "<msup><mi>x</mi><mo>′</mo></msup><mo>=</mo><msub><mi>b</mi><mtext>att</mtext></msub><mi>A</mi>"
+                    "<mo>(</mo><mi>x</mi><mo>)</mo><mo>+</mo><msub><mi>s</mi><mtext>att</mtext></msub><mi>x</mi>"
+                    '<mo>,</mo><mspace width="0.8em"></mspace><mi>y</mi><mo>=</mo><msub><mi>b</mi><mtext>mlp</mtext>'
+                    "</msub><mi>M</mi><mo>(</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><msub><mi>s</mi>"
+                    "<mtext>mlp</mtext></msub><msup><mi>x</mi><mo>′</mo></msup>"
+                ),
+                source=(
+                    "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "
+                    "2506.03303."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "mmd",
+        "states",
+        lambda source: _by_search(source, _mmd),
+        kinds=(SKIP,),
+        title="Distance from the original per layer",
+        subtitle="Squared maximum mean discrepancy of the states after each layer, on held-out tokens",
+        methods=(
+            Method(
+                "Maximum mean discrepancy",
+                ("mmd",),
+                (
+                    "Distance between the states of the modified model and of the original after the same layer, on "
+                    "the same held-out tokens, with a Gaussian kernel as wide as the median distance between points. "
+                    "0 means that the two are distributed alike. Scalars that change the size of the stream raise it "
+                    "even where the final norm takes that size away again."
+                ),
+                formula=(
+                    '<msup><mi>MMD</mi><mn>2</mn></msup><mo>=</mo><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi>'
+                    "<mo>(</mo><mi>x</mi><mo>,</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><mi>E</mi>"
+                    '<mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo><mi>y</mi><mo>,</mo><msup><mi>y</mi><mo>′</mo>'
+                    '</msup><mo>)</mo><mo>−</mo><mn>2</mn><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo>'
+                    "<mi>x</mi><mo>,</mo><mi>y</mi><mo>)</mo>"
+                ),
+                source=(
+                    "Gretton et al., <cite>A Kernel Two-Sample Test</cite>, JMLR 13, 2012 (V-statistic); "
+                    "<cite>Hopscotch</cite>, arXiv 2506.03303, analysis."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "spectral_norm",
+        "states",
+        _spectral_norm,
+        kinds=(SKIP,),
+        methods=(
+            Method(
+                "Spectral norm",
+                ("spectral_norm",),
+                (
+                    "The largest singular value of a weight matrix: the most by which it can stretch its input. Of the "
+                    "original’s weights, before anything was folded into them."
+                ),
+                source=(
+                    "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "
+                    "2506.03303, analysis."
+                ),
+            ),
+        ),
+    ),
+)

@@ -6,55 +6,41 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.draw import bars, line
+from fulldepth.figures.record import COMPARISON, SHARE, ZERO, Figure, Method, Quantity, Source
 from fulldepth.figures.rows import Curve, curve, number, select
-from fulldepth.figures.style import CATEGORICAL, Figures, extremes, figure, label, layer_axis
+from fulldepth.figures.style import CATEGORICAL, extremes, figure, label, layer_axis
 
 TOLERANCES = {"eps=": "Accuracy ≥ 1 − ε", "relative_eps=": "Accuracy ≥ (1 − ε) of the last layer’s"}
 
 
-def figures(table: pd.DataFrame, layers: int) -> Figures:
-    """`lens_accuracy`, `lens_loss`, `saturation`, `effective_depth`."""
-    made = {
-        "lens_accuracy": _accuracy(table, layers),
-        "lens_loss": _loss(table, layers),
-        "saturation": _saturation(table, layers),
-        "effective_depth": _effective_depth(table, layers),
-    }
-    return {name: drawn for name, drawn in made.items() if drawn is not None}
-
-
-def _accuracy(table: pd.DataFrame, layers: int) -> go.Figure | None:
-    accuracy = curve(table, "lens_accuracy", "mean")
+def _accuracy(source: Source) -> go.Figure | None:
+    accuracy = curve(source.table, "lens_accuracy", "mean")
     if not accuracy:
         return None
     return figure(
         [line(accuracy, "Accuracy", CATEGORICAL[0], form=".2%")],
-        title="Accuracy per layer",
-        subtitle="Final norm and head applied to every layer; share of correct top predictions",
         alt=extremes("Accuracy", accuracy.layers, accuracy.values, ".1%"),
-        xaxis=layer_axis(layers, first=0),
+        xaxis=layer_axis(source.layers, first=0),
         yaxis={"title": {"text": "Accuracy"}, "rangemode": "tozero", "tickformat": ".0%"},
     )
 
 
-def _loss(table: pd.DataFrame, layers: int) -> go.Figure | None:
-    loss = curve(table, "lens_loss", "mean")
+def _loss(source: Source) -> go.Figure | None:
+    loss = curve(source.table, "lens_loss", "mean")
     if not loss:
         return None
     return figure(
         [line(loss, "Loss", CATEGORICAL[0])],
-        title="Loss per layer",
-        subtitle="Cross-entropy if the model stopped at this layer",
         alt=extremes("Cross-entropy in nats", loss.layers, loss.values, ".2f"),
-        xaxis=layer_axis(layers, first=0),
+        xaxis=layer_axis(source.layers, first=0),
         yaxis={"title": {"text": "Loss (nats)"}, "rangemode": "tozero"},
     )
 
 
-def _saturation(table: pd.DataFrame, layers: int) -> go.Figure | None:
-    share = curve(table, "saturation", "share")
-    cumulative = curve(table, "saturation", "cumulative")
-    count = curve(table, "saturation", "count")
+def _saturation(source: Source) -> go.Figure | None:
+    share = curve(source.table, "saturation", "share")
+    cumulative = curve(source.table, "saturation", "cumulative")
+    count = curve(source.table, "saturation", "count")
     traces: list[go.Bar | go.Scatter] = []
     if share:
         traces.append(bars(share, "Settle at this layer", CATEGORICAL[0], ".1%"))
@@ -72,11 +58,9 @@ def _saturation(table: pd.DataFrame, layers: int) -> go.Figure | None:
     half = median_layer(cumulative)
     return figure(
         traces,
-        title="Where predictions settle",
-        subtitle="First layer from which the top prediction never changes again",
         alt=extremes("Share of positions that settle", share.layers, share.values, ".1%")
         + (f" Half of all positions have settled by layer {half:.0f}." if half is not None else ""),
-        xaxis=layer_axis(layers),
+        xaxis=layer_axis(source.layers),
         yaxis={"title": {"text": "Share of positions"}, "range": [0, 1.04], "tickformat": ".0%"},
     )
 
@@ -87,11 +71,11 @@ def median_layer(cumulative: Curve) -> float | None:
     return next((float(layer) for layer, share in pairs if share is not None and share >= 0.5), None)
 
 
-def _effective_depth(table: pd.DataFrame, layers: int) -> go.Figure | None:
+def _effective_depth(source: Source) -> go.Figure | None:
     traces = []
     parts = []
     for color, (prefix, name) in zip(CATEGORICAL, TOLERANCES.items(), strict=False):
-        depths = tolerances(table, prefix)
+        depths = tolerances(source.table, prefix)
         if not depths:
             continue
         traces.append(
@@ -100,21 +84,46 @@ def _effective_depth(table: pd.DataFrame, layers: int) -> go.Figure | None:
                 y=list(depths.values()),
                 name=name,
                 marker={"color": color},
-                hovertemplate=f"%{{y:.0f}} of {layers} layers",
+                hovertemplate=f"%{{y:.0f}} of {source.layers} layers",
             )
         )
         kind = "relative ε" if prefix.startswith("relative") else "ε"
-        parts += [f"{depth:.0f} of {layers} at {kind} = {eps}" for eps, depth in depths.items()]
+        parts += [f"{depth:.0f} of {source.layers} at {kind} = {eps}" for eps, depth in depths.items()]
     if not traces:
         return None
     return figure(
         traces,
-        title="Effective depth",
-        subtitle="First layer whose accuracy is good enough, for several tolerances",
         alt=f"Layers needed: {', '.join(parts)}.",
         xaxis={"title": {"text": "Tolerance"}, "type": "category"},
-        yaxis={"title": {"text": "Layers"}, "range": [0, layers * 1.05]},
+        yaxis={"title": {"text": "Layers"}, "range": [0, source.layers * 1.05]},
         barmode="group",
+    )
+
+
+def _depth_of_models(source: Source) -> go.Figure | None:
+    traces = []
+    for run in source.runs:
+        depths = {f"ε = {eps}": value for eps, value in tolerances(run.table, "eps=").items()}
+        depths |= {f"relative ε = {eps}": value for eps, value in tolerances(run.table, "relative_eps=").items()}
+        if depths:
+            traces.append(
+                go.Bar(
+                    x=list(depths),
+                    y=list(depths.values()),
+                    name=run.name,
+                    marker={"color": run.style["color"]},
+                    hovertemplate=f"%{{y:.0f}} of {run.layers} layers",
+                )
+            )
+    if not traces:
+        return None
+    return figure(
+        traces,
+        alt="; ".join(f"{trace.name}: {', '.join(f'{v:.0f}' for v in trace.y)} layers" for trace in traces) + ".",
+        xaxis={"title": {"text": "Tolerance"}, "type": "category"},
+        yaxis={"title": {"text": "Layers"}, "range": [0, max(run.layers for run in source.runs) * 1.05]},
+        barmode="group",
+        showlegend=True,
     )
 
 
@@ -134,3 +143,97 @@ def _as_number(text: str) -> float:
         return float(text)
     except ValueError:
         return float("inf")
+
+
+PER_LAYER = Method(
+    "Accuracy and loss per layer",
+    ("lens_accuracy", "lens_loss"),
+    (
+        "The model’s own final norm and head applied to the state of every layer. Accuracy is the share of positions "
+        "whose top prediction is the true token or class; loss is the cross-entropy in nats, that is, the loss of a "
+        "model that stops at this layer. The last layer’s values are the model’s own."
+    ),
+    source="Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 2; Shibata et al., App. K.",
+)
+FIGURES = (
+    Figure(
+        "lens_accuracy",
+        "predictions",
+        _accuracy,
+        title="Accuracy per layer",
+        subtitle="Final norm and head applied to every layer; share of correct top predictions",
+        methods=(PER_LAYER,),
+        curves=(
+            Quantity(
+                "lens_accuracy", "mean", "Accuracy", "Accuracy", form=".2%", settings={**ZERO, "tickformat": ".0%"}
+            ),
+        ),
+        followed=True,
+    ),
+    Figure(
+        "lens_loss",
+        "predictions",
+        _loss,
+        title="Loss per layer",
+        subtitle="Cross-entropy if the model stopped at this layer",
+        methods=(PER_LAYER,),
+        curves=(Quantity("lens_loss", "mean", "Loss", "Loss (nats)"),),
+        followed=True,
+    ),
+    Figure(
+        "saturation",
+        "predictions",
+        _saturation,
+        title="Where predictions settle",
+        subtitle="First layer from which the top prediction never changes again",
+        methods=(
+            Method(
+                "Saturation",
+                ("saturation",),
+                (
+                    "The first layer from which a position’s top prediction stays what it is at the end, right or "
+                    "wrong. Bars: share of positions that settle at each layer. Line: share that has settled so far."
+                ),
+                formula=(
+                    "<msub><mi>s</mi><mi>n</mi></msub><mo>=</mo><mi>min</mi><mo>{</mo><mi>l</mi><mo>:</mo><mi>g</mi>"
+                    "<mo>(</mo><msubsup><mi>h</mi><mi>n</mi><mi>l</mi></msubsup><mo>)</mo><mo>=</mo><mo>…</mo>"
+                    "<mo>=</mo><mi>g</mi><mo>(</mo><msubsup><mi>h</mi><mi>n</mi><mi>L</mi></msubsup><mo>)</mo>"
+                    "<mo>}</mo>"
+                ),
+                source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.2.",
+            ),
+        ),
+        curves=(
+            Quantity(
+                "saturation", "cumulative", "Settled predictions", "Share of positions", form=".1%", settings=SHARE
+            ),
+        ),
+    ),
+    Figure(
+        "effective_depth",
+        "predictions",
+        _effective_depth,
+        title="Effective depth",
+        subtitle="First layer whose accuracy is good enough, for several tolerances",
+        methods=(
+            Method(
+                "Effective depth",
+                ("effective_depth",),
+                (
+                    "The first layer whose accuracy is at least 1 − ε; L if there is none. For models that are far "
+                    "from perfect the relative reading says more: the first layer that reaches 1 − ε of the last "
+                    "layer’s accuracy."
+                ),
+                source="Jiang et al., <cite>Tracing Representation Progression</cite>, Def. 1.",
+            ),
+        ),
+    ),
+    Figure(
+        "effective_depth",
+        "predictions",
+        _depth_of_models,
+        kinds=(COMPARISON,),
+        title="Effective depth",
+        subtitle="First layer whose accuracy is good enough, for several tolerances",
+    ),
+)

@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.draw import line
+from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
 from fulldepth.figures.rows import Curve, counted, curve, number, select
 from fulldepth.figures.style import (
     CATEGORICAL,
@@ -66,32 +67,27 @@ class Grid:
         ]
 
 
-def figures(table: pd.DataFrame, layers: int) -> Figures:
-    """`retrieval_weight`, `expected_retrieval`, `self_retrieval`, `stream_mixing`; further readings as `name:...`."""
-    made: Figures = {}
-    shares, masses = (_retrieval(table, statistic) for statistic in ("share", "mean"))
+def _retrieval_weight(source: Source) -> Figures:
+    shares, masses = (_retrieval(source.table, statistic) for statistic in ("share", "mean"))
     signed = shares.differs(masses)  # a router whose weights are no distribution
+    made: Figures = {}
     if shares:
-        made["retrieval_weight"] = _retrieval_map(shares, "Share of absolute weight" if signed else "")
+        made[""] = _retrieval_map(shares, "Share of absolute weight" if signed else "")
     if masses and signed:
-        made["retrieval_weight:mean"] = _retrieval_map(masses, "Signed weight")
-    if (drawn := _expected(table, layers)) is not None:
-        made["expected_retrieval"] = drawn
-    if heads := _self_retrieval(table):
-        made["self_retrieval"] = _grid_map(
-            heads,
-            axis="Head",
-            quantity="weight",
-            title="Self-retrieval per head",
-            subtitle="Weight of the newest source, m = r − 1; attention without a memory has 1",
-            alt=_range("Self-retrieval", heads),
-        )
-    for statistic in READINGS:
-        if grid := _streams(table, statistic):
-            made["stream_mixing" if "stream_mixing" not in made else f"stream_mixing:{statistic}"] = _stream_map(
-                grid, statistic
-            )
+        made["mean"] = _retrieval_map(masses, "Signed weight")
     return made
+
+
+def _self_retrieval_map(source: Source) -> go.Figure | None:
+    heads = _self_retrieval(source.table)
+    if not heads:
+        return None
+    return _grid_map(heads, axis="Head", quantity="weight", alt=_range("Self-retrieval", heads))
+
+
+def _stream_mixing(source: Source) -> Figures:
+    grids = ((statistic, _streams(source.table, statistic)) for statistic in READINGS)
+    return readings((statistic, _stream_map(grid, statistic)) for statistic, grid in grids if grid)
 
 
 def _retrieval(table: pd.DataFrame, statistic: str) -> Grid:
@@ -110,15 +106,13 @@ def _retrieval_map(grid: Grid, variant: str) -> go.Figure:
         grid,
         axis="Retrieved state m",
         quantity="weight",
-        title="Retrieval weight",
-        subtitle="Mean over heads and tokens; the topmost cell of a column is the newest state, m = r − 1",
         alt=extremes("Weight of the newest state", grid.layers, newest, ".2f"),
         variant=variant,
     )
 
 
-def _expected(table: pd.DataFrame, layers: int) -> go.Figure | None:
-    expected = curve(table, "expected_retrieval", "value", SITE)
+def _expected(source: Source) -> go.Figure | None:
+    expected = curve(source.table, "expected_retrieval", "value", SITE)
     if not expected:
         return None
     plain = Curve(expected.layers, [float(layer - 1) for layer in expected.layers], ["1"] * len(expected.layers))
@@ -127,10 +121,8 @@ def _expected(table: pd.DataFrame, layers: int) -> go.Figure | None:
             line(expected, "Expected state", CATEGORICAL[0], form=".2f"),
             line(plain, "Attention without a memory, m = r − 1", MUTED, "dot", ".0f"),
         ],
-        title="Expected retrieved state",
-        subtitle="Mean m from which a layer takes keys and values, over heads, by the norm of their output projection",
         alt=extremes("Expected state", expected.layers, expected.values, ".2f"),
-        xaxis=layer_axis(layers),
+        xaxis=layer_axis(source.layers),
         yaxis={"title": {"text": "State m"}, "rangemode": "tozero"},
     )
 
@@ -166,7 +158,6 @@ def _stream_map(grid: Grid, statistic: str) -> go.Figure:
         grid,
         axis="Branch and stream",
         quantity="weight",
-        title="Mixing of residual streams",
         subtitle=f"{subtitle}; mean over tokens",
         alt=_range(f"{reading} weights", grid),
         variant=reading,
@@ -218,3 +209,85 @@ def _grid_map(grid: Grid, *, axis: str, quantity: str, alt: str, **about: Any) -
         hovermode="closest",
         **about,
     )
+
+
+FIGURES = (
+    Figure(
+        "retrieval_weight",
+        "memory",
+        _retrieval_weight,
+        title="Retrieval weight",
+        subtitle="Mean over heads and tokens; the topmost cell of a column is the newest state, m = r − 1",
+        methods=(
+            Method(
+                "Retrieval weight",
+                ("retrieval_weight",),
+                (
+                    "With a memory, a layer makes keys and values of a mixture of all earlier states. Shown is the "
+                    "mean weight of state m in layer r over heads and counted tokens; m = r − 1 is the newest state, "
+                    "which attention without a memory reads alone. Where the memory mixes keys and values themselves, "
+                    "weights may be negative: the share is that of the absolute weights, over the source’s heads."
+                ),
+                source=(
+                    "Gerasimov et al., <cite>You Do Not Fully Utilize Transformer’s Representation Capacity</cite>, "
+                    "Eq. 1, Fig. 2 and 3."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "expected_retrieval",
+        "memory",
+        _expected,
+        title="Expected retrieved state",
+        subtitle="Mean m from which a layer takes keys and values, over heads, by the norm of their output projection",
+        methods=(
+            Method(
+                "Expected retrieved state",
+                ("expected_retrieval",),
+                (
+                    "p(m|h,r) is the share that head h of layer r retrieves of state m; p(h|r) is the norm of the "
+                    "head’s slice of the output projection over the sum of all. The further below r − 1, the more a "
+                    "layer reads from early states."
+                ),
+                formula=(
+                    "<mi>E</mi><mo>[</mo><mi>m</mi><mo>|</mo><mi>r</mi><mo>]</mo><mo>=</mo><munder><mo>∑</mo><mi>h</mi>"
+                    "</munder><mi>p</mi><mo>(</mo><mi>h</mi><mo>|</mo><mi>r</mi><mo>)</mo><munder><mo>∑</mo><mi>m</mi>"
+                    "</munder><mi>p</mi><mo>(</mo><mi>m</mi><mo>|</mo><mi>h</mi><mo>,</mo><mi>r</mi><mo>)</mo><mspace "
+                    'width="0.1em"></mspace><mi>m</mi>'
+                ),
+                source=(
+                    "Gerasimov et al., <cite>You Do Not Fully Utilize Transformer’s Representation Capacity</cite>, "
+                    "Eq. 2."
+                ),
+            ),
+        ),
+        curves=(Quantity("expected_retrieval", "value", "Expected retrieved state", "State m", site=SITE),),
+    ),
+    Figure(
+        "self_retrieval",
+        "memory",
+        _self_retrieval_map,
+        title="Self-retrieval per head",
+        subtitle="Weight of the newest source, m = r − 1; attention without a memory has 1",
+    ),
+    Figure(
+        "stream_mixing",
+        "memory",
+        _stream_mixing,
+        title="Mixing of residual streams",
+        methods=(
+            Method(
+                "Mixing of residual streams",
+                ("stream_mixing",),
+                (
+                    "With Hyper-Connections several streams run side by side. Of each stream: how much a branch reads "
+                    "of it, how much of the branch it takes up, how much of it stays, and how much flows into the "
+                    "other streams; means over tokens. All other measures read the sum of the streams, as the final "
+                    "norm does."
+                ),
+                source="Zhu et al., <cite>Hyper-Connections</cite>, Sec. 2.",
+            ),
+        ),
+    ),
+)

@@ -7,8 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Cell, Spread, agree, benchmarked_models, frontier
-from fulldepth.figures.skipped import Part
+from fulldepth.figures.benchmark import BenchmarkedModel, Cell, Spread, agree, frontier
+from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
 from fulldepth.figures.style import AXIS, INK, MUTED, Figures, categorical, figure, label, minus
 
 SYMBOLS = {"bench": "circle", "quantise": "diamond"}
@@ -18,26 +18,22 @@ PREDICTED = {"toggled": "By skipping in place", "flops": "By operations"}
 """How time saved was predicted -> the name of the reading."""
 
 
-def figures(found: Sequence[Part]) -> Figures:
-    """`pareto_prefill`, `pareto_decode` (relative over the grid, then each cell), `time_saved` of exports."""
-    every = benchmarked_models(found)
-    made: Figures = {}
-    for phase in PHASES:
-        if (drawn := _plane(every, phase, None)) is None:
-            continue
-        made[f"pareto_{phase}"] = drawn
-        for part in found:
-            own = [one for one in every if one.part is part]
-            cells = list(dict.fromkeys(cell for one in own for cell in one.cells))
-            for cell in cells:
-                if (drawn := _plane(own, phase, cell)) is not None:
-                    made[f"pareto_{phase}:{part.label}:{cell.batch}:{cell.context}"] = drawn
-    for phase in PHASES:
-        for how in PREDICTED:
-            if (drawn := _saved(every, phase, how)) is not None:
-                name = f"time_saved_{phase}"
-                made[name if name not in made else f"{name}:{how}"] = drawn
+def _planes(source: Source, phase: str) -> Figures:
+    """Relative to the original over the grid, then each place of each folder's grid."""
+    every = source.benchmarked
+    if (relative := _plane(every, phase, None)) is None:
+        return {}
+    made = {"": relative}
+    for part in source.parts:
+        own = [one for one in every if one.part is part]
+        for cell in dict.fromkeys(cell for one in own for cell in one.cells):
+            if (drawn := _plane(own, phase, cell)) is not None:
+                made[f"{part.label}:{cell.batch}:{cell.context}"] = drawn
     return made
+
+
+def _time_saved(source: Source, phase: str) -> Figures:
+    return readings((how, _saved(source.benchmarked, phase, how)) for how in PREDICTED)
 
 
 def placed(
@@ -216,3 +212,67 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
         height=440,
         showlegend=True,
     )  # fmt: skip
+
+
+FRONTIER = Method(
+    "Pareto frontier",
+    ("prefill_time", "decode_time"),
+    (
+        "A model is on the frontier if no other is at most as slow and at most as bad and better in one of the two. "
+        "Time is the median; the bars show how far apart the places of the grid, or the rounds, are: models whose "
+        "bars overlap are not told apart in time."
+    ),
+)
+FIGURES = (
+    Figure(
+        "pareto_prefill",
+        "pareto",
+        lambda source: _planes(source, "prefill"),
+        kinds=(SKIP,),
+        methods=(FRONTIER,),
+    ),
+    Figure(
+        "pareto_decode",
+        "pareto",
+        lambda source: _planes(source, "decode"),
+        kinds=(SKIP,),
+    ),
+    Figure(
+        "time_saved_prefill",
+        "cost",
+        lambda source: _time_saved(source, "prefill"),
+        kinds=(SKIP,),
+        methods=(
+            Method(
+                "Time saved",
+                ("time_saved", "prefill_time", "decode_time"),
+                (
+                    "Prefill is the pass over the prompt, decode that of one token with a cache. All models run in "
+                    "the same rounds, in changing order; a time is the median over rounds, the share saved the median "
+                    "of the rounds’ shares. Two predictions stand beside it: the original timed with the same blocks "
+                    "skipped in place, and the operations that are no longer done. Measured over predicted is 1 where "
+                    "an export saves all that its blocks took."
+                ),
+                formula=(
+                    "<mi>s</mi><mo>=</mo><mn>1</mn><mo>−</mo><mfrac><msub><mi>t</mi><mtext>export</mtext></msub><msub>"
+                    "<mi>t</mi><mtext>original</mtext></msub></mfrac>"
+                ),
+            ),
+            Method(
+                "Memory and size",
+                ("peak_memory", "parameter_bytes", "kv_bytes_per_token"),
+                (
+                    "Peak memory counts weights and all tensors that live at once during a prompt and the tokens "
+                    "after it. Weights count tied tensors once. The cache’s bytes are read off the cache itself after "
+                    "the last token, per token and sequence."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "time_saved_decode",
+        "cost",
+        lambda source: _time_saved(source, "decode"),
+        kinds=(SKIP,),
+    ),
+)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
+from fulldepth.figures.courses import Course, base_of, courses
 from fulldepth.figures.draw import band, line
+from fulldepth.figures.record import SKIP, Figure, Method, Source
 from fulldepth.figures.rows import Curve, number, select
-from fulldepth.figures.skipped import Part, Removal, by_removed, planned, removals, removed_axis, what_went
+from fulldepth.figures.skipped import Part, Removal, by_removed, removals, removed_axis, what_went
 from fulldepth.figures.style import (
     CATEGORICAL,
     INK,
@@ -27,82 +28,10 @@ from fulldepth.figures.style import (
 BAND = "Band: 95 % of resampled sequences"
 
 
-@dataclass(frozen=True)
-class Course:
-    """One line over the number of removed blocks, with the points that stand beside it."""
-
-    part: Part | None
-    """The folder whose rows it is of; None where only a document knows the losses."""
-    removal: Removal
-    mean: Curve
-    low: Curve
-    high: Curve
-    healed: float | None
-    scalars_only: float | None
-
-    @property
-    def base(self) -> float | None:
-        """Loss of the model itself."""
-        return dict(zip(self.mean.layers, self.mean.values, strict=True)).get(0)
-
-
-def figures(found: Sequence[Part]) -> Figures:
-    """`removal_loss` (and `:added`), `added_loss` for each set of blocks, `kl`, `greedy_agreement`."""
-    made: Figures = {}
-    every = courses(found)
-    for name, drawn in (
-        ("removal_loss", _loss(every)),
-        ("removal_loss:added", _loss(every, added=True)),
-        *_steps(removals(found)),
-        ("kl", _beside(found, "kl")),
-        ("greedy_agreement", _beside(found, "greedy_agreement")),
-    ):
-        if drawn is not None:
-            made[name] = drawn
-    return made
-
-
-def courses(found: Sequence[Part]) -> list[Course]:
-    """The lines of a page: curves first; no line that runs along another one."""
-    made: list[Course] = []
-    searched = [part for part in found if part.kind in ("curve", "skip")]
-    for part in sorted(searched, key=lambda part: part.kind != "curve"):
-        one = planned(part)
-        if one is None:
-            continue
-        mean = by_removed(part.table, "loss", states=("original", "skipped"))
-        healed, control = _point(part, "healed", one.healed), _point(part, "scalars_only", one.scalars_only)
-        farther = next((at for at, other in enumerate(made) if one.starts(other.removal)), None)
-        if not mean or (farther is not None and healed is None and control is None):
-            continue
-        low, high = (by_removed(part.table, "loss", statistic) for statistic in ("low", "high"))
-        if farther is not None:
-            mean = Curve([], [], [])  # the longer line goes through the same points
-        made.append(Course(part, one, mean, low, high, healed, control))
-    known = [course.removal for course in made]
-    if made:  # a quantised model's losses stand with the other corners
-        found = [part for part in found if part.kind != "quantise"]
-    for one in removals(part for part in found if part.kind in ("bench", "quantise")):
-        losses = [*one.losses]
-        if len(losses) == len(one.blocks) + 1 and not any(_same(one, other) for other in known):
-            counts = ["?"] * len(losses)
-            mean = Curve(list(range(len(losses))), list(losses), counts)
-            made.append(Course(None, one, mean, Curve([], [], []), Curve([], [], []), one.healed, one.scalars_only))
-    return made
-
-
-def _same(one: Removal, other: Removal) -> bool:
-    """Whether two removals are one as far as it is known (a benchmark does not know the data)."""
-    return (one.granularity, one.blocks) == (other.granularity, other.blocks[: len(one.blocks)])
-
-
-def _point(part: Part, state: str, planned: float | None) -> float | None:
-    """A loss in another state, out of the rows, or else out of the plan."""
-    if "state" not in part.table.columns:
-        return planned
-    rows = select(part.table, "loss", "mean", "model")
-    rows = rows[(rows["state"] == state).fillna(False).astype(bool)]
-    return number(rows["value"].iloc[-1]) if len(rows) else planned
+def _losses(source: Source) -> Figures:
+    every = courses(source.parts)
+    made = {"": _loss(every), "added": _loss(every, added=True)}
+    return {key: drawn for key, drawn in made.items() if drawn is not None}
 
 
 def _loss(every: Sequence[Course], added: bool = False) -> go.Figure | None:
@@ -122,7 +51,7 @@ def _loss(every: Sequence[Course], added: bool = False) -> go.Figure | None:
             traces.append(line(mean, name, style["color"], style["dash"]))
             words.append(_words(name, mean, added))
             most = max(most, *mean.layers)
-        base = _base(course, every)
+        base = base_of(course, every)
         if added and base is None:
             continue
         removed = len(course.removal.blocks)
@@ -138,7 +67,6 @@ def _loss(every: Sequence[Course], added: bool = False) -> go.Figure | None:
         return None
     return figure(
         traces,
-        title="Held-out loss against blocks removed",
         subtitle=("Above the unmodified model’s, on the same sequences" if added else "Mean over predicted tokens")
         + (f". {BAND}" if any(trace.fill for trace in traces) else ""),
         alt=" ".join(words),
@@ -171,14 +99,6 @@ def _added(course: Course) -> tuple[Curve, Curve, Curve]:
     base, mean = course.base, course.mean
     values = [None if value is None or base is None else value - base for value in mean.values]
     return Curve(mean.layers, values, mean.counts), Curve([], [], []), Curve([], [], [])
-
-
-def _base(course: Course, every: Sequence[Course]) -> float | None:
-    """Loss of the unmodified model; that of the line it runs along where it has no line of its own."""
-    if course.base is not None:
-        return course.base
-    longer = [other.base for other in every if course.removal.starts(other.removal)]
-    return next((base for base in longer if base is not None), None)
 
 
 def _points(course: Course, removed: int, base: float, color: str, single: bool) -> list[go.Scatter]:
@@ -231,13 +151,10 @@ def _words(name: str, mean: Curve, added: bool) -> str:
     return f"{name}: {minus(start, form)} nats with {first} removed, {minus(end, form)} with {last}."
 
 
-def _steps(every: Sequence[Removal]) -> list[tuple[str, go.Figure | None]]:
+def _steps(source: Source) -> Figures:
     """A figure for each set of blocks: what each removal added."""
-    made: list[tuple[str, go.Figure | None]] = []
-    known = [one for one in every if len(one.losses) == len(one.blocks) + 1]
-    for index, one in enumerate(known):
-        made.append((f"added_loss:{index}" if index else "added_loss", _step_bars(one, alone=len(known) == 1)))
-    return made
+    known = [one for one in removals(source.parts) if len(one.losses) == len(one.blocks) + 1]
+    return {str(at) if at else "": _step_bars(one, alone=len(known) == 1) for at, one in enumerate(known)}
 
 
 def _step_bars(one: Removal, alone: bool) -> go.Figure:
@@ -261,8 +178,6 @@ def _step_bars(one: Removal, alone: bool) -> go.Figure:
                 "%{customdata[1]:.4f}<extra></extra>",
             )
         ],
-        title="Loss that each removal added",
-        subtitle="In the order of removal, against the loss before it; below zero the removal helped",
         alt=f"All {len(orders)} together: {minus(total, '+.4f')} nats. Most came with layer {one.blocks[order - 1]}: "
         f"{minus(worst, '+.4f')}.",
         xaxis={
@@ -324,3 +239,108 @@ def _beside(found: Sequence[Part], measure: str) -> go.Figure | None:
         showlegend=not single,
         legend={"traceorder": "normal"},
     )
+
+
+FIGURES = (
+    Figure(
+        "removal_loss",
+        "removal",
+        _losses,
+        kinds=(SKIP,),
+        title="Held-out loss against blocks removed",
+        methods=(
+            Method(
+                "Loss",
+                ("loss", "loss_added"),
+                (
+                    "Mean cross-entropy in nats (natural logarithms; one nat is 1.44 bits) over the predicted tokens: "
+                    "those of the response for pairs of prompt and response, every token but a window’s first for "
+                    "plain text. What a removal adds is the difference from the loss before it, or from the "
+                    "unmodified model’s, on the same tokens. The band holds 95 % of the means over sequences drawn "
+                    "again with replacement."
+                ),
+                formula=(
+                    "<mi>ℓ</mi><mo>=</mo><mo>−</mo><mfrac><mn>1</mn><mi>N</mi></mfrac><munder><mo>∑</mo><mi>n</mi>"
+                    "</munder><mi>ln</mi><mi>p</mi><mo>(</mo><msub><mi>x</mi><mi>n</mi></msub><mo>|</mo><msub>"
+                    "<mi>x</mi><mrow><mo>&lt;</mo><mi>n</mi></mrow></msub><mo>)</mo>"
+                ),
+            ),
+            Method(
+                "Block removed",
+                ("loss", "mmd", "prefill_time"),
+                (
+                    "The attention block (or the MLP, or the whole layer) is not computed and adds nothing; the "
+                    "stream passes it by. Blocks are numbered from 1. In a greedy search every candidate is judged "
+                    "again after each removal, by the held-out loss; the order of removal is the order of picking. "
+                    "“Not healed” means that nothing else was changed."
+                ),
+                source=(
+                    "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "
+                    "2506.03303."
+                ),
+            ),
+            Method(
+                "Break point",
+                ("break_point",),
+                (
+                    "The last number of removed blocks up to which the loss grows along one straight line that ends "
+                    "in a kink. A line is fitted to the first points; the first point outside its band (from the "
+                    "spread of the sequences, 5 % over all points, or a tolerance in nats) ends it. It is a kink if "
+                    "the curve turns there by more than four times the mean of the turns just before; a curve that "
+                    "bends smoothly has no break point. Later points have no influence. The interval holds 95 % of "
+                    "the break points found on sequences drawn again with replacement."
+                ),
+                source=(
+                    "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "
+                    "2506.03303 (break point, read off the curve); Efron 1979 (bootstrap)."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "added_loss",
+        "removal",
+        _steps,
+        kinds=(SKIP,),
+        title="Loss that each removal added",
+        subtitle="In the order of removal, against the loss before it; below zero the removal helped",
+    ),
+    Figure(
+        "kl",
+        "removal",
+        lambda source: _beside(source.parts, "kl"),
+        kinds=(SKIP,),
+        methods=(
+            Method(
+                "KL divergence",
+                ("kl",),
+                (
+                    "Of the next token’s distribution: p is the unmodified model’s, q the modified one’s; mean over "
+                    "predicted tokens, in nats. 0 means that nothing has changed, whether or not the predictions were "
+                    "right."
+                ),
+                formula=(
+                    "<mi>KL</mi><mo>(</mo><mi>p</mi><mo>‖</mo><mi>q</mi><mo>)</mo><mo>=</mo><munder><mo>∑</mo>"
+                    "<mi>v</mi></munder><mi>p</mi><mo>(</mo><mi>v</mi><mo>)</mo><mi>ln</mi><mfrac><mrow><mi>p</mi>"
+                    "<mo>(</mo><mi>v</mi><mo>)</mo></mrow><mrow><mi>q</mi><mo>(</mo><mi>v</mi><mo>)</mo></mrow></mfrac>"
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "greedy_agreement",
+        "removal",
+        lambda source: _beside(source.parts, "greedy_agreement"),
+        kinds=(SKIP,),
+        methods=(
+            Method(
+                "Greedy agreement",
+                ("greedy_agreement",),
+                (
+                    "Share of predicted positions at which the likeliest next token is the same as the unmodified "
+                    "model’s, given the same tokens before it."
+                ),
+            ),
+        ),
+    ),
+)

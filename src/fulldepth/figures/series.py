@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.draw import shade_key
 from fulldepth.figures.lens import median_layer, tolerances
-from fulldepth.figures.quantities import Quantity, quantities
+from fulldepth.figures.record import SERIES, TRAINING, Figure, Quantity, Source, readings
 from fulldepth.figures.rows import Curve, curve
 from fulldepth.figures.steps import STEP_AXIS, change, step_line
 from fulldepth.figures.style import SEQUENTIAL, Figures, by_depth, categorical, figure, layer_name
 
-FOLLOWED = (
-    "displacement",
-    "lens_accuracy",
-    "lens_loss",
-    "coherence",
-    "norm_ratio",
-    "renyi_entropy",
-    "nc1",
-    "separability",
-)
-"""Measures drawn as one line a layer over steps."""
 
-
-def figures(table: pd.DataFrame, layers: int) -> Figures:
-    """`steps_jump_rate`, `steps_depth`, and `steps_MEASURE` with one line a layer."""
-    tables = {step: table[table["step"] == step] for step in sorted({int(step) for step in table["step"]})}
-    made: Figures = {}
-    for name, drawn in (("steps_jump_rate", _jump_rate(tables, layers)), ("steps_depth", _depth(tables, layers))):
-        if drawn is not None:
-            made[name] = drawn
-    for quantity in quantities(table):
-        name = f"steps_{quantity.measure}"
-        if quantity.measure in FOLLOWED and (drawn := _by_depth(quantity, tables, layers)) is not None:
-            made[name if name not in made else f"steps_{quantity.name}"] = drawn
-    return made
-
-
-def _jump_rate(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
+def _jump_rate(source: Source) -> go.Figure | None:
+    tables, layers = source.steps, source.layers
     steps = list(tables)
     rates = {step: _by_layer(curve(rows, "jump_rate", "value")) for step, rows in tables.items()}
     traces = []
@@ -52,15 +30,14 @@ def _jump_rate(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None
         return None
     return figure(
         traces,
-        title="Jump rate over training",
-        subtitle="Accumulated growth of the displacement over the last layers, in per cent",
         alt=change("Jump rate of the last layer in per cent", steps, list(traces[0].y), ".1f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},
     )
 
 
-def _depth(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
+def _depth(source: Source) -> go.Figure | None:
+    tables, layers = source.steps, source.layers
     steps = list(tables)
     lines: dict[str, list[float | None]] = {}
     for prefix, name in (("eps=", "Effective depth, ε = {}"), ("relative_eps=", "Effective depth, relative ε = {}")):
@@ -81,7 +58,6 @@ def _depth(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
     name, values = next(iter(lines.items()))
     return figure(
         traces,
-        title="Depth in use over training",
         subtitle=f"Out of {layers} layers",
         alt=change(name, steps, values, ".0f"),
         xaxis=STEP_AXIS,
@@ -91,6 +67,11 @@ def _depth(tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
 
 def _by_layer(found: Curve) -> dict[int, float | None]:
     return dict(zip(found.layers, found.values, strict=True))
+
+
+def followed(source: Source, quantities: Iterable[Quantity]) -> Figures:
+    """Each quantity over steps, one line a layer."""
+    return readings((quantity.key, _by_depth(quantity, source.steps, source.layers)) for quantity in quantities)
 
 
 def _by_depth(quantity: Quantity, tables: dict[int, pd.DataFrame], layers: int) -> go.Figure | None:
@@ -126,3 +107,19 @@ def _by_depth(quantity: Quantity, tables: dict[int, pd.DataFrame], layers: int) 
         variant=quantity.variant,
         hovermode="closest",
     )
+
+
+JUMP_RATE = Figure(
+    "steps_jump_rate",
+    "training",
+    _jump_rate,
+    kinds=(SERIES,),
+    title="Jump rate over training",
+    subtitle="Accumulated growth of the displacement over the last layers, in per cent",
+)
+FIGURES = (
+    JUMP_RATE,
+    Figure("steps_depth", "training", _depth, kinds=(SERIES, TRAINING), title="Depth in use over training"),
+)
+OF_TRAINING = (replace(JUMP_RATE, section="displacement", kinds=(TRAINING,)),)
+"""Stands after the displacement of a training run, rather than first."""

@@ -6,8 +6,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.draw import band, heat, line
+from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source, readings
 from fulldepth.figures.rows import NO_FIRST, Matrix, curve, matrix
-from fulldepth.figures.style import CATEGORICAL, Figures, extremes, figure, layer_axis, minus
+from fulldepth.figures.style import CATEGORICAL, Figures, extremes, figure, layer_axis, layer_name, minus
 
 READINGS = {
     "cosine": {"mean": "Centred", "mean_raw": "Raw"},
@@ -23,19 +24,58 @@ SUBTITLES = {
 }
 
 
-def figures(table: pd.DataFrame, layers: int) -> Figures:
-    """`cosine`, `cosine_to_last`, `cka`; every further reading of a map as `name:statistic`."""
-    made: Figures = {}
-    for measure, readings in READINGS.items():
-        for suffix, tail in (("", ""), (NO_FIRST, ", no first token")):
-            for statistic, reading in readings.items():
-                cells = matrix(table, measure, statistic + suffix)
-                if cells:
-                    name = f"{measure}:{statistic}{suffix}" if measure in made else measure
-                    made[name] = similarity_map(cells, measure, statistic, variant=reading + tail)
-        if measure == "cosine" and (drawn := _to_last(table, layers)) is not None:
-            made["cosine_to_last"] = drawn
-    return made
+def _readings(table: pd.DataFrame, measure: str) -> Figures:
+    """The map of one model in every reading."""
+    made = []
+    for suffix, tail in (("", ""), (NO_FIRST, ", no first token")):
+        for statistic, reading in READINGS[measure].items():
+            if cells := matrix(table, measure, statistic + suffix):
+                drawn = similarity_map(cells, measure, statistic, variant=reading + tail)
+                made.append((statistic + suffix, drawn))
+    return readings(made)
+
+
+def _of_models(source: Source, measure: str) -> Figures:
+    """The map of every model, side by side."""
+    statistic = next(iter(READINGS[measure]))
+    return {
+        run.name: similarity_map(cells, measure, statistic, run.name, beside=True)
+        for run in source.runs
+        if (cells := matrix(run.table, measure, statistic))
+    }
+
+
+def _differences(source: Source, measure: str) -> Figures:
+    """What the map of every other model differs by from the baseline's."""
+    statistic = next(iter(READINGS[measure]))
+    others = [run for run in source.runs if not run.baseline and "difference" in run.table.columns]
+    return {
+        run.name: heat(
+            cells,
+            quantity="difference",
+            signed=True,
+            title=f"{TITLES[measure]}: difference from the baseline",
+            subtitle="Value minus the baseline’s at the same depth",
+            alt=_largest(cells),
+            variant=run.name,
+            beside=True,
+        )
+        for run in others
+        if (cells := matrix(run.table, measure, statistic, "difference"))
+    }
+
+
+def _largest(cells: Matrix) -> str:
+    """Where a difference map departs most from zero."""
+    known = [
+        (abs(value), value, row, column)
+        for row, values in zip(cells.layers, cells.values, strict=True)
+        for column, value in zip(cells.layers, values, strict=True)
+        if value is not None
+    ]
+    _, value, row, column = max(known)
+    pair = f"{layer_name(row).lower()} and {layer_name(column).lower()}"
+    return f"Largest difference: {minus(value, '+.2f')}, between {pair}."
 
 
 def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, beside: bool = False) -> go.Figure:
@@ -65,10 +105,10 @@ def _neighbours(cells: Matrix) -> str:
     return "; ".join(words)[:1].upper() + "; ".join(words)[1:] + "."
 
 
-def _to_last(table: pd.DataFrame, layers: int) -> go.Figure | None:
-    mean = curve(table, "cosine", "mean", other=layers)
-    raw = curve(table, "cosine", "mean_raw", other=layers)
-    low, high = (curve(table, "cosine", statistic, other=layers) for statistic in ("p25", "p75"))
+def _to_last(source: Source) -> go.Figure | None:
+    mean = curve(source.table, "cosine", "mean", other=source.layers)
+    raw = curve(source.table, "cosine", "mean_raw", other=source.layers)
+    low, high = (curve(source.table, "cosine", statistic, other=source.layers) for statistic in ("p25", "p75"))
     traces = []
     if low and high:
         traces += band(low, high, "p25–p75", CATEGORICAL[0])
@@ -81,10 +121,8 @@ def _to_last(table: pd.DataFrame, layers: int) -> go.Figure | None:
     shown = mean if mean else raw
     return figure(
         traces,
-        title="Cosine similarity to the last layer",
-        subtitle="How much of the final representation is there already",
         alt=extremes("Mean cosine to the last layer", shown.layers, shown.values, ".2f"),
-        xaxis=layer_axis(layers, first=0),
+        xaxis=layer_axis(source.layers, first=0),
         yaxis={"title": {"text": "Cosine"}, "range": _cosine_range(low.values + mean.values + raw.values)},
     )
 
@@ -92,3 +130,100 @@ def _to_last(table: pd.DataFrame, layers: int) -> go.Figure | None:
 def _cosine_range(values: list[float | None]) -> list[float]:
     """[0, 1], or [-1, 1] as soon as something is negative."""
     return [-1.04, 1.04] if any(value is not None and value < 0 for value in values) else [0, 1.04]
+
+
+FIGURES = (
+    Figure(
+        "cosine",
+        "similarity",
+        lambda source: _readings(source.table, "cosine"),
+        methods=(
+            Method(
+                "Cosine similarity of layers",
+                ("cosine",),
+                (
+                    "One token’s state at two layers, each layer centred by its mean over all tokens. The raw reading "
+                    "leaves the centring out; a direction that all tokens share then makes everything look alike."
+                ),
+                formula=(
+                    "<msub><mi>C</mi><mrow><mi>l</mi><msup><mi>l</mi><mo>′</mo></msup></mrow></msub><mo>=</mo><mfrac>"
+                    "<mn>1</mn><mi>N</mi></mfrac><munder><mo>∑</mo><mi>n</mi></munder><mi>cos</mi><mo>(</mo><msubsup>"
+                    "<mi>h</mi><mi>n</mi><mi>l</mi></msubsup><mo>−</mo><msup><mover><mi>h</mi><mo>¯</mo></mover>"
+                    "<mi>l</mi></msup><mo>,</mo><msubsup><mi>h</mi><mi>n</mi><msup><mi>l</mi><mo>′</mo></msup>"
+                    "</msubsup><mo>−</mo><msup><mover><mi>h</mi><mo>¯</mo></mover><msup><mi>l</mi><mo>′</mo></msup>"
+                    "</msup><mo>)</mo>"
+                ),
+                source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.1.",
+            ),
+        ),
+    ),
+    Figure(
+        "cosine",
+        "similarity",
+        lambda source: _of_models(source, "cosine"),
+        kinds=(COMPARISON,),
+    ),
+    Figure(
+        "difference_cosine",
+        "similarity",
+        lambda source: _differences(source, "cosine"),
+        kinds=(COMPARISON,),
+    ),
+    Figure(
+        "cka",
+        "similarity",
+        lambda source: _readings(source.table, "cka"),
+        methods=(
+            Method(
+                "Linear CKA",
+                ("cka",),
+                (
+                    "Whether two layers arrange the same tokens alike, up to rotation and scale. The plain estimate is "
+                    "far too high unless tokens outnumber channels many times, and a few outlying tokens drive it to "
+                    "one: read the debiased one, without the first token."
+                ),
+                formula=(
+                    "<mi>CKA</mi><mo>(</mo><mi>Z</mi><mo>,</mo><msup><mi>Z</mi><mo>′</mo></msup><mo>)</mo><mo>=</mo>"
+                    "<mfrac><msubsup><mrow><mo>‖</mo><msup><mi>Z</mi><mrow><mo>′</mo><mi>T</mi></mrow></msup>"
+                    "<mi>Z</mi><mo>‖</mo></mrow><mi>F</mi><mn>2</mn></msubsup><mrow><msub><mrow><mo>‖</mo><msup>"
+                    "<mi>Z</mi><mi>T</mi></msup><mi>Z</mi><mo>‖</mo></mrow><mi>F</mi></msub><msub><mrow><mo>‖</mo>"
+                    "<msup><mi>Z</mi><mrow><mo>′</mo><mi>T</mi></mrow></msup><msup><mi>Z</mi><mo>′</mo></msup>"
+                    "<mo>‖</mo></mrow><mi>F</mi></msub></mrow></mfrac>"
+                ),
+                source=(
+                    "Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 3; debiased with the unbiased "
+                    "HSIC estimate."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "cka",
+        "similarity",
+        lambda source: _of_models(source, "cka"),
+        kinds=(COMPARISON,),
+    ),
+    Figure(
+        "difference_cka",
+        "similarity",
+        lambda source: _differences(source, "cka"),
+        kinds=(COMPARISON,),
+    ),
+    Figure(
+        "cosine_to_last",
+        "similarity",
+        _to_last,
+        title="Cosine similarity to the last layer",
+        subtitle="How much of the final representation is there already",
+        curves=(
+            Quantity(
+                "cosine",
+                "mean",
+                "Cosine similarity to the last layer",
+                "Cosine",
+                to_last=True,
+                settings={"range": [-1.04, 1.04]},
+            ),
+        ),
+    ),
+)

@@ -144,11 +144,11 @@ def layer_name(layer: int, short: bool = False) -> str:
 def figure(
     traces: Iterable[Any],
     *,
-    title: str,
-    subtitle: str,
     alt: str,
     xaxis: dict[str, Any],
     yaxis: dict[str, Any],
+    title: str = "",
+    subtitle: str = "",
     variant: str = "",
     beside: bool = False,
     height: int = 380,
@@ -158,11 +158,11 @@ def figure(
 
     Args:
         traces: what is drawn.
-        title: what is shown.
-        subtitle: how it was counted, in one line.
         alt: what a reader sees in it, in one sentence, for those who cannot.
         xaxis: settings of the x axis.
         yaxis: settings of the y axis.
+        title: what is shown; empty = that of the figure’s record.
+        subtitle: how it was counted, in one line; empty = that of the figure’s record.
         variant: which reading this is, where there are several of the same figure.
         beside: whether the variants belong side by side (models) rather than behind a switch (readings).
         height: in pixels.

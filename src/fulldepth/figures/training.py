@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures import series
 from fulldepth.figures.draw import line
+from fulldepth.figures.record import TRAINING, Figure, Method, Source, readings
 from fulldepth.figures.rows import curve, number, select
 from fulldepth.figures.steps import STEP_AXIS, change, step_line, thin
 from fulldepth.figures.style import CATEGORICAL, SEQUENTIAL, Figures, extremes, figure, label, layer_axis
@@ -70,23 +70,6 @@ def terms(table: pd.DataFrame) -> list[str]:
     return [term for term in TERMS if term in known] + [term for term in known if term not in TERMS]
 
 
-def figures(table: pd.DataFrame, meta: Mapping[str, Any], layers: int) -> Figures:
-    """`loss`, `learning_rate`, `penalty`, `displacement`, `steps_displacement`, `steps_jump_rate`, `throughput`."""
-    made: Figures = {}
-    for later in (False, True):
-        if (drawn := _loss(table, later)) is not None:
-            made["loss:later" if later else "loss"] = drawn
-    made |= _penalties(table, meta)
-    for name, drawn in (
-        ("learning_rate", _learning_rate(table)),
-        ("displacement", _profiles(table, layers)),
-        ("throughput", _throughput(table)),
-    ):
-        if drawn is not None:
-            made[name] = drawn
-    return made | series.figures(table, layers)
-
-
 def _loss(table: pd.DataFrame, later: bool) -> go.Figure | None:
     found = {name: track(table, measure) for measure, name in LOSSES.items()}
     if later:
@@ -101,8 +84,6 @@ def _loss(table: pd.DataFrame, later: bool) -> go.Figure | None:
     name, shown = next(iter(found.items()))
     return figure(
         traces,
-        title="Loss over training",
-        subtitle="Cross-entropy per token without penalties; training: mean since the previous evaluation",
         alt=change(f"{name} loss in nats", shown.steps, shown.values, ".3f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "Loss (nats)"}},
@@ -114,19 +95,22 @@ def _loss(table: pd.DataFrame, later: bool) -> go.Figure | None:
 def _penalties(table: pd.DataFrame, meta: Mapping[str, Any]) -> Figures:
     """One small figure a term: their sizes have nothing to do with one another."""
     known = terms(table)
-    made: Figures = {}
-    for index, term in enumerate(known):
-        found = track(table, "penalty", term)
-        if found:
-            made["penalty" if not made else f"penalty:{term}"] = penalty_figure(
+    tracks = ((index, term, track(table, "penalty", term)) for index, term in enumerate(known))
+    return readings(
+        (
+            term,
+            penalty_figure(
                 [step_line(found.steps, found.values, term_name(term), CATEGORICAL[index % len(CATEGORICAL)], ".4~g")],
                 term,
                 found.unit,
                 change(term_name(term), found.steps, found.values, ".4g"),
                 _weight(meta, term),
                 beside=len(known) > 1,
-            )
-    return made
+            ),
+        )
+        for index, term, found in tracks
+        if found
+    )
 
 
 def penalty_figure(
@@ -160,23 +144,21 @@ def _weight(meta: Mapping[str, Any], term: str) -> float | None:
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
-def _learning_rate(table: pd.DataFrame) -> go.Figure | None:
-    found = track(table, "learning_rate")
+def _learning_rate(source: Source) -> go.Figure | None:
+    found = track(source.table, "learning_rate")
     if not found:
         return None
     return figure(
         [step_line(found.steps, found.values, "Learning rate", CATEGORICAL[0], ".3~e")],
-        title="Learning rate",
-        subtitle="As it stood at each evaluation",
         alt=change("Learning rate", found.steps, found.values, ".2e"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "Learning rate"}, "rangemode": "tozero", "tickformat": "~e"},
     )
 
 
-def _profiles(table: pd.DataFrame, layers: int) -> go.Figure | None:
+def _profiles(source: Source) -> go.Figure | None:
     """The displacement of every layer at a few steps, the later the stronger."""
-    rows = select(table, "displacement", "mean", "residual")
+    rows = select(source.table, "displacement", "mean", "residual")
     found = {step: curve(rows[rows["step"] == step], "displacement", "mean") for step in sorted(set(rows["step"]))}
     steps = [int(step) for step, one in found.items() if one]
     if not steps:
@@ -185,10 +167,8 @@ def _profiles(table: pd.DataFrame, layers: int) -> go.Figure | None:
     last = found[shown[-1]]
     return figure(
         [line(found[step], f"Step {step:,}", _shade(index, len(shown))) for index, step in enumerate(shown)],
-        title="Displacement per layer",
-        subtitle="On the validation data, the later the stronger; 0 = the layer keeps the direction, ½ = orthogonal",
         alt=extremes(f"Mean displacement at step {shown[-1]:,}", last.layers, last.values),
-        xaxis=layer_axis(layers),
+        xaxis=layer_axis(source.layers),
         yaxis={"title": {"text": "Displacement Ψ"}, "rangemode": "tozero"},
         showlegend=True,
     )
@@ -200,15 +180,98 @@ def _shade(index: int, count: int) -> str:
     return SEQUENTIAL[final if count == 1 else first + round(index * (final - first) / (count - 1))]
 
 
-def _throughput(table: pd.DataFrame) -> go.Figure | None:
-    found = track(table, "throughput")
+def _throughput(source: Source) -> go.Figure | None:
+    found = track(source.table, "throughput")
     if not found:
         return None
     return figure(
         [step_line(found.steps, found.values, "Throughput", CATEGORICAL[0], ",.0f")],
-        title="Throughput",
-        subtitle="Tokens per second since the previous evaluation; evaluating and saving left out",
         alt=change("Tokens per second", found.steps, found.values, ",.0f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "Tokens/s"}, "rangemode": "tozero", "tickformat": "~s"},
     )
+
+
+FIGURES = (
+    Figure(
+        "loss",
+        "loss",
+        lambda source: readings((key, _loss(source.table, bool(key))) for key in ("", "later")),
+        kinds=(TRAINING,),
+        title="Loss over training",
+        subtitle="Cross-entropy per token without penalties; training: mean since the previous evaluation",
+        methods=(
+            Method(
+                "Loss",
+                ("validation_loss", "train_loss"),
+                (
+                    "Mean cross-entropy per token in nats, without penalties. The validation loss is of documents "
+                    "that are held out of training, with the model in evaluation mode; the training loss is the mean "
+                    "over the steps since the previous evaluation, so that it belongs to a slightly younger model. "
+                    "Step 0 is the model before its first step."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "learning_rate",
+        "loss",
+        _learning_rate,
+        kinds=(TRAINING,),
+        title="Learning rate",
+        subtitle="As it stood at each evaluation",
+    ),
+    Figure(
+        "penalty",
+        "loss",
+        lambda source: _penalties(source.table, source.meta),
+        kinds=(TRAINING,),
+        methods=(
+            Method(
+                "Penalties",
+                ("penalty",),
+                (
+                    "What the objective adds to the cross-entropy, before its weight: the mean since the previous "
+                    "evaluation. Jump: displacement averaged over layers with the weights softmax(α l), l = 1..L. "
+                    "Coherence: squared distance of the attention sub-layers’ coherence from its target. "
+                    "Orthogonality: squared off-diagonal entries of the channels’ correlations. Aligned: "
+                    "cross-entropy of every layer’s own prediction, weighted by depth, in nats. Similarity: one minus "
+                    "the cosine to the last layer."
+                ),
+                source=(
+                    "Shibata et al., <cite>Suppressing Final Layer Hidden State Jumps in Transformer "
+                    "Pretraining</cite>, Eq. 5–6; <cite>CR-Guided Transformers</cite>, Sec. 3.3; Jiang et al., "
+                    "<cite>Tracing Representation Progression</cite>, Eq. 5 and App. B.3."
+                ),
+            ),
+        ),
+    ),
+    Figure(
+        "displacement",
+        "displacement",
+        _profiles,
+        kinds=(TRAINING,),
+        title="Displacement per layer",
+        subtitle="On the validation data, the later the stronger; 0 = the layer keeps the direction, ½ = orthogonal",
+    ),
+    Figure(
+        "throughput",
+        "cost",
+        _throughput,
+        kinds=(TRAINING,),
+        title="Throughput",
+        subtitle="Tokens per second since the previous evaluation; evaluating and saving left out",
+        methods=(
+            Method(
+                "Time and memory",
+                ("throughput", "elapsed", "peak_memory"),
+                (
+                    "Training time leaves evaluating and saving out. Throughput counts the tokens of all processes "
+                    "since the previous evaluation. Peak memory is the most that was allocated on the accelerator so "
+                    "far, or, without one, that the process held, libraries included: its ratios are then closer to "
+                    "one than those of the training itself."
+                ),
+            ),
+        ),
+    ),
+)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures import comparison
-from fulldepth.figures.comparison import Run
-from fulldepth.figures.rows import select
+from fulldepth.figures.comparison import overlays
+from fulldepth.figures.displacement import PER_LAYER
+from fulldepth.figures.record import TRAININGS, Figure, Run, Source
 from fulldepth.figures.steps import STEP_AXIS, step_line
 from fulldepth.figures.style import MUTED, Figures, figure, minus
 from fulldepth.figures.training import LATER, Track, penalty_figure, terms, track
@@ -18,41 +16,17 @@ from fulldepth.figures.training import LATER, Track, penalty_figure, terms, trac
 JUMPS = ("Last layer", "Last two layers", "Last three layers")
 
 
-def figures(table: pd.DataFrame, meta: Mapping[str, Any]) -> Figures:
-    """A line a run: `loss`, `difference_loss`, `time_loss`, `penalty`, displacement at the common step, jump rates.
-
-    Args:
-        table: rows with `step`, `model` and `difference`.
-        meta: the document; `meta["step"]` is the step at which displacement is compared (default: the last one).
-    """
-    models = comparison.runs(table, meta)
-    made: Figures = {
-        name: drawn
-        for name, drawn in (
-            ("loss", _loss(models, "validation_loss", "Validation")),
-            ("loss:later", _loss(models, "validation_loss", LATER, Track.later)),
-            ("loss:training", _loss(models, "train_loss", "Training")),
-            ("difference_loss", _difference(models)),
-            ("time_loss", _over_time(models)),
-            *((f"steps_jump_rate:{back}", _jump_rate(models, back)) for back in range(len(JUMPS))),
-        )
-        if drawn is not None
-    }
-    made |= _penalties(models)
-    return made | _displacement(models, table, meta)
-
-
-def _displacement(models: list[Run], table: pd.DataFrame, meta: Mapping[str, Any]) -> Figures:
-    """The profiles at the common step, and the differences from the baseline's."""
-    step = meta.get("step", table["step"].max())
-    at_step = select(table[table["step"] == step], "displacement")
-    made = comparison.figures(at_step, meta)
-    for name, drawn in made.items():
+def _displacement(source: Source, column: str) -> Figures:
+    """The profiles at the common step, `meta["step"]` (default: the last one), or what they differ by."""
+    step = source.meta.get("step", source.table["step"].max())
+    at_step = Source(source.table[source.table["step"] == step], source.meta)
+    made = overlays(at_step, PER_LAYER, column)
+    for key, drawn in made.items():
         lasts = {str(trace.name): trace.y[-1] for trace in drawn.data}
-        form = "+.3f" if name.startswith("difference_") else ".3f"
         subtitle = f"{drawn.layout.meta['subtitle']}, at step {step:,}".replace("a model", "a run")
-        about = {**drawn.layout.meta, "subtitle": subtitle, "alt": _extent("Last layer", lasts, form)}
-        made[name] = drawn.update_layout(meta=about, title_subtitle_text=subtitle)
+        alt = _extent("Last layer", lasts, "+.3f" if column == "difference" else ".3f")
+        about = {**drawn.layout.meta, "subtitle": subtitle, "alt": alt}
+        made[key] = drawn.update_layout(meta=about, title_subtitle_text=subtitle)
     return made
 
 
@@ -86,6 +60,16 @@ def _words(models: list[Run], tracks: list[Track], form: str) -> str:
     return _extent(f"At step {step:,}", {name: values[step] for name, values in drawn}, form)
 
 
+def _losses(source: Source) -> Figures:
+    """On the validation data, of all steps and of the later ones, and on the training data."""
+    made = {
+        "": _loss(source.runs, "validation_loss", "Validation"),
+        "later": _loss(source.runs, "validation_loss", LATER, Track.later),
+        "training": _loss(source.runs, "train_loss", "Training"),
+    }
+    return {key: drawn for key, drawn in made.items() if drawn is not None}
+
+
 def _loss(
     models: list[Run], measure: str, variant: str, part: Callable[[Track], Track] = lambda whole: whole
 ) -> go.Figure | None:
@@ -95,7 +79,6 @@ def _loss(
     training = measure == "train_loss"
     return figure(
         _lines(models, tracks, ".4f"),
-        title="Loss over training",
         subtitle="Mean training loss since the previous evaluation, without penalties"
         if training
         else "Cross-entropy per token of the validation data, one line a run",
@@ -107,7 +90,8 @@ def _loss(
     )
 
 
-def _difference(models: list[Run]) -> go.Figure | None:
+def _difference(source: Source) -> go.Figure | None:
+    models = source.runs
     others = [run for run in models if not run.baseline and "difference" in run.table.columns]
     tracks = [track(run.table, "validation_loss", column="difference") for run in others]
     if not any(tracks):
@@ -116,7 +100,6 @@ def _difference(models: list[Run]) -> go.Figure | None:
     drawn = figure(
         _lines(others, tracks, "+.4f"),
         title=f"Validation loss: difference from {baseline}",
-        subtitle="At equal steps; below zero is better than the baseline",
         alt=_words(others, tracks, "+.3f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "Δ Loss (nats)"}},
@@ -126,8 +109,9 @@ def _difference(models: list[Run]) -> go.Figure | None:
     return drawn
 
 
-def _over_time(models: list[Run]) -> go.Figure | None:
+def _over_time(source: Source) -> go.Figure | None:
     """Validation loss against the time that training took, in the largest unit that suits all runs."""
+    models = source.runs
     clocks = [track(run.table, "elapsed") for run in models]
     known = [value for clock in clocks for value in clock.values if value is not None]
     if not known:
@@ -153,8 +137,6 @@ def _over_time(models: list[Run]) -> go.Figure | None:
         return None
     return figure(
         traces,
-        title="Validation loss over training time",
-        subtitle="Evaluating and saving left out; a slower step moves the curve to the right",
         alt=f"The longest run trains for {longest:.3g} {unit}.",
         xaxis={"title": {"text": f"Training time ({unit})"}, "rangemode": "tozero", "nticks": 7},
         yaxis={"title": {"text": "Loss (nats)"}},
@@ -163,14 +145,17 @@ def _over_time(models: list[Run]) -> go.Figure | None:
     )
 
 
+def _jump_rates(source: Source) -> Figures:
+    made = {str(back): _jump_rate(source.runs, back) for back in range(len(JUMPS))}
+    return {key: drawn for key, drawn in made.items() if drawn is not None}
+
+
 def _jump_rate(models: list[Run], back: int) -> go.Figure | None:
     tracks = [track(run.table, "jump_rate", "residual", run.layers - back) for run in models]
     if not any(tracks):
         return None
     return figure(
         _lines(models, tracks, ".2f"),
-        title="Jump rate over training",
-        subtitle="Accumulated growth of the displacement over the last layers, in per cent",
         alt=_words(models, tracks, ".1f"),
         xaxis=STEP_AXIS,
         yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},
@@ -179,8 +164,9 @@ def _jump_rate(models: list[Run], back: int) -> go.Figure | None:
     )
 
 
-def _penalties(models: list[Run]) -> Figures:
+def _penalties(source: Source) -> Figures:
     """One figure a term, with the runs that log it."""
+    models = source.runs
     known = list(dict.fromkeys(term for run in models for term in terms(run.table)))
     made: Figures = {}
     for term in known:
@@ -188,7 +174,59 @@ def _penalties(models: list[Run]) -> Figures:
         logged = [(run, one) for run, one in zip(models, tracks, strict=True) if one]
         if logged:
             own, kept = [run for run, _ in logged], [one for _, one in logged]
-            made[f"penalty:{term}"] = penalty_figure(
+            made[term] = penalty_figure(
                 _lines(own, kept, ".4~g"), term, kept[0].unit, _words(own, kept, ".4g"), beside=len(known) > 1
             ).update_layout(showlegend=True)
     return made
+
+
+FIGURES = (
+    Figure(
+        "loss",
+        "loss",
+        _losses,
+        kinds=(TRAININGS,),
+        title="Loss over training",
+    ),
+    Figure(
+        "difference_loss",
+        "loss",
+        _difference,
+        kinds=(TRAININGS,),
+        subtitle="At equal steps; below zero is better than the baseline",
+    ),
+    Figure(
+        "penalty",
+        "loss",
+        _penalties,
+        kinds=(TRAININGS,),
+    ),
+    Figure(
+        "displacement",
+        "displacement",
+        lambda source: _displacement(source, "value"),
+        kinds=(TRAININGS,),
+    ),
+    Figure(
+        "difference_displacement",
+        "displacement",
+        lambda source: _displacement(source, "difference"),
+        kinds=(TRAININGS,),
+    ),
+    Figure(
+        "steps_jump_rate",
+        "displacement",
+        _jump_rates,
+        kinds=(TRAININGS,),
+        title="Jump rate over training",
+        subtitle="Accumulated growth of the displacement over the last layers, in per cent",
+    ),
+    Figure(
+        "time_loss",
+        "cost",
+        _over_time,
+        kinds=(TRAININGS,),
+        title="Validation loss over training time",
+        subtitle="Evaluating and saving left out; a slower step moves the curve to the right",
+    ),
+)

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from fulldepth.figures.skipped import KINDS, TOGETHER
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
+from fulldepth.report.sections import methods
 
 SCRIPTS = ("core.js", "strip.js", "plots.js", "lens.js", "numbers.js", "page.js")
 """In the order in which they build on each other; they share one scope."""
@@ -24,7 +25,7 @@ def assemble(document: dict[str, Any]) -> str:
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
         data=embed(document),
         script=script,
-        methods=_part("methods_skipping.html" if document["kind"] in (*KINDS, TOGETHER) else "methods.html"),
+        methods=methods(document["kind"] in (*KINDS, TOGETHER)),
     )
 
 

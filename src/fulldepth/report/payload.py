@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth import figures
+from fulldepth.figures.record import SKIP, Source
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
 from fulldepth.report import lens, routers, skipping, tables, training, verdict
@@ -60,7 +61,7 @@ def _head(
         "models": training.side_by_side(meta) if kind == "trainings" else verdict.side_by_side(meta),
         "about": verdict.about(meta),
         "remarks": verdict.remarks(meta),
-        "sections": arrange(shown, runs, training.tables(table, meta) if runs else routers.tables(meta)),
+        "sections": arrange(shown, kind, training.tables(table, meta) if runs else routers.tables(meta)),
         "views": views,
     }
 
@@ -69,13 +70,8 @@ def kind_of(results: Results) -> str:
     """What the page is of: `single`, `series`, `comparison`, one `training` run, several `trainings`, or one of
     `skipping.PAGES`.
     """
-    if results.meta.get("kind") in skipping.PAGES:
-        return str(results.meta["kind"])
-    if results.is_comparison:
-        return "trainings" if results.is_series else "comparison"
-    if results.meta.get("kind") == "training":
-        return "training"
-    return "series" if results.is_series else "single"
+    source = Source(results.table, results.meta)
+    return str(results.meta["kind"]) if source.kind == SKIP else source.kind
 
 
 def _view(entry: Mapping[str, Any], meta: Mapping[str, Any], vocabulary: lens.Vocabulary) -> dict[str, Any]:

@@ -1,155 +1,187 @@
-"""Where each figure stands on the page, and what introduces it."""
+"""The sections of the pages: what introduces each, and which figures and tables stand in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-SECTIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    (
+from fulldepth import figures
+from fulldepth.figures.record import SINGLE, SKIP, TRAINING, TRAININGS, Method
+
+
+class Section(NamedTuple):
+    """A section of a page; figures name it by its `id`."""
+
+    id: str
+    title: str
+    intro: str = ""
+
+
+OF_MODELS = (
+    Section(
         "displacement",
         "Displacement and jump",
-        "Displacement is how far a layer turns the residual stream. Layers near zero hand their input on; a last layer "
-        "that stands out does work that the layers before it left undone.",
-        ("displacement", "jump_rate"),
+        "Displacement is how far a layer turns the residual stream. Layers near zero hand their input on; a last "
+        "layer that stands out does work that the layers before it left undone.",
     ),
-    (
+    Section(
         "similarity",
         "Similarity of layers",
         "Every pair of layers against each other. Large blocks of one shade are layers that hold nearly the same "
         "representation; a strong diagonal that fades slowly is steady progress.",
-        ("cosine", "cka", "cosine_to_last"),
     ),
-    (
+    Section(
         "predictions",
         "Predictions by depth",
-        "The last layer’s classifier applied to every layer: how good the model would be if it stopped there, and from "
-        "which layer on the prediction no longer changes.",
-        ("lens_accuracy", "lens_loss", "saturation", "effective_depth"),
+        "The last layer’s classifier applied to every layer: how good the model would be if it stopped there, "
+        "and from which layer on the prediction no longer changes.",
     ),
-    (
+    Section(
         "coherence",
         "Coherence",
-        "How far each channel’s output is a linear image of its input along the sequence. Near one the layer copies, "
-        "near zero it is unrelated to its input; in between it works.",
-        ("coherence", "coherence_effective", "coherence_bins"),
+        "How far each channel’s output is a linear image of its input along the sequence. Near one the layer "
+        "copies, near zero it is unrelated to its input; in between it works.",
     ),
-    (
+    Section(
         "geometry",
         "Norms, entropy and weights",
         "The size of what each layer adds, how many directions the states fill, and how strongly the projections act.",
-        ("norm_ratio", "renyi_entropy", "spectral_norm", "nc1", "separability", "mmd"),
     ),
-    (
+    Section(
         "memory",
         "Memory and streams",
-        "What layers read besides the layer before them: the earlier states from which a memory takes keys and values, "
-        "and the residual streams between which a model carries its state.",
-        ("retrieval_weight", "expected_retrieval", "self_retrieval", "stream_mixing"),
+        "What layers read besides the layer before them: the earlier states from which a memory takes keys and "
+        "values, and the residual streams between which a model carries its state.",
     ),
 )
-OF_TRAINING: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    (
+OF_TRAINING = (
+    Section(
         "loss",
         "Loss and penalties",
         "Cross-entropy in nats per token, on held-out text and on the text being learnt; penalties are not part of it.",
-        ("loss", "learning_rate", "penalty"),
     ),
-    (
+    Section(
         "displacement",
         "Displacement and jump",
-        "Displacement is how far a layer turns the residual stream, here of the validation data as training goes on. "
-        "Layers near zero hand their input on; a last layer that stands out does work that the layers before it left "
-        "undone.",
-        ("displacement", "steps_displacement", "steps_jump_rate"),
+        "Displacement is how far a layer turns the residual stream, here of the validation data as training goes "
+        "on. Layers near zero hand their input on; a last layer that stands out does work that the layers before "
+        "it left undone.",
     ),
-    ("cost", "Speed and memory", "", ("time_loss", "throughput")),
-    ("settings", "Settings", "", ()),
+    Section(
+        "cost",
+        "Speed and memory",
+    ),
+    Section(
+        "settings",
+        "Settings",
+    ),
 )
-"""The same for training runs, one or several."""
-OF_SKIPPING: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    (
+OF_SKIPPING = (
+    Section(
         "blocks",
         "Which blocks went",
-        "The model’s depth, layer by layer. A number says when a block went; below it stands the loss, in nats, that "
-        "its removal added to that before it. Nothing is healed here.",
-        (),
+        "The model’s depth, layer by layer. A number says when a block went; below it stands the loss, in nats, "
+        "that its removal added to that before it. Nothing is healed here.",
     ),
-    (
+    Section(
         "removal",
         "What removal costs",
-        "Held-out data, read again after every removal: the loss, how far the predictions are from the unmodified "
-        "model’s, and how often both would say the same.",
-        ("removal_loss", "added_loss", "kl", "greedy_agreement"),
+        "Held-out data, read again after every removal: the loss, how far the predictions are from the "
+        "unmodified model’s, and how often both would say the same.",
     ),
-    (
+    Section(
         "healing",
         "Scalars that heal",
-        "What was trained afterwards, and nothing else: how strongly each block adds to the stream, and how strongly "
-        "the stream passes it by.",
-        ("scalars",),
+        "What was trained afterwards, and nothing else: how strongly each block adds to the stream, and how "
+        "strongly the stream passes it by.",
     ),
-    (
+    Section(
         "states",
         "Inside the model",
-        "How far the states of each layer have moved from the original’s, and whether the blocks that went had smaller "
-        "weights than those that stayed.",
-        ("mmd", "spectral_norm"),
+        "How far the states of each layer have moved from the original’s, and whether the blocks that went had "
+        "smaller weights than those that stayed.",
     ),
-    (
+    Section(
         "pareto",
         "Quality against time",
-        "Every model that was timed, by its held-out loss. What lies on the frontier cannot be made faster without a "
-        "higher loss, nor better without more time, by any other model on this page.",
-        ("pareto_prefill", "pareto_decode"),
+        "Every model that was timed, by its held-out loss. What lies on the frontier cannot be made faster "
+        "without a higher loss, nor better without more time, by any other model on this page.",
     ),
-    (
+    Section(
         "cost",
         "Time, memory and size",
         "Prompt (prefill) and token by token (decode) apart, each model beside the original in the same rounds.",
-        ("time_saved_prefill", "time_saved_decode"),
     ),
-    (
+    Section(
         "quantise",
         "With quantisation",
         "Skipping and quantising together, in both orders.",
-        (),
     ),
-    ("settings", "Settings", "", ()),
+    Section(
+        "settings",
+        "Settings",
+    ),
 )
-"""The same for folders of `fulldepth skip`, one or several."""
-TRAINING = ("training", "Over training", "The same measures at every checkpoint.")
-FURTHER = ("further", "Further figures", "")
+OVER_TRAINING = Section("training", "Over training", "The same measures at every checkpoint.")
+FURTHER = Section("further", "Further figures")
+PAGES = {TRAINING: OF_TRAINING, TRAININGS: OF_TRAINING, SKIP: OF_SKIPPING}
+"""Kind of results -> the sections of its page, if not `OF_MODELS`."""
+
+ABOUT_MODELS = (
+    "Layers run from 1 to L; 0 is the embedding output. The state h<sub>l</sub> is the residual stream after layer "
+    "l, before the model’s final norm. Padding never counts. “No first token” leaves out the first token of every "
+    "sequence, which in many models carries an outlying norm."
+)
+ABOUT_SKIPPING = (
+    "Layers run from 1 to L; a layer is an attention block and an MLP, each of which adds to the residual stream. "
+    "All losses are of held-out data, on which no scalar was trained. The same data chose the blocks and the epoch "
+    "at which training stopped, so that very small gains may be luck."
+)
+STANDARD_ERRORS = Method(
+    "Standard errors (±)",
+    ("displacement", "jump_rate", "coherence", "lens_accuracy", "lens_loss", "saturation", "effective_depth"),
+    (
+        "How much a number would vary over other samples of sequences: a jackknife that leaves out each of up to "
+        "sixteen groups of sequences. Windows cut from one document depend on each other, which this does not see; "
+        "the true error is then larger. For a median layer or an effective depth, 0 says that no group of sequences "
+        "decides the layer."
+    ),
+    source="Busing, Meijer and van der Leeden, <cite>Delete-m jackknife for unequal m</cite>, "
+    "Statistics and Computing 9.",
+)
 
 
 def arrange(
-    names: Iterable[str],
-    training: bool = False,
-    tables: Mapping[str, list[dict[str, Any]]] | None = None,
-    order: tuple[tuple[str, str, str, tuple[str, ...]], ...] | None = None,
+    names: Iterable[str], kind: str = SINGLE, tables: Mapping[str, list[dict[str, Any]]] | None = None
 ) -> list[dict[str, Any]]:
-    """Sections with their slots; a slot is a figure with all its variants, its difference follows it.
+    """Sections with their slots; a slot is a figure with all its variants.
 
-    Curves over steps get a section of their own, and so does what no section knows.
+    Curves over steps get a section of their own where theirs is not on the page, and so does what no record knows.
 
     Args:
         names: of the figures.
-        training: whether they are of training runs.
+        kind: of the results, see `figures.Source`.
         tables: id of a section -> tables (or strips of layers) that stand before its figures.
-        order: the sections; None = those of measurements, or of training runs.
     """
     slots: dict[str, list[str]] = {}
     for name in names:
         slots.setdefault(name.split(":")[0], []).append(name)
-    made = []
-    for key, heading, intro, bases in order or (OF_TRAINING if training else SECTIONS):
-        wanted = [slot for base in bases for slot in (base, f"difference_{base}")]
-        found = [slots.pop(slot) for slot in wanted if slot in slots]
-        made.append(_section(key, heading, intro, found) | {"tables": (tables or {}).get(key, [])})
-    over_steps = [slots.pop(slot) for slot in list(slots) if slot.startswith("steps_")]
-    made += [_section(*TRAINING, over_steps), _section(*FURTHER, list(slots.values()))]
+    sections = (*PAGES.get(kind, OF_MODELS), OVER_TRAINING, FURTHER)
+    where = {record.name: record.section for record in figures.records(kind)}
+    placed: dict[str, list[list[str]]] = {section.id: [] for section in sections}
+    for name in sorted(slots, key=lambda name: list(where).index(name) if name in where else len(where)):
+        rest = OVER_TRAINING if name.startswith("steps_") else FURTHER
+        placed[where[name] if where.get(name) in placed else rest.id].append(slots[name])
+    made = [
+        {**section._asdict(), "slots": placed[section.id], "tables": (tables or {}).get(section.id, [])}
+        for section in sections
+    ]
     return [section for section in made if section["slots"] or section["tables"]]
 
 
-def _section(key: str, heading: str, intro: str, slots: list[list[str]]) -> dict[str, Any]:
-    return {"id": key, "title": heading, "intro": intro, "slots": slots, "tables": []}
+def methods(skipping: bool) -> str:
+    """The notes on how to read the figures of models and training runs, or of `fulldepth skip`, as HTML."""
+    about, general = (ABOUT_SKIPPING, []) if skipping else (ABOUT_MODELS, [STANDARD_ERRORS])
+    of_figures = [note for record in figures.FIGURES if (SKIP in record.kinds) == skipping for note in record.methods]
+    notes = dict.fromkeys([*general, *of_figures])
+    return "\n".join([f'<p class="intro">{about}</p>', *(note.html for note in notes)])

@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 
 from fulldepth.figures.benchmark import agree, benchmarked_models
+from fulldepth.figures.record import SKIP
 from fulldepth.figures.skipped import KINDS, TOGETHER, Part, Removal, layers_of, parts, plans, removals
 from fulldepth.figures.style import minus
 from fulldepth.report import skipping_tables, verdict
 from fulldepth.report.phrases import figure_of, model_line, quantity, seconds, short
-from fulldepth.report.sections import OF_SKIPPING, arrange
+from fulldepth.report.sections import arrange
 
 PAGES = (*KINDS, TOGETHER)
 """Kinds of pages that are made here."""
@@ -61,7 +62,7 @@ def head(table: pd.DataFrame, meta: Mapping[str, Any], shown: Iterable[str]) -> 
         "models": models,
         "about": about(found),
         "remarks": remarks(found),
-        "sections": arrange(shown, tables=tables, order=OF_SKIPPING),
+        "sections": arrange(shown, SKIP, tables),
         "in_words": "More in words",
         "views": [
             {

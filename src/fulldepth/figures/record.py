@@ -1,0 +1,192 @@
+"""The record of a figure: where it stands, how to read it, of which results it is drawn, and by what function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from fulldepth.figures.benchmark import BenchmarkedModel, benchmarked_models
+from fulldepth.figures.rows import Curve, curve, num_layers
+from fulldepth.figures.skipped import KINDS, TOGETHER, Part, layers_of, parts
+from fulldepth.figures.style import Figures, categorical, label
+
+SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
+TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of several models: its rows, its name as shown (unique), its depth, its line."""
+
+    name: str
+    table: pd.DataFrame
+    layers: int
+    style: dict[str, str]
+    baseline: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """What figures are drawn of: a result table and the document beside it."""
+
+    table: pd.DataFrame
+    meta: Mapping[str, Any]
+
+    @cached_property
+    def kind(self) -> str:
+        """`single` (one model at one step), `series`, `comparison`, `training`, `trainings` or `skip`."""
+        stated = self.meta.get("kind")
+        if stated in (*KINDS, TOGETHER):
+            return SKIP
+        steps = "step" in self.table.columns
+        if "model" in self.table.columns:
+            return TRAININGS if steps else COMPARISON
+        return TRAINING if stated == "training" else SERIES if steps else SINGLE
+
+    @cached_property
+    def layers(self) -> int:
+        """L of the model."""
+        return layers_of(self.parts) if self.kind == SKIP else num_layers(self.table, self.meta.get("model"))
+
+    @cached_property
+    def steps(self) -> dict[int, pd.DataFrame]:
+        """Step -> its rows, ascending."""
+        return {step: self.table[self.table["step"] == step] for step in sorted({int(s) for s in self.table["step"]})}
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The models of a comparison in the order of `meta["models"]`; those that only the table knows come last."""
+        described = {str(entry.get("label")): entry for entry in self.meta.get("models") or []}
+        order = [*described, *(str(name) for name in self.table["model"].unique() if str(name) not in described)]
+        names = [label(name, 40) for name in order]
+        found: list[Run] = []
+        for index, name in enumerate(order):
+            rows = self.table[self.table["model"].astype(str) == name]
+            entry = described.get(name, {})
+            shown = names[index] if names.count(names[index]) == 1 else f"{names[index]} ({index + 1})"
+            layers = num_layers(rows, entry.get("model"))
+            found.append(Run(shown, rows, layers, categorical(index), bool(entry.get("baseline"))))
+        return found
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The folders of `fulldepth skip`."""
+        return parts(self.table, self.meta)
+
+    @cached_property
+    def benchmarked(self) -> list[BenchmarkedModel]:
+        """The models that these folders timed."""
+        return benchmarked_models(self.parts)
+
+
+SHARE = {"range": [0, 1.04], "tickformat": ".0%"}
+ZERO = {"rangemode": "tozero"}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A curve over depth that is compared between models and followed through training."""
+
+    measure: str
+    statistic: str
+    title: str
+    axis: str
+    """Title of the value axis, with the unit."""
+    site: str = "residual"
+    form: str = ".4f"
+    """d3 number format of hover boxes."""
+    settings: dict[str, Any] = field(default_factory=lambda: ZERO)
+    """Of the value axis."""
+    to_last: bool = False
+    """Whether the rows are pairs, of which those with the last layer are meant."""
+    key: str = ""
+    """Names its figure, `figure:key`, where it is not the first of its figure."""
+    variant: str = ""
+    """Which reading this is, where a figure has several."""
+
+    def curve(self, table: pd.DataFrame, layers: int, column: str = "value") -> Curve:
+        """The curve of a table of one model at one step."""
+        return curve(table, self.measure, self.statistic, self.site, layers if self.to_last else None, column)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A note under “How to read the numbers”; shown where the table has one of its measures."""
+
+    title: str
+    measures: tuple[str, ...]
+    text: str
+    """HTML, inside a paragraph."""
+    formula: str = ""
+    """MathML, inside `math`."""
+    source: str = ""
+    """HTML: the publication."""
+
+    @property
+    def html(self) -> str:
+        """The folded note."""
+        formula = f'<math display="block">{self.formula}</math>\n' if self.formula else ""
+        source = f'\n<p class="source">{self.source}</p>' if self.source else ""
+        opening = f'<details class="method" data-measures="{" ".join(self.measures)}">'
+        return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"
+
+
+Draw = Callable[[Source], "go.Figure | Mapping[str, go.Figure] | None"]
+"""One figure, several as key -> figure (`name:key`; the key "" is the figure itself), or nothing without data."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Everything that is known of a figure. Records of other kinds of results may have the same name."""
+
+    name: str
+    section: str
+    """Id of the section of the page, see `report.sections`; unknown ids stand under “Further figures”."""
+    draw: Draw
+    kinds: tuple[str, ...] = (SINGLE,)
+    """The results that it is drawn of, see `Source.kind`."""
+    title: str = ""
+    """Where the drawing has none of its own."""
+    subtitle: str = ""
+    """How to read it, in one line; where the drawing has none of its own."""
+    methods: tuple[Method, ...] = ()
+    """Notes of the page, in this order; a note that an earlier figure has stands there."""
+    curves: tuple[Quantity, ...] | Callable[[pd.DataFrame], tuple[Quantity, ...]] = ()
+    """What of it is compared between models: figures `NAME` and `difference_NAME` of comparisons."""
+    followed: bool = False
+    """Whether the curves are drawn over training too, one line a layer: the figure `steps_NAME`."""
+
+    def quantities(self, table: pd.DataFrame) -> tuple[Quantity, ...]:
+        """The curves that a table may have."""
+        return self.curves(table) if callable(self.curves) else self.curves
+
+    def drawn(self, source: Source) -> Figures:
+        """Name -> figure."""
+        made = self.draw(source)
+        if made is None:
+            return {}
+        found = {"": made} if isinstance(made, go.Figure) else made
+        return {f"{self.name}:{key}" if key else self.name: self._titled(one) for key, one in found.items()}
+
+    def _titled(self, drawn: go.Figure) -> go.Figure:
+        about = dict(drawn.layout.meta)
+        about["title"], about["subtitle"] = about["title"] or self.title, about["subtitle"] or self.subtitle
+        return drawn.update_layout(meta=about, title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
+
+    def beside(self, name: str, draw: Draw, *kinds: str, **changed: Any) -> Figure:
+        """The record of a figure that is derived from this one."""
+        return replace(self, name=name, draw=draw, kinds=kinds, curves=(), followed=False, **changed)
+
+
+def readings(found: Iterable[tuple[str, go.Figure | None]]) -> Figures:
+    """Key -> figure of those that have data; the first has the key "", so that it bears the figure's own name."""
+    made: Figures = {}
+    for key, drawn in found:
+        if drawn is not None:
+            made[key if made else ""] = drawn
+    return made
