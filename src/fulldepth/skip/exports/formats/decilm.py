@@ -86,7 +86,7 @@ class DeciLM(Format):
         config = draft.model.config
         skipped = set(draft.plan.blocks) - {1}
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
-        biased = getattr(config, "attention_bias", False) or config.model_type == "qwen2"
+        biased = _has(draft, "q_proj.bias")
         values = _llama_values(config) | {
             "architectures": ["DeciLMForCausalLM"],
             "intermediate_size": size,
@@ -181,6 +181,11 @@ def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
     return torch.cat([weight, weight.new_zeros(shape)], dim=dim)
 
 
+def _has(draft: Draft, ending: str) -> bool:
+    """Whether the model has a weight whose name ends so."""
+    return any(name.endswith(ending) for name in draft.model.state_dict())
+
+
 def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
     config = draft.model.config
     notes = []
@@ -189,7 +194,7 @@ def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
             f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers know only "
             f"multiples of {MULTIPLE}."
         )
-    if biased and config.model_type == "qwen2":
+    if biased and not _has(draft, "o_proj.bias"):
         notes.append("The output projections have biases of zeros: readers know biases on all projections or none.")
     if 1 in draft.plan.blocks:
         notes.append(
