@@ -18,7 +18,7 @@ from fulldepth.skip.plan import Plan
 
 
 class Format(ABC):
-    """An export format. It is known once it stands in `FORMATS` here and in `fulldepth.settings.search`."""
+    """An export format, registered in `formats.FORMATS` and, with a phrase for help, in `fulldepth.settings.search`."""
 
     name: ClassVar[str]
     granularities: ClassVar[tuple[str, ...]]
