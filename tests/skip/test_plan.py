@@ -188,7 +188,7 @@ def test_plan_edited_into_nonsense(tmp_path, path, value, message):
     file.write_text(json.dumps(edited(path, value)))
     with pytest.raises(FulldepthError) as caught:
         Plan.load(file)
-    assert str(file) in str(caught.value)
+    assert str(caught.value).startswith(str(file))
     finite = not isinstance(value, float) or math.isfinite(value)
     assert (message if finite else "is not valid JSON") in str(caught.value)
     assert len(str(caught.value)) < 1000

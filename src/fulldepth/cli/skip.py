@@ -10,7 +10,7 @@ import typer
 from fulldepth import console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.search import FORMATS, SearchSettings
 
 skip = typer.Typer(
     name="skip",
@@ -104,11 +104,7 @@ def apply_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new checkpoint; must not exist.")],
     format: Annotated[
         str,
-        typer.Option(
-            help="folded: an ordinary checkpoint of the same class, loads anywhere, no faster. fast: the blocks are "
-            "gone from disk, memory and cache; carries its code. decilm: the same in the layout of vLLM and llama.cpp. "
-            "layer: whole layers gone, for plans of that granularity."
-        ),
+        typer.Option(help=" ".join(f"{name}: {phrase}." for name, phrase in FORMATS.items())),
     ] = "folded",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16. [default: as in the search]", rich_help_panel=LOADING)

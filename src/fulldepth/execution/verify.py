@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
 from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import TOLERANCE, find_head, is_close, predict, prove_end, prove_stream, relative_error
 from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, run
-from fulldepth.hf import FAMILIES, Anatomy, Classifier, anatomy_candidates, evaluating
+from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, evaluating, rows_of
 from fulldepth.hf.finder import towers
 
 MOST_REASONS = 3
@@ -115,7 +115,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     candidates = anatomy_candidates(model)
     guess = candidates[0]
     model = guess.model  # without wrappers
-    if model.config.model_type in FAMILIES:
+    if rows_of(model.config.model_type) is not None:
         return guess
     with evaluating(model):
         return verify(candidates, _sample(guess), optional=("head", "branches")).anatomy

@@ -16,7 +16,7 @@ from fulldepth.hf.checkpoints import (
     trained_steps,
 )
 from fulldepth.hf.ends import End, find_ends, scale_obstacle
-from fulldepth.hf.families import FAMILIES, Family, Head
+from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import (
@@ -80,6 +80,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "read_shards",
+    "rows_of",
     "scale_obstacle",
     "seal",
     "sealed_checkpoints",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf.families import FAMILIES, Family, Head
+from fulldepth.hf.families import Family, Head, rows_of
 from fulldepth.hf.finder import body_of, find_families, unwrapped
 
 TASKS = {
@@ -273,7 +273,7 @@ def anatomy_candidates(
     model = unwrapped(model)
     if override:
         return [_described(Anatomy(model, Family.from_mapping(override)))]
-    rows = FAMILIES.get(model.config.model_type)
+    rows = rows_of(model.config.model_type)
     if rows is None:
         return [Anatomy(model, family) for family in find_families(model, tower)]
     present = [row for row in rows if _fits(model, row)]

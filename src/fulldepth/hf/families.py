@@ -338,6 +338,13 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "detr": (DETR,),
 }
 """model_type -> its rows (two for models of two towers)."""
-SKIPPED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
-"""Families above that have a class without skipped parts; those of other families are found by structure."""
-FAMILIES |= {f"fulldepth_skipped_{name}": (replace(FAMILIES[name][0], sparse=True),) for name in SKIPPED}
+SKIPPED = "fulldepth_skipped_"
+"""What stands before the `model_type` of a family in that of its class without skipped parts."""
+
+
+def rows_of(model_type: str) -> tuple[Family, ...] | None:
+    """The rows of a family, which also describe its class without skipped parts; None if it is not in the table."""
+    rows = FAMILIES.get(model_type.removeprefix(SKIPPED))
+    if rows is None or not model_type.startswith(SKIPPED):
+        return rows
+    return tuple(replace(row, sparse=True) for row in rows)

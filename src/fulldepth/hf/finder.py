@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.families import BERT, Family
+from fulldepth.hf.families import BERT, SKIPPED, Family
 
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
 MLP = re.compile(r"mlp|feed_?forward|ffn|^ff$|moe|dense_h_to_4h", re.I)
@@ -24,8 +24,6 @@ NORM = re.compile(r"norm|ln_?\d*|layernorm", re.I)
 VALUE = re.compile(r"(^|\.)(v_proj|value|v|v_lin|wv)$")
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Class of a wrapper -> its attribute that holds the model."""
-SKIPPED = "fulldepth_skipped_"
-"""Beginning of the `model_type` of models some of whose blocks lack a part."""
 MOST_LISTS = 24
 """Lists of modules that are tried as the blocks."""
 

@@ -6,16 +6,36 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.settings.layers import Settings
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-Format = Literal["folded", "fast", "decilm", "layer"]
+FORMATS = {
+    "folded": "an ordinary checkpoint of the same class, loads anywhere, no faster",
+    "fast": "the blocks are gone from disk, memory and cache; carries its code",
+    "decilm": "the same in the layout of vLLM and llama.cpp",
+    "layer": "whole layers gone, for plans of that granularity",
+}
+"""Export format -> what it is, for help and for checks before torch is loaded; `fulldepth.skip.exports.formats` has the
+formats themselves, by the same names."""
+
+
+def known_format(name: str) -> str:
+    """The name of an export format.
+
+    Raises:
+        FulldepthError: if there is none of that name.
+    """
+    if name not in FORMATS:
+        raise unknown("format", name, FORMATS)
+    return name
+
+
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 Batch = Annotated[int, Field(ge=1, le=1_000_000)]
 Length = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -69,7 +89,7 @@ class SearchSettings(ReadingSettings):
     """What a removed block is: attention, mlp or layer."""
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
     """The layers to remove, 1-based, in order: 3,7; with it the search is `given`."""
-    format: Format | None = None
+    format: Annotated[str, AfterValidator(known_format)] | None = None
     """Format of `skip apply` that the plan is for: refused before the search if the model cannot have it."""
     chunks: Batch = 32
     """Parts of the held-out data after each of which candidates may leave; fewer where there are fewer batches."""

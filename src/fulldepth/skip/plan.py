@@ -250,7 +250,11 @@ class Plan(Settings):
         target = target / FILE if target.is_dir() else target
         if not target.exists():
             raise FulldepthError(f"There is no plan {target}. `fulldepth skip search` writes one.")
-        document = read_json(target, most=MOST_BYTES)
+        try:
+            document = read_json(target, most=MOST_BYTES)
+        except FulldepthError as error:  # said as `of` says it
+            why = str(error).removeprefix(f"Cannot read {target}: ")
+            raise FulldepthError(f"{target} is no valid plan: {why}") from error
         return cls.of(document, str(target))
 
     def check_model(self, model: Anatomy | PreTrainedModel) -> None:

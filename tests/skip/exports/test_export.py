@@ -23,7 +23,7 @@ from fulldepth import files
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.exports import readers
 from fulldepth.skip.exports.export import NOTES, export, load
-from fulldepth.skip.exports.formats import FORMATS, decilm, fast, folded
+from fulldepth.skip.exports.formats import FORMATS, decilm
 from fulldepth.skip.exports.formats import layer as layer_format
 from skip import planned
 
@@ -105,7 +105,7 @@ def test_what_would_load_as_another_model_is_dropped(tmp_path, monkeypatch):
         tiny.save_pretrained(draft.folder)
         return []
 
-    monkeypatch.setattr(folded, "write", forgets)
+    monkeypatch.setattr(FORMATS["folded"], "write", forgets)
     with pytest.raises(
         FulldepthError, match=r"The export is dropped: loaded again as LlamaForCausalLM, its logits miss"
     ):
@@ -117,7 +117,7 @@ def test_what_would_load_as_another_model_is_dropped(tmp_path, monkeypatch):
 def test_what_transformers_would_load_without_its_code_is_dropped(tmp_path, monkeypatch):
     """The trap of a stock class: without a type of its own, the fast format would load with attention at random."""
     model, plan, _ = prepared("llama", [2])
-    write = fast.write
+    write = FORMATS["fast"].write
 
     def stock_type(draft):
         notes = write(draft)
@@ -128,7 +128,7 @@ def test_what_transformers_would_load_without_its_code_is_dropped(tmp_path, monk
         path.write_text(json.dumps(values | {"model_type": "llama"}))
         return notes
 
-    monkeypatch.setattr(fast, "write", stock_type)
+    monkeypatch.setattr(FORMATS["fast"], "write", stock_type)
     with pytest.raises(readers.NotLoadedError, match="transformers loads it without its code, as another model"):
         export(plan, model, "fast", tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -285,7 +285,7 @@ def test_decilm_refuses_shapes_that_it_has_no_words_for(name, options, reason, t
 def test_a_reader_of_decilm_that_works_makes_it_verified(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(f"{EXPORT}.prove", lambda *arguments: asked.append(arguments[4]) or 0.0)
-    monkeypatch.setattr(f"{EXPORT}.find_spec", lambda name: name)
+    monkeypatch.setattr(decilm, "find_spec", lambda name: name)
     model = tiny_models.build("llama")
     report = export(planned.plan(model, [2]), model, "decilm", tmp_path / "out")
     assert asked == ["carried", "mlx"]
@@ -395,7 +395,7 @@ def test_an_interrupt_leaves_nothing_and_heals_the_model(tmp_path, monkeypatch):
         (draft.folder / "half").write_text("written")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folded, "write", interrupted)
+    monkeypatch.setattr(FORMATS["folded"], "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(planned.plan(model, [2]), model, "folded", tmp_path / "out")
     assert not list(tmp_path.iterdir())

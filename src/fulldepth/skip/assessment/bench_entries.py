@@ -15,6 +15,7 @@ from fulldepth.hf import pick_dtype
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_table import SkippedBlocks
 from fulldepth.skip.exports.export import NOTES, load, read_notes
+from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.subject import open_model
 
 
@@ -34,8 +35,8 @@ class Entry:
         """What it does not compute of the original; None if that is not known."""
         if self.notes:
             plan = self.notes["plan"]
-            left = self.notes["format"] == "folded"  # zero weights are multiplied like any others
-            return SkippedBlocks(plan["granularity"], frozenset() if left else frozenset(plan["blocks"]))
+            computed = FORMATS[self.notes["format"]].computes_skipped
+            return SkippedBlocks(plan["granularity"], frozenset(() if computed else plan["blocks"]))
         attention, mlp = (
             frozenset(getattr(self.model.config, f"skipped_{part}", None) or ()) for part in ("attention", "mlp")
         )

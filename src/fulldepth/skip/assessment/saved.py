@@ -35,13 +35,11 @@ from fulldepth.skip.exports.fold import (
     MOST,
     branch_factors,
     check_foldable,
-    check_scalable,
-    heals,
     logits,
     probes,
     scaled_logits,
 )
-from fulldepth.skip.exports.formats import as_stock, without_bars
+from fulldepth.skip.exports.formats import FORMATS, as_stock, without_bars
 from fulldepth.skip.exports.older_names import publish_older_tokenizer
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.exports.readers import prove
@@ -112,12 +110,9 @@ class Saver:
         """Why models with skipped blocks cannot be saved."""
         if self.method != "int8":
             return f"neither zeros nor scalars can be put into weights that {self.method} has packed."
-        outline = Outline.of(plan)
         try:
-            check_format(self.original.model, outline, "folded")
-            if heals(plan):
-                check_scalable(self.original, per_channel=outline.per_channel)
-                check_foldable(self.original, plan)
+            check_format(self.original.model, Outline.of(plan), FORMATS["folded"])
+            check_foldable(self.original, plan)
         except FulldepthError as error:
             return str(error)
         return None

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
-from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.stream import TOLERANCE
 from fulldepth.files import read_document, read_json
-from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer, pick_device
-from fulldepth.skip.exports.fold import Folding, heals, prepare, probes, scaled_logits
+from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer
+from fulldepth.settings.search import known_format
+from fulldepth.skip.exports.fold import probes, scaled_logits
 from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, SHARD_SIZE, Draft, in_forward, without_bars
+from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, without_bars
 from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_names, publish_older_tokenizer
 from fulldepth.skip.exports.possible import Outline, check_format
-from fulldepth.skip.exports.readers import NotLoadedError, prove
+from fulldepth.skip.exports.readers import prove
 from fulldepth.skip.plan import MOST_BYTES, PER_CHANNEL, Plan
 from fulldepth.skip.subject import tokenizer_folder
 
@@ -98,36 +94,34 @@ def export(
             granularity that the format does not know, folding is refused, the disk is full, or the export loads as
             anything but the plan's model; for a device and a device map at once.
     """
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
-    most, target = _bytes(shard_size), Path(output)
+    chosen, most, target = FORMATS[known_format(format)], _bytes(shard_size), Path(output)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_exportable(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     loaded = _opened(plan, model, device, device_map, dtype=dtype or plan.dtype, **hub)
-    anatomy = check_format(loaded, Outline.of(plan), format)
+    anatomy = check_format(loaded, Outline.of(plan), chosen)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
     source = model.name_or_path if isinstance(model, PreTrainedModel) else model
     with folder_to_be(target) as folder:
         whole = anatomy if anatomy.model is loaded else find_anatomy(loaded)
-        written = _write(plan, whole, anatomy, format, folder, most)
+        written = _write(plan, whole, anatomy, chosen, folder, most)
         del loaded, whole, anatomy
         gc.collect()  # a model that was passed in is held by its owner
         places = (plan.data.get("tokenizer"), source, plan.model.name)
         written.notes.extend(save_tokenizer(tokenizer, places, folder, **hub))
-        return _proven(plan, format, target, _Checked(folder, written, reader_map))
+        return _proven(plan, chosen, target, _Checked(folder, written, reader_map))
 
 
-def _proven(plan: Plan, format: str, target: Path, checked: _Checked) -> Export:
+def _proven(plan: Plan, format: Format, target: Path, checked: _Checked) -> Export:
     """Load the checkpoint as others will, compare its logits, and write down what it is."""
     folder = checked.folder
     publish_older_tokenizer(folder)
-    strip_foreign_code(folder, carries_code=format in CARRY_CODE)
-    error = checked.by("carried" if format in CARRY_CODE else "stock")
-    verified, said = _read_elsewhere(checked) if format == "decilm" else (True, [])
+    strip_foreign_code(folder, carries_code=format.reader == "carried")
+    error = checked.by(format.reader)
+    verified, said = format.verify(checked.by)
     notes = (*said, *checked.written.notes)
-    report = Export(format, target, error, count_parameters(folder), 0, verified, notes)
+    report = Export(format.name, target, error, count_parameters(folder), 0, verified, notes)
     _describe(report, plan, folder)
     return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
@@ -145,7 +139,7 @@ class _Written:
     notes: list[str]
 
 
-def _write(plan: Plan, whole: Anatomy, anatomy: Anatomy, format: str, folder: Path, shard_size: int) -> _Written:
+def _write(plan: Plan, whole: Anatomy, anatomy: Anatomy, format: Format, folder: Path, shard_size: int) -> _Written:
     """Write the checkpoint, without tokenizer and notes; the model stays as it is.
 
     Args:
@@ -156,27 +150,15 @@ def _write(plan: Plan, whole: Anatomy, anatomy: Anatomy, format: str, folder: Pa
         folder: where to.
         shard_size: most bytes of one file of weights.
     """
-    folding = _folding(anatomy, plan, format)
+    folding = format.folding(anatomy, plan)
     ids = probes(whole)
     expected = scaled_logits(whole, plan, ids)
     with generation_settings(anatomy.model, folder), without_bars():
-        notes = FORMATS[format].write(Draft(anatomy, plan, folding, folder, shard_size))
+        notes = format.write(Draft(anatomy, plan, folding, folder, shard_size))
     if whole.config is not whole.model.config and anatomy.config is anatomy.model.config:
         notes.append(f"This is the language model of a {type(whole.model).__name__} alone; it reads no images.")
     publish_older_names(folder)
-    # The fast class follows the stream's scale in its eps, so nothing but rounding is left.
-    allowed = TOLERANCE[expected.dtype] + (0.0 if format == "fast" else folding.logit_error)
-    return _Written(ids, expected, allowed, notes)
-
-
-def _folding(anatomy: Anatomy, plan: Plan, format: str) -> Folding:
-    """The scalars inside the weights, as far as the format needs that."""
-    unscaled = (1.0,) * (2 * anatomy.num_layers + 1)
-    if format == "layer" and not heals(plan):  # whole layers go, and nothing is left to fold: any family will do
-        return Folding(0.0, unscaled, "There are no scalars to fold.")
-    if in_forward(anatomy.model, format) and heals(plan):
-        return Folding(0.0, unscaled, "The scalars stay outside the weights.")
-    return prepare(anatomy, plan, most=math.inf if format == "fast" else None)
+    return _Written(ids, expected, format.tolerance(folding, expected.dtype), notes)
 
 
 @dataclass(frozen=True)
@@ -244,33 +226,21 @@ def load(
         FulldepthError: if the folder is no export, or is broken.
     """
     folder = Path(directory)
-    if (_model_type_saved_again(folder) or read_notes(folder)["format"]) not in ("decilm", DeciLMConfig.model_type):
-        return load_checkpoint(folder, device=device, device_map=device_map).model
-    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-    try:  # its model type is not ours to register
-        with without_bars():
-            found: Any = DeciLMForCausalLM.from_pretrained(
-                folder, dtype="auto", output_loading_info=True, trust_remote_code=False, **placed
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
-    model, info = found
-    if wrong := sorted(str(key) for keys in info.values() for key in keys):
-        raise FulldepthError(f"The weights in {folder} do not fit its configuration (first: {wrong[0]}).")
-    return (model if device_map is not None else model.to(pick_device(device))).eval()
+    return _format_of(folder).load(folder, device=device, device_map=device_map)
 
 
-def _model_type_saved_again(folder: Path) -> str | None:
-    """The model type of a folder without notes that holds a model of the format `fast` or `decilm`."""
+def _format_of(folder: Path) -> Format:
+    """The format that an export's notes name; without notes, the one whose model its `config.json` describes.
+
+    Raises:
+        FulldepthError: if the folder is no export.
+    """
     path = folder / "config.json"
-    if (folder / NOTES).exists() or not path.is_file():
-        return None
-    config = read_json(path)
-    kind = str(config.get("model_type")) if isinstance(config, dict) else ""
-    if kind.startswith("fulldepth_skipped_"):
-        return kind
-    own_code = kind == DeciLMConfig.model_type and config.get("architectures") == [DeciLMForCausalLM.__name__]
-    return kind if own_code else None
+    if not (folder / NOTES).exists() and path.is_file() and isinstance(config := read_json(path), dict):
+        for format in FORMATS.values():
+            if format.is_saved_again(config):
+                return format
+    return FORMATS[read_notes(folder)["format"]]
 
 
 class Notes(pydantic.BaseModel):
@@ -310,23 +280,6 @@ def read_notes(folder: Path) -> dict[str, Any]:
         raise FulldepthError(f"Cannot read {path}: {unknown('format', one_line(notes.format, 60), FORMATS)}")
     Plan.of(notes.plan, f"The plan in {path}")
     return notes.model_dump()
-
-
-def _read_elsewhere(checked: _Checked) -> tuple[bool, list[str]]:
-    """Whether a reader of the DeciLM layout (mlx-lm, the one that runs anywhere) has loaded it, and what to say."""
-    if find_spec("mlx_lm") is None:
-        why = "install mlx-lm (on Linux with mlx[cpu]) to have it checked."
-    else:
-        try:
-            checked.by("mlx")
-        except NotLoadedError as error:
-            why = f"mlx-lm could not: {error}"
-        else:
-            return True, ["mlx-lm has loaded it and gives the plan's logits."]
-    return False, [
-        "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the plan's "
-        f"logits, but no reader of the DeciLM layout has loaded it; {why}"
-    ]
 
 
 def check_exportable(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,11 @@ class Folding:
     """The error and where it comes from, in a sentence."""
     changes: Mapping[str, Change] = field(default_factory=dict, repr=False)
     """Name of a weight in the model's state dict -> what becomes of it."""
+
+    @classmethod
+    def unscaled(cls, anatomy: Anatomy, note: str) -> Self:
+        """That of a model whose weights stay as they are."""
+        return cls(0.0, (1.0,) * (2 * anatomy.num_layers + 1), note)
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
         """A weight of the folded model, computed from the model's own; one that does not change is given as it is."""

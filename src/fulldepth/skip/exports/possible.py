@@ -12,7 +12,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports.fold import check_scalable, heals
-from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, TEXT_ALONE, as_stock, as_text, in_forward
+from fulldepth.skip.exports.formats import FORMATS, Format, as_stock, as_text
 from fulldepth.skip.plan import Plan
 
 
@@ -40,7 +40,7 @@ class Outline:
         return cls(settings.granularity, blocks, settings.fit, settings.per_channel)
 
 
-def check_format(model: PreTrainedModel, outline: Outline, format: str) -> Anatomy:
+def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> Anatomy:
     """Refuse a format that cannot hold a plan of this model, whatever its scalars are.
 
     Returns:
@@ -49,34 +49,33 @@ def check_format(model: PreTrainedModel, outline: Outline, format: str) -> Anato
     Raises:
         FulldepthError: with the reason.
     """
-    known = FORMATS[format].GRANULARITIES
-    if outline.granularity not in known:
-        fitting = [name for name, module in FORMATS.items() if outline.granularity in module.GRANULARITIES]
+    if outline.granularity not in format.granularities:
+        fitting = [name for name, other in FORMATS.items() if outline.granularity in other.granularities]
         raise FulldepthError(
-            f"The format {format} holds plans of granularity {' or '.join(known)}, this one skips by "
-            f"{outline.granularity}. Use --format {' or '.join(fitting)}."
+            f"The format {format.name} holds plans of granularity {' or '.join(format.granularities)}, this one skips "
+            f"by {outline.granularity}. Use --format {' or '.join(fitting)}."
         )
     anatomy = find_anatomy(model)
     if anatomy.task != "causal-lm":
         raise FulldepthError(f"Only language models can be exported, {type(model).__name__} is none.")
     stock = as_stock(model)
-    if format not in CARRY_CODE and not type(stock).__module__.startswith("transformers."):
+    if format.reader == "stock" and not type(stock).__module__.startswith("transformers."):
         raise FulldepthError(
-            f"{type(model).__name__} is no class of transformers, which alone could read the format {format}: its code "
-            "would be missing."
+            f"{type(model).__name__} is no class of transformers, which alone could read the format {format.name}: its "
+            "code would be missing."
         )
-    FORMATS[format].check(stock, outline.blocks)
-    stock = as_text(stock) if format in TEXT_ALONE else stock
+    format.check(stock, outline.blocks)
+    stock = as_text(stock) if format.text_only else stock
     return anatomy if stock is model else find_anatomy(stock)
 
 
-def check_scalars(anatomy: Anatomy, outline: Outline, format: str) -> None:
+def check_scalars(anatomy: Anatomy, outline: Outline, format: Format) -> None:
     """Refuse a format that cannot hold the scalars of this model, whatever their values are.
 
     Raises:
         FulldepthError: with the reason.
     """
-    if outline.healed and (outline.per_channel or not in_forward(anatomy.model, format)):
+    if outline.healed and (outline.per_channel or not format.keeps_scalars(anatomy.model)):
         check_scalable(anatomy, per_channel=outline.per_channel)
 
 
@@ -86,12 +85,12 @@ def possible_formats(model: PreTrainedModel, outline: Outline) -> tuple[list[str
     What depends on the values of the scalars (a factor of the stream at 0 or below) cannot be known before the fit.
     """
     fitting, reasons = [], {}
-    for name, module in FORMATS.items():
-        if outline.granularity not in module.GRANULARITIES:
+    for name, format in FORMATS.items():
+        if outline.granularity not in format.granularities:
             continue
         try:
-            anatomy = check_format(model, outline, name)
-            check_scalars(anatomy, outline, name)
+            anatomy = check_format(model, outline, format)
+            check_scalars(anatomy, outline, format)
             fitting.append(name)
         except FulldepthError as error:
             reasons[name] = str(error)
@@ -106,8 +105,8 @@ def announce(model: PreTrainedModel, settings: SearchSettings, blocks: int) -> s
     """
     outline = Outline.before(settings, blocks)
     if settings.format is not None:
-        anatomy = check_format(model, outline, settings.format)
-        check_scalars(anatomy, outline, settings.format)
+        format = FORMATS[settings.format]
+        check_scalars(check_format(model, outline, format), outline, format)
     fitting, reasons = possible_formats(model, outline)
     distinct = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
     why = " ".join(f"Not {' or '.join(names)}: {reason}" for reason, names in distinct.items())

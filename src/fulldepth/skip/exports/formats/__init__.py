@@ -1,31 +1,13 @@
-"""Formats of an export, one file each: `GRANULARITIES` of plans that it can hold, `check`, and `write`."""
+"""Formats of an export: one class each, in a file of its own."""
 
-from transformers import PreTrainedModel
-
-from fulldepth.skip.exports.formats import decilm, fast, folded, layer
 from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text, without_bars
+from fulldepth.skip.exports.formats.decilm import DeciLM
+from fulldepth.skip.exports.formats.fast import Fast
+from fulldepth.skip.exports.formats.folded import Folded
+from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.exports.formats.layer import Layer
 
-FORMATS = {"folded": folded, "fast": fast, "decilm": decilm, "layer": layer}
-"""Name -> module."""
-CARRY_CODE = ("fast", "decilm")
-"""Formats whose model is not one of transformers' own."""
-TEXT_ALONE = ("fast",)
-"""Formats that hold the language model alone of a model that also reads images."""
+FORMATS: dict[str, Format] = {format.name: format for format in (Folded(), Fast(), DeciLM(), Layer())}
+"""Name -> format."""
 
-
-def in_forward(model: PreTrainedModel, format: str) -> bool:
-    """Whether a format keeps the scalars of a stock model beside its weights, so that nothing is folded."""
-    return format == "fast" and fast.keeps_scalars(model)
-
-
-__all__ = [
-    "CARRY_CODE",
-    "FORMATS",
-    "SHARD_SIZE",
-    "TEXT_ALONE",
-    "Draft",
-    "as_stock",
-    "as_text",
-    "in_forward",
-    "without_bars",
-]
+__all__ = ["FORMATS", "SHARD_SIZE", "Draft", "Format", "as_stock", "as_text", "without_bars"]

@@ -12,18 +12,24 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
-from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save
+from fulldepth.hf import pick_device
+from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save, without_bars
+from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.exports.readers import NotLoadedError
 
-GRANULARITIES = ("attention",)
 MULTIPLE = 256
 """What readers round the MLP's width up to."""
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
@@ -45,45 +51,87 @@ def intermediate_size(ffn_mult: float, width: int) -> int:
     return size if size % MULTIPLE == 0 else size + MULTIPLE - size % MULTIPLE
 
 
-def check(model: PreTrainedModel, skipped: int) -> None:
-    """Refuse a family or shape that the layout has no words for.
+class DeciLM(Format):
+    """A checkpoint in the layout of DeciLM, with code for transformers."""
 
-    Raises:
-        FulldepthError: with the reason.
-    """
-    config = model.config
-    if config.model_type not in ("llama", "qwen2"):
-        raise FulldepthError(
-            f"The decilm layout is for llama and qwen2, this is a {config.model_type}. Use --format fast or folded."
-        )
-    heads = config.num_attention_heads
-    window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
-    rope = config.rope_parameters.get("rope_type", "default")
-    reasons = {
-        "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
-        not in (None, config.hidden_size // heads),
-        "some of its layers see a sliding window only": window,
-        f"its positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
-    }
-    if why := next((reason for reason, applies in reasons.items() if applies), None):
-        raise FulldepthError(f"The decilm layout has no words for this model: {why}. Use --format fast or folded.")
+    name = "decilm"
+    granularities = ("attention",)
+    reader = "carried"
 
+    def check(self, model: PreTrainedModel, skipped: int) -> None:
+        """Refuse a family or shape that the layout has no words for.
 
-def write(draft: Draft) -> list[str]:
-    """Write the checkpoint, its configuration by the published names, and code for transformers."""
-    config = draft.model.config
-    skipped = set(draft.plan.blocks) - {1}
-    size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
-    biased = getattr(config, "attention_bias", False) or config.model_type == "qwen2"
-    values = _llama_values(config) | {
-        "architectures": ["DeciLMForCausalLM"],
-        "intermediate_size": size,
-        "attention_bias": biased,
-        "block_configs": block_configs(config, skipped, size),
-    }
-    weights = _weights(draft, skipped, size, biased)
-    save(draft, DeciLMForCausalLM, DeciLMConfig(**values), weights)
-    return [draft.folding.note, *_notes(draft, size, biased)]
+        Raises:
+            FulldepthError: with the reason.
+        """
+        config = model.config
+        if config.model_type not in ("llama", "qwen2"):
+            raise FulldepthError(
+                f"The decilm layout is for llama and qwen2, this is a {config.model_type}. Use --format fast or folded."
+            )
+        heads = config.num_attention_heads
+        window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
+        rope = config.rope_parameters.get("rope_type", "default")
+        reasons = {
+            "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
+            not in (None, config.hidden_size // heads),
+            "some of its layers see a sliding window only": window,
+            f"its positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
+        }
+        if why := next((reason for reason, applies in reasons.items() if applies), None):
+            raise FulldepthError(f"The decilm layout has no words for this model: {why}. Use --format fast or folded.")
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write the checkpoint, its configuration by the published names, and code for transformers."""
+        config = draft.model.config
+        skipped = set(draft.plan.blocks) - {1}
+        size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
+        biased = _has(draft, "q_proj.bias")
+        values = _llama_values(config) | {
+            "architectures": ["DeciLMForCausalLM"],
+            "intermediate_size": size,
+            "attention_bias": biased,
+            "block_configs": block_configs(config, skipped, size),
+        }
+        weights = _weights(draft, skipped, size, biased)
+        save(draft, DeciLMForCausalLM, DeciLMConfig(**values), weights)
+        return [draft.folding.note, *_notes(draft, size, biased)]
+
+    def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
+        """Whether mlx-lm, the reader of the layout that runs anywhere, has loaded the export."""
+        if find_spec("mlx_lm") is None:
+            why = "install mlx-lm (on Linux with mlx[cpu]) to have it checked."
+        else:
+            try:
+                error_of("mlx")
+            except NotLoadedError as error:
+                why = f"mlx-lm could not: {error}"
+            else:
+                return True, ["mlx-lm has loaded it and gives the plan's logits."]
+        return False, [
+            "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the "
+            f"plan's logits, but no reader of the DeciLM layout has loaded it; {why}"
+        ]
+
+    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
+        """Whether model type and class are those that the format writes; others use the same model type."""
+        own_class = [DeciLMForCausalLM.__name__]
+        return config.get("model_type") == DeciLMConfig.model_type and config.get("architectures") == own_class
+
+    def load(self, folder: Path, *, device: Any, device_map: Any) -> PreTrainedModel:
+        """The model by its class, whose model type is not this package's to register."""
+        placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+        try:
+            with without_bars():
+                found: Any = DeciLMForCausalLM.from_pretrained(
+                    folder, dtype="auto", output_loading_info=True, trust_remote_code=False, **placed
+                )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
+        model, info = found
+        if wrong := sorted(str(key) for keys in info.values() for key in keys):
+            raise FulldepthError(f"The weights in {folder} do not fit its configuration (first: {wrong[0]}).")
+        return (model if device_map is not None else model.to(pick_device(device))).eval()
 
 
 def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> list[dict[str, dict[str, Any]]]:
@@ -133,6 +181,11 @@ def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
     return torch.cat([weight, weight.new_zeros(shape)], dim=dim)
 
 
+def _has(draft: Draft, ending: str) -> bool:
+    """Whether the model has a weight whose name ends so."""
+    return any(name.endswith(ending) for name in draft.model.state_dict())
+
+
 def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
     config = draft.model.config
     notes = []
@@ -141,7 +194,7 @@ def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
             f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers know only "
             f"multiples of {MULTIPLE}."
         )
-    if biased and config.model_type == "qwen2":
+    if biased and not _has(draft, "o_proj.bias"):
         notes.append("The output projections have biases of zeros: readers know biases on all projections or none.")
     if 1 in draft.plan.blocks:
         notes.append(

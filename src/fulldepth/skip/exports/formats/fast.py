@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,55 +11,78 @@ from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
-from fulldepth.skip.exports.fold import heals
+from fulldepth.execution.stream import TOLERANCE
+from fulldepth.hf import Anatomy
+from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
+from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.plan import Plan
 
-GRANULARITIES = ("attention", "mlp")
 
+class Fast(Format):
+    """A checkpoint of a class without the skipped parts; transformers needs the code that it carries."""
 
-def check(model: PreTrainedModel, skipped: int) -> None:
-    """Refuse a family that has no such class.
+    name = "fast"
+    granularities = ("attention", "mlp")
+    reader = "carried"
+    text_only = True
 
-    Raises:
-        FulldepthError: with those that have one.
-    """
-    family = model.config.get_text_config(decoder=True).model_type
-    if family not in SKIPPED:
-        raise FulldepthError(
-            f"There is no class for {family} models without some of their parts. Available: "
-            f"{', '.join(sorted(SKIPPED))}."
+    def check(self, model: PreTrainedModel, skipped: int) -> None:
+        """Refuse a family that has no such class.
+
+        Raises:
+            FulldepthError: with those that have one.
+        """
+        family = model.config.get_text_config(decoder=True).model_type
+        if family not in SKIPPED:
+            raise FulldepthError(
+                f"There is no class for {family} models without some of their parts. Available: "
+                f"{', '.join(sorted(SKIPPED))}."
+            )
+
+    def keeps_scalars(self, model: PreTrainedModel) -> bool:
+        """Whether the class multiplies by a plan's scalars itself, as the family's weights cannot hold them."""
+        kind: Any = SKIPPED[model.config.model_type]
+        return bool(kind.model_class.layout.keeps_scalars)
+
+    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
+        """The scalars inside the weights, unless the class keeps them; whatever the error, which `write` avoids."""
+        if self.keeps_scalars(anatomy.model) and heals(plan):
+            return Folding.unscaled(anatomy, "The scalars stay outside the weights.")
+        return prepare(anatomy, plan, most=math.inf)
+
+    def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
+        """That of rounding alone: the eps of the class's norms follows the scale of the stream."""
+        return TOLERANCE[dtype]
+
+    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
+        """Whether the model type is one of the classes without skipped parts."""
+        return str(config.get("model_type")).startswith("fulldepth_skipped_")
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write a checkpoint of the class without the skipped parts, with its code."""
+        family = draft.model.config.model_type
+        kind: Any = SKIPPED[family]
+        beside = self.keeps_scalars(draft.model) and heals(draft.plan)
+        attention = draft.plan.granularity == "attention"
+        layers = sorted(draft.plan.blocks)
+        config = kind.config_class(
+            **plain_values(draft.model.config),
+            skipped_attention=layers if attention else [],
+            skipped_mlp=[] if attention else layers,
+            stream_scale=None if beside else list(draft.folding.stream_scale),
+            scalars=draft.plan.scalars if beside else None,
         )
-
-
-def keeps_scalars(model: PreTrainedModel) -> bool:
-    """Whether the class multiplies by a plan's scalars itself, as the family's weights cannot hold them."""
-    kind: Any = SKIPPED[model.config.model_type]
-    return bool(kind.model_class.layout.keeps_scalars)
-
-
-def write(draft: Draft) -> list[str]:
-    """Write a checkpoint of the class without the skipped parts, with its code."""
-    family = draft.model.config.model_type
-    kind: Any = SKIPPED[family]
-    beside = keeps_scalars(draft.model) and heals(draft.plan)
-    attention = draft.plan.granularity == "attention"
-    layers = sorted(draft.plan.blocks)
-    config = kind.config_class(
-        **plain_values(draft.model.config),
-        skipped_attention=layers if attention else [],
-        skipped_mlp=[] if attention else layers,
-        stream_scale=None if beside else list(draft.folding.stream_scale),
-        scalars=draft.plan.scalars if beside else None,
-    )
-    with torch.device("meta"):
-        known = kind(config).state_dict().keys()
-    skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
-    state = draft.weights()
-    weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
-    save(draft, kind, config, weights)
-    return [
-        "The scalars are in the configuration: this family's weights cannot hold them."
-        if beside
-        else "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
-        f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs nothing.",
-    ]
+        with torch.device("meta"):
+            known = kind(config).state_dict().keys()
+        skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
+        state = draft.weights()
+        weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
+        save(draft, kind, config, weights)
+        return [
+            "The scalars are in the configuration: this family's weights cannot hold them."
+            if beside
+            else "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
+            f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs "
+            "nothing.",
+        ]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 
-from transformers import PreTrainedModel
-
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
-
-GRANULARITIES = ("attention", "mlp", "layer")
-
-
-def check(model: PreTrainedModel, skipped: int) -> None:
-    """Nothing that folding does not refuse."""
+from fulldepth.skip.exports.formats.format import Format
 
 
-def write(draft: Draft) -> list[str]:
-    """Write all weights, with the scalars in them and zeros at the end of skipped branches."""
-    model = draft.model
-    conversions = getattr(model, "_weight_conversions", None)
-    save(draft, type(model), copy.deepcopy(model.config), draft.weights(), conversions=conversions)
-    return [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]
+class Folded(Format):
+    """All weights, with the scalars in them and zeros at the end of skipped branches."""
+
+    name = "folded"
+    granularities = ("attention", "mlp", "layer")
+    computes_skipped = True
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write all weights."""
+        model = draft.model
+        conversions = getattr(model, "_weight_conversions", None)
+        save(draft, type(model), copy.deepcopy(model.config), draft.weights(), conversions=conversions)
+        return [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]

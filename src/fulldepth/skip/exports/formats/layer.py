@@ -8,9 +8,12 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy
+from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
+from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.plan import Plan
 
-GRANULARITIES = ("layer",)
 NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
 """Endings of names whose lists are not one entry a layer, however long they happen to be."""
 LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
@@ -21,46 +24,55 @@ ONLY_BY_LIST = (
 )
 
 
-def check(model: PreTrainedModel, skipped: int) -> None:
-    """Refuse what would have no layer left, or layers that compute something else under another number.
+class Layer(Format):
+    """A checkpoint of the layers that are left, renumbered."""
 
-    Raises:
-        FulldepthError: with the reason.
-    """
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if skipped >= num_layers:
-        raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
-    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
-        raise FulldepthError(
-            "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its layers "
-            "cannot be renumbered. Use --format folded."
-        )
+    name = "layer"
+    granularities = ("layer",)
 
+    def check(self, model: PreTrainedModel, skipped: int) -> None:
+        """Refuse what would have no layer left, or layers that compute something else under another number.
 
-def write(draft: Draft) -> list[str]:
-    """Write the layers that are left, renumbered, with every list of the configuration that has an entry a layer."""
-    num_layers = draft.anatomy.num_layers
-    kept = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
-    config = copy.deepcopy(draft.model.config)
-    inner = config.get_text_config(decoder=True)
-    cut = slice_lists(inner, kept, num_layers)
-    whole = draft.model.config.get_text_config(decoder=True)
-    out_of_step = [name for name in cut if list(getattr(inner, name)) != list(getattr(whole, name))[: len(kept)]]
-    sliced = sorted([*cut, *renumber_layers(inner, kept, num_layers)])
-    prefix = f"{draft.blocks_name}."
-    numbers = {f"{layer - 1}": str(index) for index, layer in enumerate(kept)}
-    weights = {}
-    for name, weight in draft.weights().items():
-        if name.startswith(prefix):
-            number, _, rest = name.removeprefix(prefix).partition(".")
-            if number not in numbers:
-                continue
-            name = f"{prefix}{numbers[number]}.{rest}"
-        weights[name] = weight
-    save(draft, type(draft.model), config, weights)
-    lists = f" Cut to them: {', '.join(sliced)}." if sliced else ""
-    notes = [draft.folding.note, f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}"]
-    return [*notes, ONLY_BY_LIST.format(", ".join(out_of_step))] if out_of_step else notes
+        Raises:
+            FulldepthError: with the reason.
+        """
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        if skipped >= num_layers:
+            raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
+        if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+            raise FulldepthError(
+                "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its "
+                "layers cannot be renumbered. Use --format folded."
+            )
+
+    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
+        """The scalars inside the weights; without scalars nothing is folded, so that any family will do."""
+        return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write the layers that are left, and of every list of the configuration with an entry a layer theirs."""
+        num_layers = draft.anatomy.num_layers
+        kept = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
+        config = copy.deepcopy(draft.model.config)
+        inner = config.get_text_config(decoder=True)
+        cut = slice_lists(inner, kept, num_layers)
+        whole = draft.model.config.get_text_config(decoder=True)
+        out_of_step = [name for name in cut if list(getattr(inner, name)) != list(getattr(whole, name))[: len(kept)]]
+        sliced = sorted([*cut, *renumber_layers(inner, kept, num_layers)])
+        prefix = f"{draft.blocks_name}."
+        numbers = {f"{layer - 1}": str(index) for index, layer in enumerate(kept)}
+        weights = {}
+        for name, weight in draft.weights().items():
+            if name.startswith(prefix):
+                number, _, rest = name.removeprefix(prefix).partition(".")
+                if number not in numbers:
+                    continue
+                name = f"{prefix}{numbers[number]}.{rest}"
+            weights[name] = weight
+        save(draft, type(draft.model), config, weights)
+        lists = f" Cut to them: {', '.join(sliced)}." if sliced else ""
+        notes = [draft.folding.note, f"Layers {', '.join(map(str, kept))} of {num_layers} are left, renumbered.{lists}"]
+        return [*notes, ONLY_BY_LIST.format(", ".join(out_of_step))] if out_of_step else notes
 
 
 def slice_lists(config: PreTrainedConfig, kept: list[int], num_layers: int) -> list[str]:

@@ -1,0 +1,86 @@
+"""What an export format is: which plans it holds, and how it writes, loads and checks them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from fulldepth.execution.stream import TOLERANCE
+from fulldepth.hf import Anatomy, load_checkpoint
+from fulldepth.skip.exports.fold import Folding, prepare
+from fulldepth.skip.exports.formats.checkpoint import Draft
+from fulldepth.skip.plan import Plan
+
+
+class Format(ABC):
+    """An export format, registered in `formats.FORMATS` and, with a phrase for help, in `fulldepth.settings.search`."""
+
+    name: ClassVar[str]
+    granularities: ClassVar[tuple[str, ...]]
+    """Granularities of the plans that it can hold."""
+    reader: ClassVar[Literal["stock", "carried"]] = "stock"
+    """What loads every export again before it gets its name: transformers alone, or with code that the folder carries
+    because the model's class is not one of transformers' own."""
+    text_only: ClassVar[bool] = False
+    """Whether it holds only the language model of a model that also reads images."""
+    computes_skipped: ClassVar[bool] = False
+    """Whether skipped blocks are still computed, with weights of zero."""
+
+    def check(self, model: PreTrainedModel, skipped: int) -> None:  # noqa: B027 (most models fit most formats)
+        """Refuse a stock model that the format cannot hold; refuses none unless overridden.
+
+        Args:
+            model: of a class of transformers.
+            skipped: how many blocks the plan skips.
+
+        Raises:
+            FulldepthError: with the reason.
+        """
+
+    def keeps_scalars(self, model: PreTrainedModel) -> bool:
+        """Whether the scalars of a stock model stay outside its weights, so that nothing is folded."""
+        return False
+
+    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
+        """The scalars inside the weights, as far as the format needs that.
+
+        Raises:
+            FulldepthError: if they cannot be folded.
+        """
+        return prepare(anatomy, plan)
+
+    @abstractmethod
+    def write(self, draft: Draft) -> list[str]:
+        """Write the checkpoint without tokenizer and notes, and return the notes."""
+
+    def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
+        """Largest error of a logit of the export, relative to the largest logit."""
+        return TOLERANCE[dtype] + folding.logit_error
+
+    def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
+        """Whether the program that the format is for has loaded the export, and what to note of that.
+
+        Args:
+            error_of: loads the export with a reader of `readers.READERS` and returns the error of its logits.
+        """
+        return True, []
+
+    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` is of a model of this format that was saved again, without the notes."""
+        return False
+
+    def load(self, folder: Path, *, device: Any, device_map: Any) -> PreTrainedModel:
+        """The model of an export, in evaluation mode; no foreign code runs.
+
+        Raises:
+            FulldepthError: if the folder is broken.
+        """
+        return load_checkpoint(folder, device=device, device_map=device_map).model
+
+
+__all__ = ["Format"]
