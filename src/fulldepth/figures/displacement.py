@@ -8,9 +8,7 @@ import plotly.graph_objects as go
 from fulldepth.figures.draw import band, bars, line
 from fulldepth.figures.rows import NO_FIRST, curve
 from fulldepth.figures.style import CATEGORICAL, MUTED, Figures, extremes, figure, layer_axis
-
-LARGE_JUMP = 10.0
-"""Per cent; a jump rate from here on counts as large."""
+from fulldepth.thresholds import LARGE_JUMP
 
 
 def figures(table: pd.DataFrame, layers: int) -> Figures:
@@ -53,7 +51,8 @@ def _jump_rate(table: pd.DataFrame, layers: int) -> go.Figure | None:
     drawn = figure(
         [bars(rate, "ζ", CATEGORICAL[0], ".2f")],
         title="Jump rate from each layer on",
-        subtitle="Accumulated growth of the mean displacement up to the last layer; large from 10 % (dotted)",
+        subtitle="Accumulated growth of the mean displacement up to the last layer; "
+        f"large from {LARGE_JUMP:g} % (dotted)",
         alt=extremes("Jump rate in per cent", rate.layers, rate.values, ".1f"),
         xaxis=layer_axis(layers),
         yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},

@@ -14,7 +14,6 @@ from typing import Any
 
 import pydantic
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -26,6 +25,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import TOLERANCE
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer, pick_device
+from fulldepth.results import versions
 from fulldepth.skip.exports.fold import Folding, heals, prepare, probes, scaled_logits
 from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
 from fulldepth.skip.exports.formats import CARRY_CODE, FORMATS, SHARD_SIZE, Draft, in_forward, without_bars
@@ -382,7 +382,7 @@ def _describe(report: Export, plan: Plan, folder: Path) -> None:
         "parameters": report.parameters,
         "verified": report.verified,
         "notes": list(report.notes),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": versions(),
         "plan": plan.document(),
     }
     (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
