@@ -1,4 +1,4 @@
-"""Values at which a number changes its name in sentences and figures."""
+"""Limits above or below which sentences and figures call a number large or small."""
 
 LARGE_JUMP = 10.0
 """Per cent: a jump rate from here on is large. Source: "JREG: final-layer jumps"."""
