@@ -376,7 +376,7 @@ def test_debug_shows_where_an_error_came_from(main, model, tmp_path, output, mon
     def bug(*_, **__):
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(fulldepth.measure.folder, "measure_with", bug)
+    monkeypatch.setattr(fulldepth.measurement.folder, "measure_with", bug)
     command = ["measure", model, "--data", text_file, "--output", output]
     assert "This is a bug in fulldepth: KeyError: 'a mistake of ours'" in main(*command).err
     with pytest.raises(KeyError, match="a mistake of ours"):

@@ -32,9 +32,9 @@ def said(layers=4, sequences=8, **statistics):
 def test_jumps_are_told_as_they_are(value):
     last = said(jump_rate__value=(4, value, "%"))["zeta_L"]
     before = said(jump_rate__value=(3, value, "%"))["zeta_L-1"]
-    assert last["sentence"] == describe_jump(value)
+    assert last.sentence == describe_jump(value)
     for entry in (last, before):
-        sentence = entry["sentence"]
+        sentence = entry.sentence
         assert " 0.0 " not in sentence, "0.0 more is not more"
         assert "-" not in sentence
         grows = value > 0
@@ -50,7 +50,7 @@ def test_jumps_are_told_as_they_are(value):
 @pytest.mark.parametrize("value", [value for value in RATES if value >= 0])
 def test_training_tells_jumps_in_the_same_words(value):
     rows = [("jump_rate", "residual", 4, None, "value", value, 100, "%")]
-    assert training_headline(tabulate(rows, step=10))["zeta_L"]["sentence"] == describe_jump(value)
+    assert training_headline(tabulate(rows, step=10))["zeta_L"].sentence == describe_jump(value)
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_coherence_is_judged_by_the_corrected_mean(value, verdict):
     """Of two texts: a raw mean of 0.73 is a corrected one of 0.557, which copies nothing."""
     raw = {"coherence__mean": (1, 0.73, "1")}
     entry = said(sequences=2, **raw, coherence__mean_corrected_of_layers=(None, value, "1"))["mean_coherence"]
-    assert entry["value"] == value
-    assert verdict in entry["sentence"]
-    assert "bias of 2 sequences" in entry["sentence"]
+    assert entry.value == value
+    assert verdict in entry.sentence
+    assert "bias of 2 sequences" in entry.sentence
     assert "mean_coherence" not in said(**raw), "a raw mean alone is no verdict"
 
 
 def test_standard_errors_or_why_there_is_none():
     found = said(displacement__mean=(4, 0.25, "1"), displacement__standard_error=(4, 0.01, "1"))
-    assert found["last_layer_displacement"]["standard_error"] == 0.01
-    assert "no_standard_error" not in found["last_layer_displacement"]
+    assert found["last_layer_displacement"].standard_error == 0.01
+    assert found["last_layer_displacement"].no_standard_error is None
     coherence = {"coherence__mean_corrected_of_layers": (None, 0.4, "1")}
     reasons = [
-        said(sequences=n, displacement__mean=(4, 0.25, "1"), **coherence)[name]["no_standard_error"]
+        said(sequences=n, displacement__mean=(4, 0.25, "1"), **coherence)[name].no_standard_error
         for n, name in ((1, "last_layer_displacement"), (2, "mean_coherence"), (5, "mean_coherence"))
     ]
     assert reasons == [
@@ -97,4 +97,4 @@ def test_no_sentence_says_nan():
         saturation__median=(None, nan, "layers"),
     )
     assert set(found) == {"last_layer_displacement", "effective_depth"}
-    assert not any("nan" in entry["sentence"] for entry in found.values())
+    assert not any("nan" in entry.sentence for entry in found.values())

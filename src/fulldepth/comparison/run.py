@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from fulldepth import __version__
 from fulldepth.comparison import training, verdict
 from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite
+from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite, provenance
 from fulldepth.settings import layer
 from fulldepth.settings.compare import CompareSettings
 
@@ -64,15 +61,11 @@ def compare(
     are_runs, first = _are_runs(loaded, labels), _position(settings.baseline, labels)
     same = len({_depth(found) for found in loaded}) == 1
     resolved: Depth = settings.depth or ("layer" if same else "relative")
+    compared = {"baseline": labels[first], "depth": resolved}
     document = {
         "schema_version": SCHEMA_VERSION,
-        "kind": "comparison",
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "complete": True,
-        "settings": {"names": labels, "baseline": labels[first], "depth": resolved},
-        "versions": {"fulldepth": __version__, "python": platform.python_version()},
-        "baseline": labels[first],
-        "depth": resolved,
+        **provenance("comparison", {"names": labels, **compared}, packages=()),
+        **compared,
     }
     if not are_runs:
         loaded = [_last_step(item) for item in loaded]

@@ -10,7 +10,7 @@ import pandas as pd
 from fulldepth.comparison import training_verdict, verdict
 from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError
-from fulldepth.results import COLUMNS, Results
+from fulldepth.results import COLUMNS, Finding, Results
 
 WINDOWED = ("train_loss", "penalty", "throughput")
 """Means since the previous evaluation: they differ meaningfully only where that evaluation was at the same step."""
@@ -123,7 +123,7 @@ def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
 
 
 def _size(model: dict[str, Any]) -> Entry:
-    return {"parameters": {"value": model["parameters"], "unit": "1"}} if model.get("parameters") else {}
+    return {"parameters": Finding(model["parameters"]).document()} if model.get("parameters") else {}
 
 
 def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
@@ -140,7 +140,7 @@ def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
         "throughput": (_middle(so_far, "throughput"), "tokens/s"),
         "peak_memory": (_last(so_far, "peak_memory"), "MiB"),
     }
-    return {name: {"value": value, "unit": unit} for name, (value, unit) in found.items() if value is not None}
+    return {name: Finding(value, unit).document() for name, (value, unit) in found.items() if value is not None}
 
 
 def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.DataFrame:

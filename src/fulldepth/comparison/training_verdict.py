@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fulldepth.comparison import verdict
-from fulldepth.results import finite
+from fulldepth.results import Finding
 
 LEVEL = {"nats": 0.0005, "%": 0.05}
 """Differences below this are not shown: they would print as zero."""
@@ -15,7 +15,7 @@ COSTS = {"time_per_step": "Time per step", "peak_memory": "Peak memory"}
 Entry = dict[str, Any]
 
 
-def headline(models: list[Entry], step: int) -> dict[str, Entry]:
+def headline(models: list[Entry], step: int) -> dict[str, Finding]:
     """The best run in one sentence, then how every run's loss and costs stand to the baseline's."""
     baseline = next(model for model in models if model["baseline"])
     others = [model for model in models if not model["baseline"]]
@@ -28,7 +28,7 @@ def _value(model: Entry, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Entry]:
+def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Finding]:
     losses = [(value, model) for model in models if (value := _value(model, "validation_loss")) is not None]
     loss, best = min(losses, key=lambda pair: pair[0])
     base = _value(baseline, "validation_loss")
@@ -56,10 +56,10 @@ def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Entry]:
             f"At step {step:,} {best['label']} has the lowest validation loss: {loss:.3f} nats, {base - loss:.3f} "
             f"below the baseline, {baseline['label']} ({base:.3f})."
         )
-    return {"lowest_validation_loss": {"value": loss, "unit": "nats", "sentence": sentence}}
+    return {"lowest_validation_loss": Finding(loss, "nats", sentence)}
 
 
-def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Entry]:
+def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Finding]:
     """The run whose last layer jumps least."""
     rates = [(value, model["label"]) for model in models if (value := _value(model, "zeta_L")) is not None]
     base = _value(baseline, "zeta_L")
@@ -72,10 +72,10 @@ def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Entry]:
         sentence = f"The last layer jumps least in {label}, by less than 0.1 % below the baseline’s {base:.1f} %."
     else:
         sentence = f"The last layer jumps least in {label}: {rate:.1f} % against {base:.1f} % in the baseline."
-    return {"lowest_zeta_L": {"value": rate, "unit": "%", "sentence": sentence}}
+    return {"lowest_zeta_L": Finding(rate, "%", sentence)}
 
 
-def _cost(others: list[Entry], baseline: Entry) -> dict[str, Entry]:
+def _cost(others: list[Entry], baseline: Entry) -> dict[str, Finding]:
     """For time and memory, the range of the ratios to the baseline in one sentence."""
     found = {}
     for name, what in COSTS.items():
@@ -86,8 +86,7 @@ def _cost(others: list[Entry], baseline: Entry) -> dict[str, Entry]:
         amount = f"{high:.2f} times that of the baseline"
         if f"{low:.2f}" != f"{high:.2f}":
             amount = f"{low:.2f} to {amount}, most in {most}"
-        sentence = f"{what} is {amount}."
-        found[f"greatest_{name}"] = {"value": high, "unit": "x", "sentence": sentence}
+        found[f"greatest_{name}"] = Finding(high, "x", f"{what} is {amount}.")
     return found
 
 
@@ -96,19 +95,19 @@ def _ratio(model: Entry, baseline: Entry, name: str) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Entry]]:
-    """(name, {value, unit, sentence}) of one run: difference of the loss, ratios of the costs."""
+def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Finding]]:
+    """Name and finding of one run: difference of the loss, ratios of the costs."""
     ours, theirs = _value(model, "validation_loss"), _value(baseline, "validation_loss")
     if ours is not None and theirs is not None:
         sentence = (
             f"Validation loss at step {step:,}: {ours:.3f} nats in {model['label']} against {theirs:.3f} in "
             f"{baseline['label']} ({verdict.signed(ours - theirs, 3)})."
         )
-        yield "validation_loss", finite({"value": ours - theirs, "unit": "nats", "sentence": sentence})
+        yield "validation_loss", Finding(ours - theirs, "nats", sentence)
     for name, what in {**COSTS, "parameters": "Parameters"}.items():
         if (ratio := _ratio(model, baseline, name)) is not None:
             sentence = f"{what}: {ratio:.2f} times {baseline['label']}'s in {model['label']}."
-            yield name, finite({"value": ratio, "unit": "x", "sentence": sentence})
+            yield name, Finding(ratio, "x", sentence)
 
 
 def warnings(models: list[Entry], step: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.results import finite
+from fulldepth.results import Finding
 
 NUMBERS = {
     "zeta_L": "Jump of the last layer (zeta_L)",
@@ -22,8 +22,8 @@ NUMBERS = {
 """Headline numbers of a measurement -> how a sentence calls them."""
 
 
-def headline(table: pd.DataFrame, models: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Differences of every model from the baseline, by `name:label`, each {value, unit, sentence}.
+def headline(table: pd.DataFrame, models: list[dict[str, Any]]) -> dict[str, Finding]:
+    """Differences of every model from the baseline, by `name:label`.
 
     Args:
         table: the comparison's table.
@@ -33,14 +33,12 @@ def headline(table: pd.DataFrame, models: list[dict[str, Any]]) -> dict[str, dic
     found = {}
     for model in models:
         if not model["baseline"]:
-            found.update({f"{name}:{model['label']}": entry for name, entry in _redundancy(table, model, baseline)})
-            found.update({f"{name}:{model['label']}": entry for name, entry in _numbers(model, baseline)})
+            pairs = (*_redundancy(table, model, baseline), *_numbers(model, baseline))
+            found.update({f"{name}:{model['label']}": finding for name, finding in pairs})
     return found
 
 
-def _redundancy(
-    table: pd.DataFrame, model: dict[str, Any], baseline: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _redundancy(table: pd.DataFrame, model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[str, Finding]]:
     """The redundancy change (JREG, Eq. 7): difference of the mean displacements, mean over layers and greatest."""
     rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
     change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"]
@@ -54,7 +52,7 @@ def _redundancy(
     sentence = (
         f"Redundancy is {higher} in {names}: displacement changes by {signed(mean)} x 10^-2, averaged over the layers."
     )
-    yield "redundancy_change", {"value": mean, "unit": "x 10^-2", "sentence": sentence}
+    yield "redundancy_change", Finding(mean, "x 10^-2", sentence)
     layers = model["model"]["num_layers"]
     if size := _word(peak, "larger", "smaller", ""):
         sentence = (
@@ -63,10 +61,10 @@ def _redundancy(
     else:
         labels = f"{model['label']} and {baseline['label']}"
         sentence = f"At no layer of {layers} do the displacements of {labels} differ by 0.01 x 10^-2 or more."
-    yield "greatest_redundancy_change", {"value": peak, "unit": "x 10^-2", "sentence": sentence}
+    yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence)
 
 
-def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[str, Finding]]:
     """Differences of the headline numbers that both measurements have."""
     for name, title in NUMBERS.items():
         ours, theirs = model["headline"].get(name), baseline["headline"].get(name)
@@ -77,7 +75,7 @@ def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[
             f"{title}: {_amount(ours, model)} in {model['label']} against {_amount(theirs, baseline)} in "
             f"{baseline['label']} ({_difference(difference, ours['value'])})."
         )
-        yield name, finite({"value": difference, "unit": ours.get("unit", "1"), "sentence": sentence})
+        yield name, Finding(difference, ours.get("unit", "1"), sentence)
 
 
 def _amount(entry: dict[str, Any], model: dict[str, Any]) -> str:

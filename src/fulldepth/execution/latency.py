@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import platform
 import time
 import weakref
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ class Trial(NamedTuple):
     """What the model kept of all tokens."""
     logits: Tensor
     """[B, V] of the last step."""
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What times are taken on: the device, the name of the GPU or processor, and the threads that torch uses."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
 
 
 class Runner:

@@ -8,9 +8,7 @@ from fulldepth.figures.draw import band, bars, line
 from fulldepth.figures.record import ZERO, Figure, Method, Quantity, Source
 from fulldepth.figures.rows import NO_FIRST, curve
 from fulldepth.figures.style import CATEGORICAL, MUTED, extremes, figure, layer_axis
-
-LARGE_JUMP = 10.0
-"""Per cent; a jump rate from here on counts as large."""
+from fulldepth.thresholds import LARGE_JUMP
 
 
 def _displacement(source: Source) -> go.Figure | None:
@@ -89,13 +87,13 @@ FIGURES = (
         "displacement",
         _jump_rate,
         title="Jump rate from each layer on",
-        subtitle="Accumulated growth of the mean displacement up to the last layer; large from 10 % (dotted)",
+        subtitle=f"Accumulated growth of the mean displacement up to the last layer; large from {LARGE_JUMP:g} % (dotted)",
         methods=(
             Method(
                 "Jump rate ζ",
                 ("jump_rate",),
                 (
-                    "In per cent. How much the mean displacement grows from layer l to the last; 10 % or more is a "
+                    f"In per cent. How much the mean displacement grows from layer l to the last; {LARGE_JUMP:g} % or more is a "
                     "large jump: work that piles up at the end instead of being spread over the depth."
                 ),
                 formula=(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import pandas as pd
 
 from fulldepth.metrics.jump_rate import describe_jump, size_of_jump
+from fulldepth.results import Finding
+from fulldepth.thresholds import COPY, NOISE
 
-COPY, NOISE = 0.7, 0.3
-"""Mean coherence above which a sub-layer mostly copies its input, and below which little of it is left."""
 ERROR = "standard_error"
 
-Entry = dict[str, Any]
 
-
-def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, Entry]:
-    """Name -> {value, unit, standard_error, sentence}, for what was measured and is a number.
+def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, Finding]:
+    """The findings of a measurement by name, for what was measured and is a number.
 
     `standard_error` is over sequences, in the unit of the value (see `fulldepth.metrics.jackknife`). Where there is
     none it is None, and `no_standard_error` says why.
@@ -27,7 +25,7 @@ def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, 
         num_layers: L.
         sequences: sequences that were read.
     """
-    entries = {
+    findings = {
         **_jumps(table, num_layers),
         "last_layer_displacement": _displacement(table, num_layers),
         "mean_coherence": _coherence(table, sequences),
@@ -35,19 +33,21 @@ def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, 
         "effective_depth": _effective_depth(table, num_layers),
     }
     return {
-        name: _explained(name, entry, sequences) for name, entry in entries.items() if math.isfinite(entry["value"])
+        name: _explained(name, finding, sequences)
+        for name, finding in findings.items()
+        if finding.value is not None and math.isfinite(finding.value)
     }
 
 
-def _explained(name: str, entry: Entry, sequences: int) -> Entry:
-    """The entry, with the reason where it has no standard error."""
-    if math.isfinite(entry[ERROR]):
-        return entry
+def _explained(name: str, finding: Finding, sequences: int) -> Finding:
+    """The finding, with the reason where it has no standard error."""
+    if finding.standard_error is not None and math.isfinite(finding.standard_error):
+        return finding
     fewest = 3 if name == "mean_coherence" else 2
     reason = f"it takes {fewest} sequences or more, there {'is' if sequences == 1 else 'are'} {sequences}"
     if sequences >= fewest:
         reason = "without one group of sequences the number is not defined"
-    return {**entry, ERROR: None, "no_standard_error": reason}
+    return replace(finding, standard_error=None, no_standard_error=reason)
 
 
 def _value(
@@ -62,14 +62,14 @@ def _value(
     return float(rows.value.iloc[0]) if len(rows) else math.nan
 
 
-def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Entry]:
-    entries = {}
+def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
+    findings = {}
     for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2")):
         layer = num_layers - back
         value, error = (_value(table, "jump_rate", statistic, layer) for statistic in ("value", ERROR))
         sentence = describe_jump(value) if back == 0 else _growth(value, layer)
-        entries[name] = {"value": value, "unit": "%", ERROR: error, "sentence": sentence}
-    return entries
+        findings[name] = Finding(value, "%", sentence, error)
+    return findings
 
 
 def _growth(value: float, layer: int) -> str:
@@ -80,16 +80,16 @@ def _growth(value: float, layer: int) -> str:
     return f"From layer {layer} on, displacement grows by {amount} percentage points in all: {size_of_jump(value)}."
 
 
-def _displacement(table: pd.DataFrame, num_layers: int) -> Entry:
+def _displacement(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "displacement", name, num_layers, "residual") for name in ("mean", ERROR))
     others = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
     middle = float(others[others.layer < num_layers].value.median()) if len(others) > 1 else math.nan
     sentence = f"The last layer's displacement is {value:.3f} (0 = copies its input, 0.5 = turns it to a right angle)"
     sentence += f"; the layers before it have a median of {middle:.3f}." if math.isfinite(middle) else "."
-    return {"value": value, "unit": "1", ERROR: error, "sentence": sentence}
+    return Finding(value, "1", sentence, error)
 
 
-def _coherence(table: pd.DataFrame, sequences: int) -> Entry:
+def _coherence(table: pd.DataFrame, sequences: int) -> Finding:
     """The corrected mean: the raw one is too high by about 1/n for n sequences, and would call noise a copy."""
     name = "mean_corrected_of_layers"
     value, error = (_value(table, "coherence", statistic) for statistic in (name, f"standard_error_of_{name}"))
@@ -99,16 +99,16 @@ def _coherence(table: pd.DataFrame, sequences: int) -> Entry:
         f"A layer's output coheres with its input at {value:.2f} on average (1 = copy, 0 = noise; corrected for the "
         f"bias of {sequences} sequences): {kind}."
     )
-    return {"value": value, "unit": "1", ERROR: error, "sentence": sentence}
+    return Finding(value, "1", sentence, error)
 
 
-def _saturation(table: pd.DataFrame, num_layers: int) -> Entry:
+def _saturation(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "saturation", name) for name in ("median", "standard_error_of_median"))
     sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers} and change no more."
-    return {"value": value, "unit": "layers", ERROR: error, "sentence": sentence}
+    return Finding(value, "layers", sentence, error)
 
 
-def _effective_depth(table: pd.DataFrame, num_layers: int) -> Entry:
+def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:
     name = "relative_eps=0.05"
     value, error = (_value(table, "effective_depth", statistic) for statistic in (name, f"standard_error_of_{name}"))
     absolute = _value(table, "effective_depth", "eps=0.05")
@@ -117,4 +117,4 @@ def _effective_depth(table: pd.DataFrame, num_layers: int) -> Entry:
         sentence += (
             f"; an accuracy of 95 % is reached at layer {absolute:.0f} (by definition L = {num_layers} if never)"
         )
-    return {"value": value, "unit": "layers", ERROR: error, "sentence": sentence + "."}
+    return Finding(value, "layers", f"{sentence}.", error)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 import resource
 import sys
 import time
 import warnings
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from fulldepth import __version__
 from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
@@ -35,7 +31,7 @@ from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, small_batch
 from fulldepth.metrics import Setup
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, finite, tabulate
+from fulldepth.results import Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.measure import MeasureSettings
 
@@ -212,12 +208,8 @@ def _document(
     """Everything that `results.json` says, apart from the table."""
     sequences, setup = subject.sequences, plan.setup
     seconds = {name: round(value, 4) for name, value in done.clock.seconds.items()}
-    headlines = headline(table, setup.num_layers, setup.num_sequences)
     document = {
-        "kind": "measure",
-        "created": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "complete": True,
-        "settings": settings.model_dump(),
+        **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.describe(),
         "data": {
             "name": sequences.name,
@@ -230,8 +222,6 @@ def _document(
             "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
         "token_policy": subject.describe_tokens(plan.masked_pass),
-        "versions": versions(),
-        "seed": settings.seed,
         "timings": {
             "load": seconds.pop("load"),
             "forward": seconds.pop("forward", 0.0),
@@ -242,7 +232,7 @@ def _document(
         "sampling": _sampling(subject, settings, setup),
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
-        "headline": headlines,
+        "headline": headline(table, setup.num_layers, setup.num_sequences),
         "lens_grid": done.grid,
         "router_tokens": done.router_tokens,
     }
@@ -258,16 +248,6 @@ def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict
         "lens_positions": min(targets, settings.lens_tokens or targets),
         "lens_targets": targets,
         "entropy_sequences": min(settings.entropy_sequences, setup.num_sequences),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions that the numbers may depend on."""
-    return {
-        "fulldepth": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
     }
 
 

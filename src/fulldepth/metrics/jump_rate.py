@@ -10,9 +10,7 @@ from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import leave_one_out, standard_error
-
-LARGE_JUMP = 10.0
-"""Per cent from which the JREG paper calls a jump large."""
+from fulldepth.thresholds import LARGE_JUMP
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:

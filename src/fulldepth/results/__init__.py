@@ -1,18 +1,24 @@
 """The result folder: one tidy table, one JSON document, one page. Reads and writes it; needs no torch."""
 
 from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.finding import Finding
 from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
 __all__ = [
     "COLUMNS",
     "DOCUMENT",
+    "FRAMEWORKS",
     "PAGE",
     "SCHEMA_VERSION",
     "TABLE",
+    "Finding",
     "Results",
     "TableMismatchError",
     "finite",
     "holder",
+    "provenance",
     "tabulate",
+    "versions",
 ]

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
+from fulldepth.results.finding import Finding, Number
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
@@ -21,7 +22,6 @@ MOST_BYTES = 256 << 20
 MOST_LAYERS = 1024
 """Deepest model."""
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Mapping = dict[str, Any]
@@ -70,14 +70,6 @@ class Policy(Part):
     """Which tokens count."""
 
     name: str | None = None
-    sentence: str | None = None
-
-
-class Headline(Part):
-    """One of the few numbers to look at first."""
-
-    value: Number | None
-    unit: str = "1"
     sentence: str | None = None
 
 
@@ -173,7 +165,7 @@ class Checkpoint(Part):
 
     step: Whole
     model: Model | None = None
-    headline: dict[str, Headline] | None = None
+    headline: dict[str, Finding] | None = None
     lens_grid: LensGrid | None = None
     left_out: list[LeftOut] | None = None
 
@@ -184,7 +176,7 @@ class Compared(Plan):
     label: str | None = None
     baseline: bool | None = None
     token_policy: Policy | None = None
-    headline: dict[str, Headline] | None = None
+    headline: dict[str, Finding] | None = None
     lens_grid: LensGrid | None = None
     left_out: list[LeftOut] | None = None
     warnings: list[str] | None = None
@@ -213,7 +205,7 @@ class Document(Part):
     machine: Mapping | None = None
     left_out: list[LeftOut] | None = None
     warnings: list[str] | None = None
-    headline: dict[str, Headline] | None = None
+    headline: dict[str, Finding] | None = None
     lens_grid: LensGrid | None = None
     router_tokens: Routers | None = None
     steps: list[Checkpoint] | None = None

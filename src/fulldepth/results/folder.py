@@ -15,6 +15,7 @@ from fulldepth import figures
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, reading, remove_leftovers
 from fulldepth.results import consistency, document, table
+from fulldepth.results.finding import Finding
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -148,7 +149,9 @@ def holder(folder: str | Path) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with NaN and infinities replaced by None, so that it is valid JSON."""
+    """`value` as JSON can hold it: findings as objects, NaN and infinities as None."""
+    if isinstance(value, Finding):
+        return finite(value.document())
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else None
     if isinstance(value, Mapping):

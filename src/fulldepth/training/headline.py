@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pandas as pd
 
 from fulldepth.metrics.jump_rate import describe_jump
+from fulldepth.results import Finding
 
 
-def headline(table: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """The few numbers of a run to look at first: name -> {value, unit, sentence}, as of the last evaluation."""
+def headline(table: pd.DataFrame) -> dict[str, Finding]:
+    """The findings of a run by name, as of the last evaluation."""
     if table.empty:
         return {}
     step = int(table.step.max())
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Finding] = {}
     for name, measure, unit, sentence in (
         ("validation_loss", "validation_loss", "nats", _loss(table, step)),
         ("train_loss", "train_loss", "nats", ""),
@@ -26,7 +26,7 @@ def headline(table: pd.DataFrame) -> dict[str, dict[str, Any]]:
     ):
         value = _value(table, measure, step)
         if value is not None:
-            found[name] = {"value": value, "unit": unit, "sentence": sentence}
+            found[name] = Finding(value, unit, sentence)
     return found
 
 

@@ -6,18 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import numpy
-import torch
-import transformers
 from transformers import PreTrainedConfig, TrainingArguments
 
-from fulldepth import __version__
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json, reading
 from fulldepth.losses import per_batch_terms
+from fulldepth.results import FRAMEWORKS, versions
 from fulldepth.training.resume import Origin
 from fulldepth.training.settings import TrainSettings
 
@@ -40,13 +36,7 @@ def origin_of(settings: TrainSettings, data: str, arguments: TrainingArguments) 
         processes=arguments.world_size,
         micro_batch=arguments.per_device_train_batch_size,
         device=arguments.device.type,
-        versions={
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-            "numpy": numpy.__version__,
-        },
+        versions=versions((*FRAMEWORKS, "accelerate", "numpy")),
     )
 
 

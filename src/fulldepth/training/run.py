@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainingArguments
 from transformers import logging as transformers_logging
 
-from fulldepth import __version__, launch
+from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import sealed_checkpoints
 from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
-from fulldepth.results import Results
+from fulldepth.results import Results, versions
 from fulldepth.training.arguments import training_arguments
 from fulldepth.training.callback import Conductor, stopping
 from fulldepth.training.documents import require_separate_documents
@@ -221,12 +218,7 @@ def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: di
             "num_layers": config.get_text_config().num_hidden_layers,
         },
         "data": {"name": settings.data.name, **data},
-        "versions": {
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "warnings": [],
     }
 

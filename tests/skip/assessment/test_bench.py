@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
-from fulldepth.execution.latency import AllocationTracker, Runner, cache_bytes, parameter_bytes
+from fulldepth.execution.latency import AllocationTracker, Runner, Trial, cache_bytes, parameter_bytes
 from fulldepth.figures.benchmark import benchmarked_models
 from fulldepth.figures.skipped import parts
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
-from fulldepth.skip.assessment import trial
 from fulldepth.skip.assessment.bench import bench, order
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, step_flops, table_of
 from fulldepth.skip.exports.export import export
@@ -211,8 +210,8 @@ def test_shares_by_hand() -> None:
         results.table[results.table.model == "other"].measure
     )
     assert noise(measured)
-    assert "40.0% less time" in headline(measured)["decode_time_saved fast"]["sentence"]
-    assert "0.0% less" in headline(measured)["decode_time_saved other"]["sentence"]
+    assert "40.0% less time" in headline(measured)["decode_time_saved fast"].sentence
+    assert "0.0% less" in headline(measured)["decode_time_saved other"].sentence
 
 
 def test_what_lives_is_counted_while_it_lives() -> None:
@@ -257,7 +256,7 @@ def test_models_take_turns_and_are_healed(monkeypatch) -> None:
     def run(self, ids, context):
         skipped = [n for n, block in enumerate(layers(self.model), 1) if "forward" in vars(block.self_attn)]
         runs.append((self.model is original, tuple(skipped), tuple(ids.shape), context))
-        return trial.Trial(1.0, 1.0, Nothing(), torch.zeros(1))
+        return Trial(1.0, 1.0, Nothing(), torch.zeros(1))
 
     class Nothing:
         layers = ()

@@ -114,11 +114,11 @@ def test_sentences_are_plain(losses, healed, control, added, said) -> None:
     plan = healed_plan(model, losses=losses, healed_loss=healed, control_loss={"scalars_only": control})
     found = headline(plan, pd.DataFrame(columns=[*COLUMNS, "removed", "state"]), anatomy_candidates(model)[0])
     assert set(found) == {"loss_added", "loss_healed"}
-    assert found["loss_added"]["value"] == pytest.approx(losses[-1] - losses[0])
-    assert found["loss_healed"]["value"] == pytest.approx(losses[-1] - healed)
-    assert added in found["loss_added"]["sentence"]
-    assert "of layers 3, 1, in this order" in found["loss_added"]["sentence"]
-    assert all(words in found["loss_healed"]["sentence"] for words in said), found["loss_healed"]["sentence"]
+    assert found["loss_added"].value == pytest.approx(losses[-1] - losses[0])
+    assert found["loss_healed"].value == pytest.approx(losses[-1] - healed)
+    assert added in found["loss_added"].sentence
+    assert "of layers 3, 1, in this order" in found["loss_added"].sentence
+    assert all(words in found["loss_healed"].sentence for words in said), found["loss_healed"].sentence
 
 
 def test_discrepancy_and_norms_in_words() -> None:

@@ -21,27 +21,23 @@ statistic: lm-eval's metric, and its `_stderr`).
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from fulldepth import __version__
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
-from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, parameter_bytes
+from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, machine, parameter_bytes
 from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, evaluating
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, finite
+from fulldepth.results import Results, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_entries import Entry, open_entries
@@ -305,22 +301,11 @@ def _document(
     first, data = entries[0], {} if examples is None else examples.meta
     described = [entry.describe(entry is first) for entry in entries]
     document = {
-        "kind": "bench",
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "complete": True,
-        "settings": settings.model_dump(),
+        **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(first.model.device)),
         "baseline": first.label,
         "model": described[0]["model"],
         "models": described,
         "data": data or None,
-        "machine": _machine(first.model.device),
-        "versions": {
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "seed": settings.seed,
         "warnings": [
             *subject.warnings,
             *_mismatches(entries, settings),
@@ -331,12 +316,6 @@ def _document(
         "headline": headline(measured),
     }
     return dict(finite(document))
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    """What the times were taken on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
 
 
 def _optimistic(entries: Sequence[Entry], data: Mapping[str, Any]) -> list[str]:

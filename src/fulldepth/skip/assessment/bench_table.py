@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from fulldepth.execution.latency import PHASES
-from fulldepth.results import COLUMNS, tabulate
+from fulldepth.results import COLUMNS, Finding, tabulate
 from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
 from fulldepth.skip.assessment.tasks import Score
 from fulldepth.skip.selection.flops import Costs, Shape, Variant
@@ -190,7 +190,7 @@ def _spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iter
         yield measure, site, None, None, statistic, value, len(values), unit
 
 
-def headline(measured: Measured) -> dict[str, dict[str, Any]]:
+def headline(measured: Measured) -> dict[str, Finding]:
     """For each export the loss that it adds, and for each phase the share of time saved, beside what was predicted."""
     found = {}
     for label in measured.labels[1:]:
@@ -204,11 +204,11 @@ def headline(measured: Measured) -> dict[str, dict[str, Any]]:
             if len(shares) > 1:
                 sentence += f" (over the grid {_percent(min(shares))} to {_percent(max(shares))})"
             ending = _expectation(measured.skipped_blocks[label], guesses)
-            found[f"{phase}_time_saved {label}"] = {"value": value, "unit": "1", "sentence": f"{sentence}{ending}."}
+            found[f"{phase}_time_saved {label}"] = Finding(value, "1", f"{sentence}{ending}.")
     return found
 
 
-def _loss_added(losses: HeldoutLosses, original: str, label: str) -> dict[str, Any]:
+def _loss_added(losses: HeldoutLosses, original: str, label: str) -> Finding:
     """By how much an export is worse than the original, on the same tokens."""
     added = losses.added(label)
     error = f"standard error {added.free_error:.4f}" if math.isfinite(added.free_error) else "one document"
@@ -216,7 +216,7 @@ def _loss_added(losses: HeldoutLosses, original: str, label: str) -> dict[str, A
         f"{label}: held-out loss {losses.mean(label):.4f} nats, {added.mean:+.4f} against {original} ({error}; "
         f"{losses.count} tokens of {added.documents} document{'' if added.documents == 1 else 's'})."
     )
-    return {"value": added.mean, "unit": "nats", "sentence": sentence}
+    return Finding(added.mean, "nats", sentence)
 
 
 def _expectation(skipped_blocks: SkippedBlocks | None, guesses: Sequence[Mapping[str, float]]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fulldepth import __version__
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
+from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
@@ -229,20 +225,11 @@ def _results(
     losses, (max_blocks, tolerance) = read.sums["loss"] / read.tokens[:, None], asked
     end = find_breakpoint(losses, read.tokens, tolerance=tolerance, resamples=RESAMPLES, seed=settings.seed)
     table = _table(plan, read, end, settings.seed)
+    resolved = {**settings.model_dump(), "max_blocks": max_blocks, "tolerance": tolerance}
     document = {
-        "kind": KIND,
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "complete": True,
-        "settings": {**settings.model_dump(), "max_blocks": max_blocks, "tolerance": tolerance},
+        **provenance(KIND, resolved, seed=settings.seed),
         "model": {**plan.document()["model"], "num_layers": num_layers},
         "data": plan.data,
-        "versions": {
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "seed": settings.seed,
         "plan": plan.document(),
         "break_point": end.document(),
         "warnings": [str(line) for line in _warnings(plan)],
@@ -281,11 +268,10 @@ def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
     return table[[*COLUMNS, "removed"]]
 
 
-def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, dict[str, Any]]:
+def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
     """The break point, and what all blocks cost."""
     most, kind = len(plan.blocks), plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks"
-    sentence = _shape_sentence(end, part)
     keep = (table.measure == "loss_added") & (table.removed == most)
     rows = table[keep].set_index("statistic")["value"]
     cost = (
@@ -293,8 +279,8 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, dic
         f"{rows['high']:.4f}), not healed."
     )
     return {
-        "break_point": {"value": end.blocks, "unit": "layers", "sentence": sentence},
-        "loss_added": {"value": float(rows["mean"]), "unit": "nats", "sentence": cost},
+        "break_point": Finding(end.blocks, "layers", _shape_sentence(end, part)),
+        "loss_added": Finding(float(rows["mean"]), "nats", cost),
     }
 
 

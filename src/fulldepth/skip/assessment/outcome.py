@@ -7,24 +7,19 @@ the original, without and with the scalars; `spectral_norm` of the original's pr
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-import transformers
 from transformers import PreTrainedModel
 
-from fulldepth import __version__
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, tabulate
+from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import PLACES, SearchSettings
 from fulldepth.skip.assessment.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
@@ -169,19 +164,9 @@ def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadabl
     """Everything that `results.json` says, apart from the table."""
     noted = plan.document()
     document = {
-        "kind": KIND,
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "complete": True,
-        "settings": problem.settings.model_dump(),
+        **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
         "model": {**noted["model"], "num_layers": problem.scorer.costs.num_layers},
         "data": plan.data,
-        "versions": {
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "seed": plan.seed,
         "plan": noted,
         "warnings": [*_warnings(plan, problem), *_unread(unreadable)],
         "headline": headline(plan, table, problem.scorer.anatomy),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from fulldepth.hf import Anatomy
+from fulldepth.results import Finding
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.summary import optimism, stopped_rounds
 
@@ -14,12 +13,10 @@ PARTS = {
     "attention": ("attention", "attention_norm", "attention_branch"),
     "mlp": ("mlp", "mlp_norm", "mlp_branch"),
 }
-Answer = dict[str, Any]
-"""`value`, `unit`, `sentence`."""
 
 
-def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Answer]:
-    """Name -> the few numbers to look at first.
+def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Finding]:
+    """The findings of a plan by name.
 
     Args:
         plan: what was found.
@@ -27,10 +24,10 @@ def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Ans
         anatomy: the model's.
     """
     found = {"loss_added": _added(plan, anatomy.num_layers), "loss_healed": _healed(plan)}
-    if (answer := _discrepancy(plan, table)) is not None:
-        found["mmd"] = answer
-    if (answer := _norms(plan, table, anatomy)) is not None:
-        found["spectral_norm"] = answer
+    if (finding := _discrepancy(plan, table)) is not None:
+        found["mmd"] = finding
+    if (finding := _norms(plan, table, anatomy)) is not None:
+        found["spectral_norm"] = finding
     return found
 
 
@@ -45,7 +42,7 @@ def nats(value: float) -> str:
     return f"{value:.4f} nats" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e} nats"
 
 
-def _added(plan: Plan, depth: int) -> Answer:
+def _added(plan: Plan, depth: int) -> Finding:
     """The cost, not healed."""
     base, last, count = plan.losses[0], plan.losses[-1], len(plan.blocks)
     order = ", ".join(map(str, plan.blocks))
@@ -61,13 +58,13 @@ def _added(plan: Plan, depth: int) -> Answer:
         sentence += f" The search was cut short ({'; '.join(stopped)})."
     if why := optimism(plan):
         sentence += f" Optimistic: {why}."
-    return {"value": last - base, "unit": "nats", "sentence": sentence}
+    return Finding(last - base, "nats", sentence)
 
 
-def _healed(plan: Plan) -> Answer:
+def _healed(plan: Plan) -> Finding:
     """What the scalars gave, and what of it they give the whole model too."""
     if plan.healed_loss is None or plan.control_loss is None:
-        return {"value": None, "unit": "nats", "sentence": "No scalars were fitted: the model is not healed."}
+        return Finding(None, "nats", "No scalars were fitted: the model is not healed.")
     base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
     control, added, gained = plan.control_loss.scalars_only, last - base, last - healed
     if gained <= 0:
@@ -84,10 +81,10 @@ def _healed(plan: Plan) -> Answer:
         said += " With nothing removed they gain nothing: "
     price = healed - control
     said += f"against that the removal {'costs' if price >= 0 else 'gains'} {nats(abs(price))}."
-    return {"value": gained, "unit": "nats", "sentence": said}
+    return Finding(gained, "nats", said)
 
 
-def _discrepancy(plan: Plan, table: pd.DataFrame) -> Answer | None:
+def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
     """MMD at the last layer without and with scalars."""
     rows = table[table.measure == "mmd"]
     if rows.empty:
@@ -97,7 +94,7 @@ def _discrepancy(plan: Plan, table: pd.DataFrame) -> Answer | None:
     about = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
     if "healed" not in last.index:
         sentence = f"The last layer's states differ from the original's by {before:.2e} ({about}), not healed."
-        return {"value": before, "unit": "1", "sentence": sentence}
+        return Finding(before, "1", sentence)
     after = float(last.loc["healed", "value"])
     change = "closer to" if after < before else "no closer to" if after == before else "farther from"
     sentence = (
@@ -106,10 +103,10 @@ def _discrepancy(plan: Plan, table: pd.DataFrame) -> Answer | None:
     )
     if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
         sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
-    return {"value": after, "unit": "1", "sentence": sentence}
+    return Finding(after, "1", sentence)
 
 
-def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Answer | None:
+def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Finding | None:
     """Spectral norms of the part that is removed, in layers that lose it and in those that keep it."""
     rows = table[(table.measure == "spectral_norm") & table.site.isin(projections_of(plan.granularity, anatomy))]
     removed = rows.layer.isin(plan.blocks)
@@ -121,7 +118,7 @@ def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Answer | None:
         f"Spectral norms of the {part} are {skipped:.3g} on average in layers removed and {kept:.3g} in those kept; "
         f"what was removed had {'smaller' if skipped < kept else 'no smaller'} weights."
     )
-    return {"value": skipped / kept if kept else None, "unit": "1", "sentence": sentence}
+    return Finding(skipped / kept if kept else None, "1", sentence)
 
 
 def projections_of(granularity: str, anatomy: Anatomy) -> set[str]:

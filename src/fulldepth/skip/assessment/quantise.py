@@ -13,30 +13,26 @@ round, in an order that changes.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from fulldepth import __version__, launch
+from fulldepth import launch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.latency import PHASES, Runner
+from fulldepth.execution.latency import PHASES, Runner, machine
 from fulldepth.hf import Anatomy, evaluating
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, finite
+from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
@@ -284,34 +280,23 @@ def _document(
     saver: Saver | None,
 ) -> dict[str, Any]:
     """Everything that `results.json` says, apart from the table."""
-    device = combinations[0].anatomy.model.device
     plans = {
         combination.name: combination.plan.document() for combination in combinations if combination.plan is not None
     }
     document = {
-        "kind": "quantise",
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "complete": True,
+        **provenance(
+            "quantise",
+            {**work.settings.model_dump(), "timing": timing.model_dump()},
+            packages=(*FRAMEWORKS, *PACKAGES[work.method]),
+            seed=work.settings.seed,
+            machine=machine(combinations[0].anatomy.model.device),
+        ),
         "method": work.method,
-        "settings": {**work.settings.model_dump(), "timing": timing.model_dump()},
         "baseline": ORIGINAL,
         "model": {**plan.document()["model"], "num_layers": combinations[0].anatomy.num_layers},
         "models": [_described(combination) for combination in combinations],
         "data": examples.meta,
         "saved": [] if saver is None else [asdict(one) for one in saver.saved],
-        "machine": {
-            "device": str(device),
-            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-            "threads": torch.get_num_threads(),
-        },
-        "versions": {
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES[work.method]},
-        },
-        "seed": work.settings.seed,
         "plans": {SKIPPED: plans[SKIPPED], FIRST: plans[FIRST]},
         "warnings": [*_warnings(combinations, plan, examples), *([] if saver is None else saver.notes)],
         "headline": headline(combinations),

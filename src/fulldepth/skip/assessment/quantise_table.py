@@ -13,7 +13,7 @@ from torch import nn
 from fulldepth.execution.latency import PHASES, parameter_bytes
 from fulldepth.hf import Anatomy
 from fulldepth.hf.scalars import Scalars
-from fulldepth.results import COLUMNS, tabulate
+from fulldepth.results import COLUMNS, Finding, tabulate
 from fulldepth.skip.assessment.outcome_headline import PARTS, nats
 from fulldepth.skip.plan import Plan
 
@@ -94,7 +94,7 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
     return table[[*COLUMNS, "model", "difference"]]
 
 
-def headline(combinations: Sequence[Combination]) -> dict[str, dict[str, Any]]:
+def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
     """Which order is better, and what every corner costs and saves."""
     by = {combination.name: combination for combination in combinations}
     found = {"order": _order(by)}
@@ -103,7 +103,7 @@ def headline(combinations: Sequence[Combination]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _order(by: dict[str, Combination]) -> dict[str, Any]:
+def _order(by: dict[str, Combination]) -> Finding:
     """The loss of one order minus that of the other."""
     first, second = by[FIRST], by[SECOND]
     assert first.plan is not None
@@ -125,10 +125,10 @@ def _order(by: dict[str, Combination]) -> dict[str, Any]:
         f"{verdict}: quantise, then skip ends at {first.loss:.4f} nats, skip, then quantise at {second.loss:.4f}; "
         f"{which}."
     )
-    return {"value": gap, "unit": "nats", "sentence": sentence}
+    return Finding(gap, "nats", sentence)
 
 
-def _corner(combination: Combination, original: Combination) -> dict[str, Any]:
+def _corner(combination: Combination, original: Combination) -> Finding:
     """Loss, size and times beside the original's."""
     added = combination.loss - original.loss
     healed = (
@@ -141,7 +141,7 @@ def _corner(combination: Combination, original: Combination) -> dict[str, Any]:
         f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, "
         f"{_times(shares['prefill'])} for a prompt, {_times(shares['decode'])} for a decoded token."
     )
-    return {"value": added, "unit": "nats", "sentence": sentence}
+    return Finding(added, "nats", sentence)
 
 
 def _times(share: float) -> str:

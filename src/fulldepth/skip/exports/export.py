@@ -12,7 +12,6 @@ from typing import Any
 
 import pydantic
 import torch
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
@@ -21,6 +20,7 @@ from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer
+from fulldepth.results import versions
 from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.fold import probes, scaled_logits
 from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
@@ -335,7 +335,7 @@ def _describe(report: Export, plan: Plan, folder: Path) -> None:
         "parameters": report.parameters,
         "verified": report.verified,
         "notes": list(report.notes),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": versions(),
         "plan": plan.document(),
     }
     (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

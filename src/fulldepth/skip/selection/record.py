@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import transformers
-
-from fulldepth import __version__
+from fulldepth.results import versions
 from fulldepth.skip.plan import SCHEMA_VERSION
 from fulldepth.skip.selection.elimination import Round
 from fulldepth.skip.selection.flops import Variant
@@ -93,11 +89,6 @@ def document_of(
             **({"responses": dict(responses)} if responses else {}),
         },
         "seed": settings.seed,
-        "versions": {
-            "fulldepth": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "cost": {**cost, "settings": {k: v for k, v in of.items() if k not in ("model", "data")}},
     }
