@@ -87,14 +87,15 @@ FIGURES = (
         "displacement",
         _jump_rate,
         title="Jump rate from each layer on",
-        subtitle=f"Accumulated growth of the mean displacement up to the last layer; large from {LARGE_JUMP:g} % (dotted)",
+        subtitle="Accumulated growth of the mean displacement up to the last layer; "
+        f"large from {LARGE_JUMP:g} % (dotted)",
         methods=(
             Method(
                 "Jump rate ζ",
                 ("jump_rate",),
                 (
-                    f"In per cent. How much the mean displacement grows from layer l to the last; {LARGE_JUMP:g} % or more is a "
-                    "large jump: work that piles up at the end instead of being spread over the depth."
+                    "In per cent. How much the mean displacement grows from layer l to the last; "
+                    f"{LARGE_JUMP:g} % or more is a large jump: work that piles up at the end instead of being spread over the depth."
                 ),
                 formula=(
                     "<msub><mi>ζ</mi><mi>l</mi></msub><mo>=</mo><mn>100</mn><munderover><mo>∑</mo><mrow><mi>k</mi>"
