@@ -95,7 +95,8 @@ FIGURES = (
                 ("jump_rate",),
                 (
                     "In per cent. How much the mean displacement grows from layer l to the last; "
-                    f"{LARGE_JUMP:g} % or more is a large jump: work that piles up at the end instead of being spread over the depth."
+                    f"{LARGE_JUMP:g} % or more is a large jump: "
+                    "work that piles up at the end instead of being spread over the depth."
                 ),
                 formula=(
                     "<msub><mi>ζ</mi><mi>l</mi></msub><mo>=</mo><mn>100</mn><munderover><mo>∑</mo><mrow><mi>k</mi>"
