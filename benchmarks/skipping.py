@@ -63,11 +63,10 @@ def small_model(folder: Path) -> Path:
     return sealed_checkpoints(folder)[-1][1]
 
 
-def sample(checkpoint: Path, model: PreTrainedModel, sequences: int, length: int) -> Examples:
-    """Held-out windows of the built-in corpus that no model was trained on."""
-    found = read_examples(
-        "corpus:builtin", load_tokenizer(checkpoint), model.config.max_position_embeddings, sequence_length=length
-    )
+def sample(checkpoint: Path, model: PreTrainedModel, data: str, sequences: int, length: int) -> Examples:
+    """A seeded sample of rows, or of windows of plain text."""
+    positions = model.config.max_position_embeddings
+    found = read_examples(data, load_tokenizer(checkpoint), positions, sequence_length=length)
     every = [*found.train, *found.heldout]
     order = np.random.default_rng(0).permutation(len(every))[:sequences]
     return Examples([], [every[index] for index in order], found.meta)
@@ -131,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the small model is, or will be")
     parser.add_argument("--checkpoint", type=Path, help="another model")
+    parser.add_argument("--data", default="corpus:builtin", help="text, or rows with prompt and response")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--blocks", default="1,2,3,4,5,6")
@@ -140,8 +140,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     checkpoint = args.checkpoint or small_model(args.folder / "llama-12x64")
     model = load_checkpoint(checkpoint, device="cpu", dtype=args.dtype).model
-    examples = sample(checkpoint, model, args.sequences, args.length)
-    print(f"{checkpoint.name}: {len(examples.heldout)} windows of {args.length} tokens\n")
+    examples = sample(checkpoint, model, args.data, args.sequences, args.length)
+    print(f"{checkpoint.name}: {len(examples.heldout)} sequences of {args.data}\n")
     print(
         "| k | search | picks | the plain loop's | share of its FLOPs | goal | | unsure rounds | share of its seconds |"
     )
