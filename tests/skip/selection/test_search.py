@@ -128,7 +128,7 @@ def test_no_round_ends_before_the_data_decide_unless_a_budget_was_given(model, s
         assert words == f"round {number}: stopped by budget after {scored} of 96 sequences"
         assert any(words.split(": ")[1] in line for line in said)
         assert ("budget", *words.split(": ")) in lines(capped)
-        assert words in _added(capped, 5)["sentence"]
+        assert words in _added(capped, 5).sentence
 
 
 def test_a_budget_is_kept(model):
