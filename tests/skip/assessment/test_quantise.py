@@ -362,7 +362,7 @@ def test_a_calibrated_checkpoint_is_kept_without_its_stand_in_tokenizer(tmp_path
     monkeypatch.setattr(quantisers, "find_spec", lambda name: True)
     noted = quantise_module.provenance  # without the versions of packages that are not here
     monkeypatch.setattr(
-        quantise_module, "provenance", lambda kind, settings, *_, **facts: noted(kind, settings, **facts)
+        quantise_module, "provenance", lambda kind, settings, packages, **facts: noted(kind, settings, **facts)
     )
     model = build("llama")
     plan = planned.plan(model, (2,), data=EXAMPLES.meta)
