@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -72,7 +73,7 @@ class Context:
         return 1.0 if self.portion.targets is None or count is None else _share(count, self.portion.targets)
 
 
-class Term(pydantic.BaseModel):
+class Term(pydantic.BaseModel, ABC):
     """Base of the penalties: the fields are its options, checked by their types. A subclass with `value` is complete.
 
     To add a penalty, subclass this in a file of its own, and name the class in `terms.TERMS`.
@@ -95,9 +96,9 @@ class Term(pydantic.BaseModel):
     def check(self, num_layers: int) -> None:
         """Refuse options that do not fit a model of so many layers, by a `FulldepthError`."""
 
+    @abstractmethod
     def value(self, context: Context) -> Tensor:
         """The penalty of one batch, a differentiable scalar, without its weight."""
-        raise NotImplementedError
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Put the term into the loss.
@@ -131,13 +132,13 @@ class LayerTerm(Term):
     layers: list[int] | tuple[int, ...] | None = None
     """0-based; None = the paper's, at the same share of other depths."""
 
+    @abstractmethod
     def default_layers(self, num_layers: int) -> Sequence[int]:
         """The paper's layers, 0-based, scaled to a model's depth."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_layer(self, context: Context, layer: int) -> Tensor:
         """The penalty of a 0-based layer."""
-        raise NotImplementedError
 
     def chosen_layers(self, num_layers: int) -> list[int]:
         """The 0-based layers that the penalty reads in a model of so many.
