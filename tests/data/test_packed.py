@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fulldepth.data import open_documents, pack, shards, splitting, units, writers
+from fulldepth.data import open_documents, pack, units
+from fulldepth.data.cache import splitting, token_files, writers
+from fulldepth.data.cache.encoder import Encoder
 from fulldepth.data.documents import Documents
-from fulldepth.data.encoder import Encoder
 from fulldepth.data.units import Unit
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
@@ -84,7 +85,7 @@ def ids_in(cache):
 @pytest.fixture
 def small(monkeypatch):
     """Files of 20 ids, batches of 4 documents."""
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 20)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 20)
     monkeypatch.setattr(writers, "BATCH_DOCUMENTS", 4)
 
 
@@ -147,7 +148,7 @@ def test_any_documents_split_units_files_and_writers(
     streams = [[i for ids in part for i in ids][:most] for part in parts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "UNIT_BYTES", unit)
-        patch.setattr(shards, "SHARD_TOKENS", shard)
+        patch.setattr(token_files, "SHARD_TOKENS", shard)
         patch.setattr(splitting, "BLOCK", block)
         patch.setattr(writers, "BATCH_DOCUMENTS", 3)
         patch.setattr(writers, "POLL", 0.001)
@@ -453,14 +454,15 @@ def test_bad_input(tmp_path, number_tokenizer, bare_tokenizer):
 KILLED = """
 import os, pickle, signal, sys
 from pathlib import Path
-from fulldepth.data import pack, shards, writers
-shards.SHARD_TOKENS, writers.BATCH_DOCUMENTS = 20, 4
-note = shards.write_json
+from fulldepth.data import pack
+from fulldepth.data.cache import token_files, writers
+token_files.SHARD_TOKENS, writers.BATCH_DOCUMENTS = 20, 4
+note = token_files.write_json
 def dying(path, value):
     note(path, value)
     if path.name == "000000-0005.json":
         os.kill(os.getpid(), signal.SIGKILL)
-shards.write_json = dying
+token_files.write_json = dying
 documents, tokenizer = pickle.loads(Path(sys.argv[1]).read_bytes())
 pack(documents, tokenizer, sequence_length=5, cache=Path(sys.argv[2]), validation_share=0.3)
 """

@@ -1,7 +1,7 @@
 """Writers of token ids: each claims a unit of the source, tokenises it, and goes on to the next.
 
 Any number of processes on any number of machines write into one folder. A unit is claimed by a file lock, which is gone
-when its owner ends, however it ends. `python -m fulldepth.data.writers JOB` is one writer.
+when its owner ends, however it ends. `python -m fulldepth.data.cache.writers JOB` is one writer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.shards import Batch, Documents, Shards, write_shard
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.token_files import Encoded, EncodedDocuments, Shards, write_shard
 from fulldepth.data.units import Unit
 from fulldepth.errors import FulldepthError, one_line
 
@@ -125,14 +125,14 @@ class Job:
                 return
             skip = sum(shard.note.documents for shard in shards)
             tokens = sum(shard.note.tokens for shard in shards)
-            documents = Documents(self._encoded(number, Done(number, skip, 0, tokens), report))
+            documents = EncodedDocuments(self._encoded(number, Done(number, skip, 0, tokens), report))
             part = len(shards)
             while not (part and self.shards.find(number, part)):
                 if write_shard(self.shards, number, part, documents).note.last or self._enough_until(number):
                     return
                 part += 1
 
-    def _encoded(self, number: int, done: Done, report: Report) -> Iterator[Batch]:
+    def _encoded(self, number: int, done: Done, report: Report) -> Iterator[Encoded]:
         for texts in batches(self.units[number].read(done.documents)):
             batch = self.encoder(texts)
             yield batch
@@ -175,7 +175,7 @@ def write_in_parallel(job: Job, writers: int, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="fulldepth-") as private:
         order = Path(private) / "job"
         order.write_bytes(packed)
-        command = [sys.executable, "-m", "fulldepth.data.writers", str(order)]
+        command = [sys.executable, "-m", "fulldepth.data.cache.writers", str(order)]
         read_end, write_end = os.pipe()
         started: list[subprocess.Popen[bytes]] = []
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fulldepth.data.shards import Batch
+from fulldepth.data.cache.token_files import Encoded
 from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
@@ -43,7 +43,7 @@ class Encoder:
         highest = max(self.end, *self.tokenizer.get_vocab().values())
         self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
 
-    def __call__(self, texts: Sequence[str]) -> Batch:
+    def __call__(self, texts: Sequence[str]) -> Encoded:
         """The ids of each text; none for a text without tokens.
 
         Raises:
@@ -62,7 +62,7 @@ class Encoder:
             lengths.append(len(flat) - start)
         every = np.frombuffer(flat, np.uint32) if flat else np.zeros(0, np.uint32)
         check_vocabulary(int(every.max(initial=0)), self.tokenizer, self.vocab_size)
-        return Batch(every, np.array(lengths, np.int64))
+        return Encoded(every, np.array(lengths, np.int64))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without special tokens around it."""

@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from fulldepth.data.shards import Count, Shard, Shards, write_json
+from fulldepth.data.cache.token_files import Count, Shard, Shards, write_json
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, read_bytes, read_document
 

@@ -54,7 +54,7 @@ class Shard(NamedTuple):
     note: Note
 
 
-class Batch(NamedTuple):
+class Encoded(NamedTuple):
     """Some documents, tokenised."""
 
     ids: np.ndarray
@@ -159,14 +159,14 @@ class Shards:
         return f"sha256:{digest.hexdigest()}"
 
 
-class Documents:
+class EncodedDocuments:
     """Batches of tokenised documents, taken from the front in any portions."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Encoded]) -> None:
         self._batches = batches
-        self._batch: Batch | None = None
+        self._batch: Encoded | None = None
 
-    def peek(self) -> Batch | None:
+    def peek(self) -> Encoded | None:
         """The documents that come next, at least one; None at the end."""
         while self._batch is None or not len(self._batch.lengths):
             self._batch = next(self._batches, None)
@@ -174,16 +174,16 @@ class Documents:
                 return None
         return self._batch
 
-    def take(self, documents: int) -> Batch:
+    def take(self, documents: int) -> Encoded:
         """The first so many documents of what `peek` gave."""
         assert self._batch is not None
         ids, lengths = self._batch
         tokens = int(lengths[:documents].sum())
-        self._batch = Batch(ids[tokens:], lengths[documents:])
-        return Batch(ids[:tokens], lengths[:documents])
+        self._batch = Encoded(ids[tokens:], lengths[documents:])
+        return Encoded(ids[:tokens], lengths[:documents])
 
 
-def write_shard(shards: Shards, unit: int, part: int, documents: Documents) -> Shard:
+def write_shard(shards: Shards, unit: int, part: int, documents: EncodedDocuments) -> Shard:
     """Write the next file of a unit: documents until it has `SHARD_TOKENS` ids, `SHARD_DOCUMENTS` or the unit ends."""
     path = shards.path(unit, part)
     path.with_suffix(".json").unlink(missing_ok=True)

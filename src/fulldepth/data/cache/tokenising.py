@@ -12,12 +12,12 @@ from time import monotonic
 from filelock import FileLock
 
 from fulldepth import launch
-from fulldepth.data import shards as layout
+from fulldepth.data.cache import token_files
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.splitting import DamagedError, Split, Tokens, open_parts
+from fulldepth.data.cache.token_files import Shard, Shards, write_json
+from fulldepth.data.cache.writers import Done, Job, cannot_write, write_in_parallel
 from fulldepth.data.documents import Documents
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.shards import Shard, Shards, write_json
-from fulldepth.data.splitting import DamagedError, Split, Tokens, open_parts
-from fulldepth.data.writers import Done, Job, cannot_write, write_in_parallel
 from fulldepth.errors import FulldepthError
 from fulldepth.files import remove_leftovers
 from fulldepth.progress import Watcher
@@ -60,7 +60,7 @@ def _description(documents: Documents, encoder: Encoder) -> dict[str, object]:
         "source": dict(documents.identity),
         "units": len(documents.units),
         "dtype": encoder.dtype.str,
-        "shard": [layout.SHARD_TOKENS, layout.SHARD_DOCUMENTS],
+        "shard": [token_files.SHARD_TOKENS, token_files.SHARD_DOCUMENTS],
     }
 
 
@@ -74,7 +74,7 @@ def tokenise(
     writers: int | None = None,
     advice: str | None = None,
 ) -> Tokens:
-    """The documents' token ids, from the cache or made now; see `fulldepth.data.packed.pack`.
+    """The documents' token ids, from the cache or made now; see `fulldepth.data.cache.windows.pack`.
 
     Raises:
         FulldepthError: if there are no tokens, the model lacks one, or they cannot be written.
@@ -154,7 +154,7 @@ def _useful_writers(job: Job, missing: int, held: int) -> int:
     """Writers that have something to do: one for each missing unit, up to the files that are wanted."""
     if job.wanted is None:
         return missing
-    return min(missing, -(-(job.wanted - held) // layout.SHARD_TOKENS))
+    return min(missing, -(-(job.wanted - held) // token_files.SHARD_TOKENS))
 
 
 def _to_make(documents: Documents, shards: Shards, wanted: int | None) -> int:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.splitting import Part, Split, Tokens
+from fulldepth.data.cache.tokenising import default_cache, tokenise, tokens_folder
 from fulldepth.data.documents import open_documents
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.splitting import Part, Split, Tokens
-from fulldepth.data.tokenising import default_cache, tokenise, tokens_folder
 from fulldepth.data.tokens import check_vocabulary
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
