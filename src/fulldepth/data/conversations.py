@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import datasets
 
-from fulldepth.data.documents import list_files, load_split
-from fulldepth.data.files import ROWS, path_of
-from fulldepth.data.records import PROMPT_COLUMNS, require_columns, text_value
-from fulldepth.data.sources import HUB_NAME
+from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
+from fulldepth.data.files import ROWS
+from fulldepth.data.opening import open_data
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.files import reading_each
 from fulldepth.progress import Watcher
 
 CHAT_COLUMNS = ("messages", "conversations")
@@ -26,6 +22,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 }
 """Role as written -> role as chat templates call it."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
+TABLES = tuple(suffix for suffix in ROWS if suffix != ".txt")
+"""Suffixes of files whose rows have columns."""
 CHUNK = 1000
 """Rows that are Python objects at a time; the rest are Arrow."""
 
@@ -58,10 +56,9 @@ def conversations(
     """Chats, or prompts with responses, for fine-tuning on the responses only.
 
     Args:
-        data: a `.jsonl`, `.tsv` or `.parquet` file or a folder of them, a Hub data set (`name` or
-            `name:configuration`), a `datasets` data set, or a list of mappings; with `messages` (a list of `role` and
-            `content`; ShareGPT's `conversations` with `from` and `value` also), or with a prompt and a response in
-            any of the pairs of columns that `fulldepth measure` reads (`prompt` + `response`, ...).
+        data: as for `open_data`, without plain text. Rows hold `messages` (a list of `role` and `content`; ShareGPT's
+            `conversations` with `from` and `value` also), or a prompt and a response in any of the pairs of columns
+            that `fulldepth measure` reads (`prompt` + `response`, ...).
         tokenizer: with a chat template, a pair becomes two messages; chats need one. None = not known yet: pairs stay
             plain text.
         config: configuration of a Hub data set.
@@ -81,11 +78,11 @@ def conversations(
         FulldepthError: if there is nothing to read, rows are of another kind, a role is not known, no row has a
             response, or chats meet a tokenizer without chat template.
     """
-    name, rows = open_rows(data, config, split, limit)
+    opened = open_data(data, config=config, split=split, limit=limit, suffixes=TABLES)
     chunks: list[datasets.Dataset] = []
     waiting: list[dict[str, Any]] = []
     left_out = 0
-    for _, examples in read_conversations(rows, tokenizer, per_response=per_response):
+    for _, examples in read_conversations(opened.rows(), tokenizer, per_response=per_response):
         left_out += not examples
         waiting.extend(examples)
         if len(waiting) >= CHUNK:
@@ -94,19 +91,19 @@ def conversations(
     if waiting:
         chunks.append(_table(waiting))
     if not chunks:
-        raise FulldepthError(f"{name} has no row with a response. Expected rows with the columns {EXPECTED}.")
+        raise FulldepthError(f"{opened.name} has no row with a response. Expected rows with the columns {EXPECTED}.")
     if left_out:
-        (watcher or Watcher()).say(f"{left_out} of the rows of {name} have no response and are left out.")
+        (watcher or Watcher()).say(f"{left_out} of the rows of {opened.name} have no response and are left out.")
     return datasets.concatenate_datasets(chunks)
 
 
 def read_conversations(
-    rows: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Any = None, *, per_response: bool = False
+    rows: Rows, tokenizer: Any = None, *, per_response: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """What `conversations` makes of each row, beside where the row stands: nothing if the row has no response.
 
     Args:
-        rows: from `open_rows`; the first decides how all are read.
+        rows: from `Opened.rows`; the first decides how all are read.
         tokenizer: as for `conversations`.
         per_response: as for `conversations`.
 
@@ -122,47 +119,6 @@ def read_conversations(
 def is_conversation(row: Mapping[str, Any]) -> bool:
     """Whether a row has the columns of a chat, or of a prompt with its response."""
     return any(column in row for column in CHAT_COLUMNS) or any(set(pair) <= set(row) for pair in PROMPT_COLUMNS)
-
-
-def open_rows(
-    data: Any, config: str | None = None, split: str | None = None, limit: int | None = None
-) -> tuple[str, Iterator[tuple[str, Mapping[str, Any]]]]:
-    """A name for the data (see `conversations`), and its rows one by one, each with where it stands.
-
-    Raises:
-        FulldepthError: if there is nothing to read, or `limit` is less than 1.
-    """
-    if limit is not None and limit < 1:
-        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    name, rows = _open(data, config, split, limit)
-    return name, islice(rows, limit)
-
-
-def _open(data: Any, config: str | None, split: str | None, limit: int | None) -> tuple[str, Iterable[Any]]:
-    """A name, and rows with where each stands."""
-    if isinstance(data, datasets.Dataset | datasets.IterableDataset):
-        return "datasets.Dataset", _numbered("datasets.Dataset", data)
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        if not all(isinstance(row, Mapping) for row in data):
-            raise FulldepthError(f"A list of conversations must hold mappings with the columns {EXPECTED}.")
-        return "rows", _numbered("rows", data)
-    known = f"a file ({', '.join(ROWS)}), a folder of them, or a Hub data set"
-    if not isinstance(data, str | Path):
-        raise FulldepthError(f"Cannot read conversations of type {type(data).__name__}. Expected {known}.")
-    path = path_of(data)
-    if path.exists():
-        if split is not None or config is not None:
-            raise FulldepthError(f"{path} is a file or folder and has no split {split!r} or configuration {config!r}.")
-        files = list_files(path, ROWS)
-        return path.name, (row for file in files for row in ROWS[file.suffix.lower()](file))
-    if path.suffix.lower() in ROWS or not HUB_NAME.fullmatch(str(data)):
-        raise FulldepthError(f"There is no file or folder {data}. Expected {known}.")
-    name, rows = load_split(str(data), config, split, streaming=limit is not None)
-    return name, _numbered(name, rows)
-
-
-def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{name} row {number}", row) for number, row in enumerate(reading_each(name, rows), start=1))
 
 
 def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, per_response: bool) -> _Shape:

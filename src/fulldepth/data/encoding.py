@@ -9,8 +9,8 @@ import numpy as np
 
 from fulldepth.data.masking import IGNORE, mask_tokens
 from fulldepth.data.packing import pack
-from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Example
+from fulldepth.data.sources import Record, Source
 from fulldepth.data.tokens import Frame, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 

@@ -1,10 +1,9 @@
-"""Rows and texts from files: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled."""
+"""Rows of files, one by one: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from fulldepth.data.records import Record, Source, choose_columns, from_rows
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading, reading_each
 
@@ -38,15 +36,6 @@ def path_of(name: str | Path) -> Path:
     return path
 
 
-def read_text(path: Path) -> str:
-    r"""The text of a UTF-8 file, without its byte-order mark, lines ended by `\n`.
-
-    Raises:
-        FulldepthError: if the file cannot be read, is empty, or is not text (says at which byte).
-    """
-    return "".join(text_lines(path))
-
-
 def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
     r"""The lines of a UTF-8 file one by one, each with its `\n`, without the byte-order mark.
 
@@ -56,7 +45,8 @@ def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
         stop: the first line that is left out begins at this byte or later; None = read to the end.
 
     Raises:
-        FulldepthError: as `read_text`, when the reading gets there; a part of a file may be empty.
+        FulldepthError: if the file cannot be read, is empty (a part of it may be), or is not text (says at which byte),
+            when the reading gets there.
     """
     if path.exists() and not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
@@ -129,19 +119,13 @@ def _decode(line: bytes, path: Path, position: int) -> str:
     return text if position else text.removeprefix("\ufeff")
 
 
-def text_source(path: Path, limit: int | None = None) -> Source:
-    """A `.txt` file: the whole file is one document, whatever `limit`."""
-    return Source(path.name, "text", [Record(text=read_text(path))])
+def text_rows(path: Path) -> Rows:
+    """One row, whose `text` is the whole `.txt` file.
 
-
-def folder_source(path: Path, files: list[Path], limit: int | None = None) -> Source:
-    """A folder of `.txt` files, one document each, in the order of their names."""
-    return Source(path.name, "text", [Record(text=read_text(file)) for file in files[:limit]])
-
-
-def jsonl_source(path: Path, limit: int | None = None) -> Source:
-    """A `.jsonl` file: one JSON object a line, blank lines apart."""
-    return from_rows(path.name, islice(jsonl_rows(path), limit))
+    Raises:
+        FulldepthError: as `text_lines`.
+    """
+    yield path.name, {"text": "".join(text_lines(path))}
 
 
 def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
@@ -173,15 +157,10 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
         yield where, row
 
 
-def tsv_source(path: Path, limit: int | None = None) -> Source:
-    """A `.tsv` file with a header line. Quotation marks mean themselves: GLUE's files quote nothing."""
-    header = next(text_lines(path), "")
-    choose_columns(header.removesuffix("\n").split("\t"), f"The header of {path.name}")
-    return from_rows(path.name, islice(tsv_rows(path), limit))
-
-
 def tsv_rows(path: Path) -> Rows:
     """The lines of a `.tsv` file below its header one by one, each with where it stands.
+
+    Quotation marks mean themselves: GLUE's files quote nothing.
 
     Raises:
         FulldepthError: if a line has more or fewer cells than the header, when the reading gets there.
@@ -195,13 +174,6 @@ def tsv_rows(path: Path) -> Rows:
             if len(cells) != len(names):
                 raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
             yield where, dict(zip(names, cells, strict=True))
-
-
-def parquet_source(path: Path, limit: int | None = None) -> Source:
-    """A `.parquet` file."""
-    columns = choose_columns(parquet_shape(path)[0], path.name)
-    names = [name for name in columns[1:] if name is not None]
-    return from_rows(path.name, islice(parquet_rows(path, names), limit))
 
 
 def parquet_shape(path: Path) -> tuple[list[str], int]:
@@ -295,7 +267,10 @@ def _decoded_bytes(column: pyarrow.Array) -> int:
     return int(pyarrow.compute.sum(lengths).as_py() or 0)
 
 
-READERS = {".txt": text_source, ".jsonl": jsonl_source, ".tsv": tsv_source, ".parquet": parquet_source}
-"""Suffix -> reader of the whole file."""
-ROWS: dict[str, Callable[[Path], Rows]] = {".jsonl": jsonl_rows, ".tsv": tsv_rows, ".parquet": parquet_rows}
+ROWS: dict[str, Callable[[Path], Rows]] = {
+    ".txt": text_rows,
+    ".jsonl": jsonl_rows,
+    ".tsv": tsv_rows,
+    ".parquet": parquet_rows,
+}
 """Suffix -> reader of one row after another, for files of any size."""

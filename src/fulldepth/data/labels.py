@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fulldepth.data.masking import IGNORE
-from fulldepth.data.records import Source
+from fulldepth.data.sources import Source
 from fulldepth.errors import FulldepthError
 
 

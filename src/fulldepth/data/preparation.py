@@ -12,8 +12,8 @@ import numpy as np
 from fulldepth.data.encoding import Limits, encode
 from fulldepth.data.labels import Labels, align_labels, sample
 from fulldepth.data.masking import IGNORE
-from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Example, Picture, Sequences, collate_images, collate_texts
+from fulldepth.data.sources import Record, Source
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fulldepth.data.examples import Example, batches, grouped
 from fulldepth.data.masking import IGNORE
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.skip.inputs.examples import Example, batches, grouped
 from fulldepth.skip.selection.flops import Costs, Shape, Variant, costs_of
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fulldepth.data.conversations import is_conversation, open_rows, read_conversations
-from fulldepth.data.documents import Documents, list_files, open_documents
-from fulldepth.data.files import ROWS
+from fulldepth.data.columns import TEXT_COLUMNS, column_texts
+from fulldepth.data.conversations import TABLES, is_conversation, read_conversations
+from fulldepth.data.documents import Documents, documents_of
 from fulldepth.data.masking import IGNORE
-from fulldepth.data.records import TEXT_COLUMNS, require_columns, text_value
-from fulldepth.data.sources import CORPUS
+from fulldepth.data.opening import CORPUS, open_data
+from fulldepth.data.rendering import encode_pair
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
-from fulldepth.data.units import text_column
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
-from fulldepth.skip.inputs.rendering import encode_pair
 
 HELDOUT_SHARE = 5
 """One document or pair in so many is held out where no file is."""
@@ -190,43 +188,23 @@ def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: in
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     if isinstance(data, str) and data == f"{CORPUS}builtin":
         data = f"{CORPUS}builtin/heldout"  # as for `measure`: what a trained model has not seen
-    if _is_plain(data):
-        documents = open_documents(data)
+    opened = None if isinstance(data, Documents) else open_data(data)
+    if opened is None or opened.is_plain:
+        documents = data if opened is None else documents_of(opened)
         return _Part(documents.name, "text", _windows(documents.name, documents, tokenizer, window, limit))
-    name, rows = open_rows(data)
-    where, row = next(rows, ("", {}))
+    opened = open_data(data, suffixes=TABLES) if opened.path else opened
+    name = opened.name
+    where, row = next(opened.rows(), ("", {}))
     if not row:
         raise FulldepthError(f"{name} is empty. Expected rows with {EXPECTED}.")
-    conversation = is_conversation(row)
-    if not conversation and not any(column in row for column in TEXT_COLUMNS):
+    if is_conversation(row):
+        conversations = read_conversations(islice(opened.rows(), limit), tokenizer)
+        return _Part(name, "pairs", _pairs(name, conversations, tokenizer, longest))
+    if not any(column in row for column in TEXT_COLUMNS):
         raise FulldepthError(
             f"{where} has none of the columns to search with. Got: {', '.join(map(repr, row))}. Expected: {EXPECTED}."
         )
-    if conversation:
-        name, rows = open_rows(data, limit=limit)
-        return _Part(name, "pairs", _pairs(name, read_conversations(rows, tokenizer), tokenizer, longest))
-    _, rows = open_rows(data)
-    return _Part(name, "text", _windows(name, _column(rows), tokenizer, window, limit))
-
-
-def _is_plain(data: Any) -> bool:
-    """Whether data are texts without columns."""
-    if isinstance(data, Documents) or (isinstance(data, str) and data.startswith(CORPUS)):
-        return True
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return bool(data) and isinstance(data[0], str)
-    if not isinstance(data, str | Path) or not Path(data).expanduser().exists():
-        return isinstance(data, str | Path) and Path(data).suffix.lower() == ".txt"  # `open_documents` says what lacks
-    return list_files(Path(data).expanduser(), (".txt", *ROWS))[0].suffix.lower() == ".txt"
-
-
-def _column(rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
-    """The texts of rows."""
-    column: str | None = None
-    for where, row in rows:
-        column = column or text_column(row, None, where)
-        require_columns(row, [column], where)
-        yield text_value(row[column], f"{where}, {column!r}")
+    return _Part(name, "text", _windows(name, column_texts(opened.rows()), tokenizer, window, limit))
 
 
 def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, limit: int | None) -> list[Example]:

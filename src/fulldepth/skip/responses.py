@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, open_rows, read_conversations
-from fulldepth.data.records import PROMPT_COLUMNS
+from fulldepth.data.columns import PROMPT_COLUMNS
+from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, TABLES, read_conversations
+from fulldepth.data.opening import open_data
+from fulldepth.data.rendering import Prompt, as_prompt, encode_prompt
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
-from fulldepth.skip.inputs.rendering import Prompt, as_prompt, encode_prompt
 
 FILE = "responses.jsonl"
 MOST = 10_000_000
@@ -68,15 +69,15 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None) -> list[Pr
     Raises:
         FulldepthError: if there is no prompt in a row, or no row.
     """
-    name, rows = open_rows(data, limit=limit)
+    opened = open_data(data, limit=limit, suffixes=TABLES)
     prompts: list[Prompt] = []
-    for where, found in read_conversations(_with_stand_ins(rows), tokenizer, per_response=True):
+    for where, found in read_conversations(_with_stand_ins(opened.rows()), tokenizer, per_response=True):
         prompt = found[-1]["prompt"] if found else ""
         if not _said(prompt):
             raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
         prompts.append(prompt)
     if not prompts:
-        raise FulldepthError(f"There are no prompts in {name}.")
+        raise FulldepthError(f"There are no prompts in {opened.name}.")
     return prompts
 
 

@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fulldepth.data import open_documents, pack, units
 from fulldepth.data.cache import splitting, token_files, writers
-from fulldepth.data.cache.encoder import Encoder
 from fulldepth.data.documents import Documents
 from fulldepth.data.units import Unit
 from fulldepth.errors import FulldepthError
@@ -430,7 +429,7 @@ def test_bad_input(tmp_path, number_tokenizer, bare_tokenizer):
             pack(texts(50) if documents is None else documents, tokenizer, **settled)
 
     expect("texts is empty: 2 documents, and no token", ["", " "])
-    expect("texts is empty: 0 documents", [])
+    expect("rows is empty: 0 documents", [])
     expect("too few to hold out a share of 0.3: none is left for validation", ["w1 w1 w1 w1"])
     expect("none is left for training", ["w1 w1 w1 w1"], validation_share=0.9999)
     expect("texts has 3 training tokens, fewer than one sequence of 4", ["w1 w1"], validation_share=0)
@@ -480,19 +479,6 @@ def test_kill_minus_9(tmp_path, small, number_tokenizer):
     assert len(said) == 1
     assert said[0].startswith("Tokenising goes on after 1")
     assert files(tmp_path / "a") == files(tmp_path / "b")
-
-
-def test_ids_are_those_that_the_tokenizer_gives(bert_tokenizer):
-    tokenizer = pickle.loads(pickle.dumps(bert_tokenizer))
-    tokenizer.eos_token = "[SEP]"
-    written = ["w0 [SEP] w1", "", "w2 w3", "[MASK]"]
-    for raw in (False, True):
-        tokenizer.split_special_tokens = raw
-        batch = Encoder(tokenizer)(written)
-        plain = tokenizer(written, add_special_tokens=False)["input_ids"]
-        expected = [[2, *ids, 3] if ids else [] for ids in plain]
-        assert batch.ids.tolist() == [i for ids in expected for i in ids]
-        assert batch.lengths.tolist() == list(map(len, expected))
 
 
 def test_a_share_of_the_builtin_corpus_is_some_of_each_novel(tmp_path, number_tokenizer):

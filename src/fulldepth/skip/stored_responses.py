@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, read_document
 from fulldepth.settings import Settings
-from fulldepth.skip.inputs.responses import FILE, Responses
+from fulldepth.skip.responses import FILE, Responses
 
 NOTES = "responses.json"
 """How the responses beside it were generated."""
