@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.data import builtin_texts, rendering, train_tokenizer
-from fulldepth.data.examples import Example, batches, read_examples
+from fulldepth.data.batches import Example, batches
+from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from skip.word_tokenizer import (
     ASSISTANT,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fulldepth.data.masking import IGNORE, mask_tokens
+from fulldepth.data.batches import Example
+from fulldepth.data.masking import mask_tokens
 from fulldepth.data.packing import pack
-from fulldepth.data.sequences import Example
 from fulldepth.data.sources import Record, Source
 from fulldepth.data.tokens import Frame, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
+from fulldepth.targets import IGNORE
 
 
 class Limits(NamedTuple):
@@ -51,16 +55,15 @@ def encode(
         pieces = source.kind == "text" and task == "representation"
         examples, warnings = _one_by_one(records, labels, tokenizer, limits, pieces=pieces)
     if task == "causal-lm":
-        for example in examples:
-            example.targets = next_tokens(example.token_ids)
+        examples = [replace(example, labels=_next_labels(example.input_ids)) for example in examples]
     elif task == "masked-lm" and tokenizer.mask_token_id is not None:
-        _mask(examples, tokenizer, limits.seed)
+        examples = [_masked(example, index, tokenizer, limits.seed) for index, example in enumerate(examples)]
     return examples, warnings
 
 
-def next_tokens(ids: np.ndarray) -> np.ndarray:
-    """[T] targets of a causal model: the following token, -100 at the end."""
-    return np.append(ids[1:], IGNORE)
+def _next_labels(ids: Tensor) -> Tensor:
+    """[T] labels of a causal model: every token but the first, which nothing predicts."""
+    return torch.cat([torch.full_like(ids[:1], IGNORE), ids[1:]])
 
 
 def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limits) -> Encoded:
@@ -107,27 +110,26 @@ def _one_by_one(
             break
         most = left if pieces else 1
         if record.second is not None:
-            example, is_cut = _two(text, record.second, tokenizer, limits.longest)
-            example.label = label
-            examples.append(example)
+            joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
+            examples.append(_example(joined["input_ids"], joined.get("token_type_ids"), label))
             cut += is_cut
             continue
         ids = leading_ids(tokenizer, text, room * most + 1)
         cut += len(ids) > room and not pieces
         for start in range(0, len(ids), room)[:most]:
-            whole = frame.wrap(ids[start : start + room])
-            examples.append(_example(whole, [0] * len(whole) if typed else None, label))
+            wrapped = frame.wrap(ids[start : start + room])
+            examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
     verb = "text is" if cut == 1 else "texts are"
     return examples, [f"{cut} {verb} longer than {limits.longest} tokens and cut there."] if cut else []
 
 
-def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Example, bool]:
+def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Mapping[str, Any], bool]:
     """Two texts as the tokenizer joins them, the longer one cut where they do not fit; and whether it was."""
     joined = encode_texts(tokenizer, first, second)
     is_cut = len(joined["input_ids"]) > longest
     if is_cut:
         joined = encode_texts(tokenizer, first, second, truncation="longest_first", max_length=longest)
-    return _example(joined["input_ids"], joined.get("token_type_ids")), is_cut
+    return joined, is_cut
 
 
 def _no_room(length: int, frame: Frame) -> str:
@@ -145,11 +147,8 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
         if not response:
             continue
         lengths.append(len(ids))
-        example = _example(ids[: limits.longest])
-        example.targets = next_tokens(example.token_ids)
-        position = np.arange(1, len(example.targets) + 1)  # of the token that is the target
-        example.targets[(position < len(prompt)) | (position >= len(prompt) + len(response))] = IGNORE
-        examples.append(example)
+        start = max(1, len(prompt))  # nothing predicts the first token
+        examples.append(Example.of(ids[: limits.longest], start, len(prompt) + len(response)))
     too_long = sum(length > limits.longest for length in lengths)
     if not too_long:
         return examples, []
@@ -163,20 +162,18 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
     )
 
 
-def _mask(examples: Sequence[Example], tokenizer: Any, seed: int) -> None:
-    """Fill in what a masked language model is asked: `Example.masked_ids` and `Example.targets`."""
-    for index, example in enumerate(examples):
-        special = np.isin(example.token_ids, tokenizer.all_special_ids)
-        example.masked_ids, example.targets = mask_tokens(
-            example.token_ids, special, tokenizer.mask_token_id, seed=seed, index=index
-        )
+def _masked(example: Example, index: int, tokenizer: Any, seed: int) -> Example:
+    """The example with what a masked language model is asked."""
+    ids = example.input_ids.numpy()
+    special = np.isin(ids, tokenizer.all_special_ids)
+    masked_ids, labels = mask_tokens(ids, special, tokenizer.mask_token_id, seed=seed, index=index)
+    return replace(example, masked_ids=torch.from_numpy(masked_ids), labels=torch.from_numpy(labels))
 
 
 def _has_types(tokenizer: Any, text: str) -> bool:
     return "token_type_ids" in encode_texts(tokenizer, text[:8])
 
 
-def _example(ids: Sequence[int], types: Sequence[int] | None = None, label: int = IGNORE) -> Example:
-    token_ids = np.asarray(ids, dtype=np.int64)
-    kinds = None if types is None else np.asarray(types[: len(token_ids)], dtype=np.int64)
-    return Example(token_ids, types=kinds, label=label)
+def _example(ids: Sequence[int], types: Sequence[int] | None = None, class_index: int = IGNORE) -> Example:
+    kinds = None if types is None else torch.tensor(types[: len(ids)], dtype=torch.int64)
+    return Example.of(ids, types=kinds, class_index=class_index)

@@ -8,13 +8,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from fulldepth.data.batches import Example
 from fulldepth.data.columns import TEXT_COLUMNS, column_texts
 from fulldepth.data.conversations import TABLES, is_conversation, read_conversations
 from fulldepth.data.documents import Documents, documents_of
-from fulldepth.data.masking import IGNORE
 from fulldepth.data.opening import CORPUS, open_data
 from fulldepth.data.rendering import encode_pair
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
@@ -27,26 +25,6 @@ DEFAULT_LENGTH = 256
 SPREAD = 20
 """Documents that a limited number of windows comes from, where there are so many."""
 EXPECTED = "prompt + response, messages, or text"
-
-
-@dataclass(frozen=True, eq=False)
-class Example:
-    """One sequence: a prompt with its response, or a window of text."""
-
-    input_ids: Tensor
-    """[n] int64."""
-    labels: Tensor
-    """[n] int64: the token itself where it is predicted (the model shifts), -100 elsewhere; always at position 0."""
-    document: int
-    """Index of the row or document that it comes from; those of a held-out file count on their own."""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def predicted(self) -> int:
-        """Tokens that the loss is on."""
-        return int((self.labels != IGNORE).sum())
 
 
 @dataclass(frozen=True)
@@ -141,47 +119,6 @@ def _check_settings(max_positions: int | None, sequence_length: int | None, limi
         )
 
 
-def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Right-padded batches for `model(**batch)`, the longest sequences first, equals in their order.
-
-    Args:
-        examples: what to batch; every one comes once.
-        batch_size: sequences in a batch; the last may have fewer.
-        pad_id: token id of padding, which must exist in the model; it is masked and has no label.
-
-    Returns:
-        `input_ids`, `attention_mask` (1, padding 0) and `labels` (padding -100), each [B, T] int64.
-
-    Raises:
-        FulldepthError: if `batch_size` is less than 1.
-    """
-    return (_collate(group, pad_id) for group in grouped(examples, batch_size))
-
-
-def grouped(examples: Sequence[Example], batch_size: int) -> list[list[Example]]:
-    """The examples of each batch of `batches`, in the order of its rows.
-
-    Raises:
-        FulldepthError: if `batch_size` is less than 1.
-    """
-    if batch_size < 1:
-        raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
-    ordered = sorted(examples, key=len, reverse=True)  # stable, also in reverse
-    return [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-
-
-def _collate(chosen: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
-    shape = (len(chosen), max(map(len, chosen)))
-    batch = {
-        name: torch.full(shape, v) for name, v in (("input_ids", pad_id), ("attention_mask", 0), ("labels", IGNORE))
-    }
-    for row, example in enumerate(chosen):
-        batch["input_ids"][row, : len(example)] = example.input_ids
-        batch["attention_mask"][row, : len(example)] = 1
-        batch["labels"][row, : len(example)] = example.labels
-    return batch
-
-
 def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: int | None) -> _Part:
     """All examples of one source."""
     if tokenizer is None:
@@ -228,7 +165,7 @@ def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]
     """The windows of one document; the last may be shorter, and is left out if it is a single token."""
     ids = Frame.of(tokenizer, [text]).wrap(plain_ids(tokenizer, text)) if text.strip() else []
     windows = [ids[start : start + length] for start in range(0, len(ids) - 1, length)]
-    return [_example(window, 1, len(window), document) for window in windows]
+    return [Example.of(window, 1, len(window), document=document) for window in windows]
 
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
@@ -243,7 +180,7 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
             start = max(1, len(before))  # nothing predicts the first token
             if start >= len(before) + len(said):
                 raise FulldepthError(f"The response of {where} has no token that can be predicted.")
-            found.append(_example([*before, *said, *after], start, len(before) + len(said), document))
+            found.append(Example.of([*before, *said, *after], start, len(before) + len(said), document=document))
     if too_long:
         raise FulldepthError(
             f"{len(too_long)} of the {len(found)} prompts with their responses in {name} are longer than {longest} "
@@ -273,14 +210,6 @@ def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any
             yield messages[:index], messages[index]
     if not conversation:
         raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
-
-
-def _example(ids: Sequence[int], start: int, stop: int, document: int) -> Example:
-    """Labels from position `start` to before `stop`."""
-    input_ids = torch.tensor(ids, dtype=torch.int64)
-    labels = torch.full_like(input_ids, IGNORE)
-    labels[start:stop] = input_ids[start:stop]
-    return Example(input_ids, labels, document)
 
 
 def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:

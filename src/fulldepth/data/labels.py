@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fulldepth.data.masking import IGNORE
 from fulldepth.data.sources import Source
 from fulldepth.errors import FulldepthError
+from fulldepth.targets import IGNORE
 
 
 class Labels(NamedTuple):

@@ -1,6 +1,7 @@
 """Removes the blocks that do not pay, heals with scalars, and ships a checkpoint that is proven."""
 
-from fulldepth.data.examples import Example, Examples, batches, read_examples
+from fulldepth.data.batches import Example, batches
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.bench import BenchSettings

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from fulldepth.data.examples import Example, Examples, read_examples
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.latency import AllocationTracker, Runner, Trial, cache_bytes, parameter_bytes

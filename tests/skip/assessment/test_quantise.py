@@ -13,7 +13,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.data.examples import Example, Examples
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import parameter_bytes
 from fulldepth.hf import anatomy_candidates

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import tiny_models as tm
-from fulldepth.data.examples import Example
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import AllocationTracker
 from fulldepth.hf import anatomy_candidates

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tiny_models as tm
-from fulldepth.data.examples import Example, Examples
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.skip.assessment.outcome_headline import _added

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
-
-IGNORE = -100
+from fulldepth.targets import IGNORE
 
 
 def flatten_windows(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from fulldepth.data.examples import Example
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.skip.assessment.quantisers import EXTRAS, check_method

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fulldepth.data.examples import Example
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulldepth.data.examples import Example
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.selection.elimination import round_flops, whole_flops

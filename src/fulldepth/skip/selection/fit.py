@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth.data.examples import Example
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, evaluating
 from fulldepth.hf.scalars import Scalars
