@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 
 from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
 from fulldepth.data.files import ROWS
 from fulldepth.data.opening import open_data
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, names_of, unknown
 from fulldepth.progress import Watcher
 
 CHAT_COLUMNS = ("messages", "conversations")
@@ -27,7 +27,9 @@ TABLES = tuple(suffix for suffix in ROWS if suffix != ".txt")
 CHUNK = 1000
 """Rows that are Python objects at a time; the rest are Arrow."""
 
-Message = dict[str, str]
+Message: TypeAlias = dict[str, str]
+Prompt: TypeAlias = str | list[Message]
+"""Plain text, or all messages before the response."""
 
 
 class _Shape(NamedTuple):
@@ -112,7 +114,7 @@ def read_conversations(
     """
     shape = None
     for where, row in rows:
-        shape = shape or _shape(row, where, tokenizer, per_response)
+        shape = shape or _shape(row, where, tokenizer, per_response=per_response)
         yield where, _examples(row, where, shape)
 
 
@@ -121,13 +123,39 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
     return any(column in row for column in CHAT_COLUMNS) or any(set(pair) <= set(row) for pair in PROMPT_COLUMNS)
 
 
-def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, per_response: bool) -> _Shape:
+def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
+    """The prompt of each row, after where the row stands: messages for a chat template, else text that ends in space.
+
+    Responses are not read and may be missing. Of a chat, all before its last response is the prompt.
+
+    Args:
+        rows: from `Opened.rows`; the first decides how all are read.
+        tokenizer: as for `conversations`.
+
+    Raises:
+        FulldepthError: as `conversations`, when the reading gets there.
+    """
+    shape = None
+    for where, row in rows:
+        shape = shape or _shape(row, where, tokenizer, answered=False)
+        if shape.chat is not None:
+            messages = _chat(row, where, shape.chat)
+            yield where, messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+        else:
+            prompt = _prompt(row, where, shape)
+            yield where, _separated(prompt) if isinstance(prompt, str) else prompt
+
+
+def _shape(
+    row: Mapping[str, Any], where: str, tokenizer: Any, *, per_response: bool = False, answered: bool = True
+) -> _Shape:
+    """How to read rows like this one; `answered`: it must have a column of responses."""
     template = tokenizer is not None and bool(tokenizer.chat_template)
     chat = next((column for column in CHAT_COLUMNS if column in row), None)
-    pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(row)), None)
+    pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row and (not answered or pair[1] in row)), None)
     if chat is None and pair is None:
-        found = ", ".join(map(repr, row)) or "none"
-        raise FulldepthError(f"{where} has no columns of conversations. Got: {found}. Expected: {EXPECTED}.")
+        lacking = "columns of conversations" if answered else "column of prompts"
+        raise FulldepthError(f"{where} has no {lacking}. Got: {names_of(row)}. Expected: {EXPECTED}.")
     is_chat = chat is not None or isinstance(row[pair[0]], list)  # type: ignore[index]
     if is_chat and tokenizer is not None and not template:
         raise FulldepthError(
@@ -142,8 +170,7 @@ def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[st
     """The examples of a row: one, or as many as responses, or none."""
     if shape.chat is None:
         return _pair(row, where, shape)
-    require_columns(row, [shape.chat], where)
-    messages = _messages(row[shape.chat], f"{where}, {shape.chat!r}")
+    messages = _chat(row, where, shape.chat)
     answers = [i for i, m in enumerate(messages) if i and m["role"] == "assistant" and m["content"].strip()]
     if shape.per_response:
         return [{"prompt": messages[:i], "completion": [messages[i]]} for i in answers]
@@ -151,24 +178,40 @@ def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[st
 
 
 def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
-    first, second = shape.pair
+    column = shape.pair[1]
     require_columns(row, shape.pair, where)
-    if isinstance(row[first], list):
-        prompt = _messages(row[first], f"{where}, {first!r}")
-        completion = _messages(row[second], f"{where}, {second!r}")
-        said = any(message["content"].strip() for message in completion)
-        return [{"prompt": prompt, "completion": completion}] if prompt and said else []
-    asked = text_value(row[first], f"{where}, {first!r}")
-    answer = text_value(row[second], f"{where}, {second!r}")
-    if shape.context is not None and row.get(shape.context):
-        asked += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
-    if not answer.strip():
+    prompt = _prompt(row, where, shape)
+    if isinstance(row[shape.pair[0]], list):
+        completion = _messages(row[column], f"{where}, {column!r}")
+        answered = any(message["content"].strip() for message in completion)
+        return [{"prompt": prompt, "completion": completion}] if prompt and answered else []
+    response = text_value(row[column], f"{where}, {column!r}")
+    if not response.strip():
         return []
-    if shape.template:
-        user, assistant = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}
-        return [{"prompt": [user], "completion": [assistant]}]
-    apart = not asked or asked[-1].isspace() or answer[0].isspace()
-    return [{"prompt": asked if apart else asked + "\n", "completion": answer}]
+    if isinstance(prompt, list):
+        return [{"prompt": prompt, "completion": [{"role": "assistant", "content": response}]}]
+    return [{"prompt": prompt if response[0].isspace() else _separated(prompt), "completion": response}]
+
+
+def _prompt(row: Mapping[str, Any], where: str, shape: _Shape) -> Prompt:
+    column = shape.pair[0]
+    require_columns(row, [column], where)
+    if isinstance(row[column], list):
+        return _messages(row[column], f"{where}, {column!r}")
+    prompt = text_value(row[column], f"{where}, {column!r}")
+    if shape.context is not None and row.get(shape.context):
+        prompt += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
+    return [{"role": "user", "content": prompt}] if shape.template else prompt
+
+
+def _separated(prompt: str) -> str:
+    """The prompt with white space at its end, so that its tokens are the same with and without a response."""
+    return prompt if not prompt or prompt[-1].isspace() else prompt + "\n"
+
+
+def _chat(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
+    require_columns(row, [column], where)
+    return _messages(row[column], f"{where}, {column!r}")
 
 
 def _messages(value: Any, where: str) -> list[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fulldepth.data.batches import Example
 from fulldepth.data.masking import mask_tokens
-from fulldepth.data.packing import pack
 from fulldepth.data.sources import Record, Source
 from fulldepth.data.tokens import Frame, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
@@ -79,7 +78,7 @@ def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limit
     outer, inner = (frame, Frame()) if task == "masked-lm" else (Frame(), frame)
     if length <= len(outer):
         raise FulldepthError(_no_room(length, outer))
-    packed = pack(
+    windows, left_over = cut_windows(
         texts,
         lambda text, needed: inner.wrap(leading_ids(tokenizer, text, needed)),
         window=length - len(outer),
@@ -87,10 +86,49 @@ def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limit
         separator=tokenizer.eos_token_id,
     )
     warnings = []
-    if packed.left_over:
-        warnings.append(f"The last {packed.left_over} tokens of the text do not fill a sequence and are left out.")
+    if left_over:
+        warnings.append(f"The last {left_over} tokens of the text do not fill a sequence and are left out.")
     types = [0] * length if _has_types(tokenizer, texts[0]) else None
-    return [_example(outer.wrap(window), types) for window in packed.windows], warnings
+    return [_example(outer.wrap(window), types) for window in windows], warnings
+
+
+def cut_windows(
+    texts: Iterable[str],
+    tokenise: Callable[[str, int], Sequence[int]],
+    *,
+    window: int,
+    most: int,
+    separator: int | None = None,
+) -> tuple[list[list[int]], int]:
+    """Cut the stream of texts, joined by `separator`, into windows.
+
+    Training (`pack`) frames and ends every document instead, and keeps all ids on disk; here the first few are enough.
+
+    Args:
+        texts: documents, read only as far as the windows need.
+        tokenise: (text, needed) -> its first `needed` or more token ids, or all of them.
+        window: tokens of a window.
+        most: at most this many windows.
+        separator: token id between two documents, unless the first already ends with it.
+
+    Returns:
+        Full windows, or one short window if the whole text is shorter than one; and how many tokens at the end of the
+        text did not fill another (0 if text is left).
+    """
+    needed = window * most
+    stream: list[int] = []
+    for text in texts:
+        if len(stream) >= needed:
+            break
+        ids = tokenise(text, needed - len(stream))
+        if ids and stream and separator is not None and stream[-1] != separator:
+            stream.append(separator)
+        stream.extend(ids)
+    del stream[needed:]
+    if len(stream) < window:
+        return [stream] if stream else [], 0
+    full = len(stream) // window * window
+    return [stream[start : start + window] for start in range(0, full, window)], len(stream) - full
 
 
 def _one_by_one(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 from jinja2 import TemplateError
 
-from fulldepth.data.conversations import Message
+from fulldepth.data.conversations import Message, Prompt
 from fulldepth.data.tokens import Frame, plain_ids
 from fulldepth.errors import FulldepthError
-
-Prompt: TypeAlias = str | list[Message]
-"""Plain text, or all messages before the response."""
 
 
 def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:

@@ -14,8 +14,8 @@ from fulldepth.data import Batch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections, read_layers
+from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.grid import lens_grid
-from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.columns import PROMPT_COLUMNS
-from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, TABLES, read_conversations
+from fulldepth.data.conversations import TABLES, Prompt, conversation_prompts
 from fulldepth.data.opening import open_data
-from fulldepth.data.rendering import Prompt, as_prompt, encode_prompt
+from fulldepth.data.rendering import as_prompt, encode_prompt
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic
 from fulldepth.hf import device_of
@@ -26,8 +25,6 @@ from fulldepth.progress import Watcher
 FILE = "responses.jsonl"
 MOST = 10_000_000
 """Prompts, tokens of a response and sequences of a batch."""
-STAND_IN = "."
-"""A response in the place of one that is not there or not wanted."""
 
 
 class Responses(NamedTuple):
@@ -71,8 +68,7 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None) -> list[Pr
     """
     opened = open_data(data, limit=limit, suffixes=TABLES)
     prompts: list[Prompt] = []
-    for where, found in read_conversations(_with_stand_ins(opened.rows()), tokenizer, per_response=True):
-        prompt = found[-1]["prompt"] if found else ""
+    for where, prompt in conversation_prompts(opened.rows(), tokenizer):
         if not _said(prompt):
             raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
         prompts.append(prompt)
@@ -278,33 +274,6 @@ def _left_padded(rows: Sequence[list[int]], device: torch.device) -> dict[str, T
 def _said(prompt: Prompt) -> bool:
     parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     return any(part.strip() for part in parts)
-
-
-def _with_stand_ins(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows whose response is one that is there, so that they read as pairs and chats do."""
-    for where, row in rows:
-        chat = next((column for column in CHAT_COLUMNS if column in row), None)
-        if chat is not None:
-            yield where, {chat: _without_answer(row[chat])}
-            continue
-        pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row), None)
-        if pair is None:
-            expected = ", ".join(dict.fromkeys([*CHAT_COLUMNS, *(first for first, _ in PROMPT_COLUMNS)]))
-            found = ", ".join(map(repr, row)) or "none"
-            raise FulldepthError(f"{where} has no column of prompts. Got: {found}. Expected one of: {expected}.")
-        first, second = pair
-        stand_in: Any = [{"role": "assistant", "content": STAND_IN}] if isinstance(row[first], list) else STAND_IN
-        yield where, {**row, second: stand_in}
-
-
-def _without_answer(messages: Any) -> Any:
-    """Messages of a chat, their last response exchanged for the stand-in, or one added."""
-    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
-        return messages
-    last = messages[-1]
-    keys = ("from", "value") if "from" in last and "value" in last else ("role", "content")
-    answered = ROLES.get(str(last.get(keys[0]))) == "assistant"
-    return [*(messages[:-1] if answered else messages), {keys[0]: "assistant", keys[1]: STAND_IN}]
 
 
 def _numbers(numbers: Sequence[int], what: str = "") -> str:

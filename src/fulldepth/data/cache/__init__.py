@@ -1,7 +1,16 @@
 """Tokenised text on disk, and training windows read from it.
 
-Flow of `pack`: `Documents` (units that can be read alone) -> `encoder` (text to ids) -> `writers` (processes that each
-claim a unit under a file lock) -> `token_files` (files of ids, written once) -> `splitting` (which documents are held
-out, and where token t of a part lies) -> `windows` (items of a data set) -> `order` (which item comes when) and
-`flattening` (a batch as one row). `tokenising` drives the first half: it reads what exists and makes what is missing.
+`pack` in `windows` is the entry. Documents come in units that can be read alone. `encoder` makes ids of their texts,
+`writers` are processes that each claim a unit under a file lock, `token_files` are the files that they write once, and
+`tokenising` makes what is missing. `splitting` finds out which documents are held out and where token t of a part lies.
+`windows` are the items of a torch data set, `order` says which item comes when, `flattening` makes one row of a batch.
+
+The ids of a text lie in a folder of the cache named by a fingerprint of the tokenizer and of the source (files with
+sizes and times; a Hub data set with configuration, split and commit), and of nothing else: runs with other seeds,
+shares, lengths and numbers of steps read the same files, and one that needs more extends them.
+
+`datasets.Dataset.map` (5.2) does not do this. It takes no lock, so two machines with one cache folder each tokenise
+everything; a killed run starts again, because a cache file counts once a whole process's share is in it; a run that
+reads only the first half leaves a cache that the whole data set does not use, as its fingerprint is another; and a
+streamed data set (`IterableDataset.map`) is not cached.
 """

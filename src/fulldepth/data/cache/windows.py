@@ -1,12 +1,4 @@
-"""`pack`: documents as training and validation windows of one length, read from memory-mapped token ids.
-
-The ids of a text are kept in a folder of the cache named by a fingerprint of the tokenizer and of the source (files
-with sizes and times; a Hub data set with configuration, split and commit), and of nothing else: runs with other seeds,
-shares, lengths and numbers of steps read the same files. The same call finds them there, and one that needs more
-extends them. Any number of processes may call at once; each unit of the source is written by one of them, under a file
-lock. A killed one is taken up again after the last file that it completed; a file counts only once its note is written,
-which is last.
-"""
+"""`pack`: documents as training and validation windows of one length, read from token ids on disk."""
 
 from __future__ import annotations
 
