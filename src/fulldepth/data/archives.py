@@ -1,4 +1,7 @@
-"""Reads `.zip` archives that anyone may have made: bounded before anything is decompressed, nothing is extracted."""
+"""Reads `.zip` archives that anyone may have made: bounded before anything is decompressed, nothing is extracted.
+
+Whatever is wrong with an archive or a member is a `FulldepthError` that names it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,7 @@ METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
 
 
 def open_archive(path: Path) -> zipfile.ZipFile:
-    """An archive whose directory holds what can be read within bounds.
-
-    Raises:
-        FulldepthError: if it is damaged or no regular file, or a member is encrypted, compressed in a way that is not
-            read, too large, named twice, or named so that it would lie outside; or if all members are too large.
-    """
+    """An archive whose directory holds what can be read within bounds."""
     if not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     with reading(path):
@@ -80,11 +78,7 @@ def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
 
 
 def read_member(archive: zipfile.ZipFile, member: str) -> bytes:
-    """The content of a member, at most as long as the archive's directory says.
-
-    Raises:
-        FulldepthError: if it is damaged, or longer than its entry says.
-    """
+    """The content of a member, at most as long as the archive's directory says."""
     with reading(f"the image {archive.filename}/{one_line(member, 200)}"):
         size = archive.getinfo(member).file_size
         with archive.open(member) as file:

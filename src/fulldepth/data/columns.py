@@ -1,4 +1,7 @@
-"""Columns that are read: their usual names, the choice among those of a row, and cells that must hold text."""
+"""Columns that are read: their usual names, the choice among those of a row, and cells that must hold text.
+
+A row without the column, or a cell of another kind, is a `FulldepthError` that says where it stands.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,7 @@ class Columns(NamedTuple):
 
 
 def choose_columns(names: Iterable[str], where: str) -> Columns:
-    """Which of the columns `names` to read.
-
-    Raises:
-        FulldepthError: if none of them is known; `where` says where they are.
-    """
+    """Which of the columns `names` to read."""
     have = list(names)
     label = next((name for name in LABEL_COLUMNS if name in have), None)
     for name in IMAGE_COLUMNS:
@@ -67,11 +66,7 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
 
 
 def text_column(names: Iterable[str], column: str | None, where: str) -> str:
-    """The column that holds the text: `column`, or where that is None `text` or `sentence`.
-
-    Raises:
-        FulldepthError: if there is no such column; `where` says where.
-    """
+    """The column that holds the text: `column`, or where that is None `text` or `sentence`."""
     have = list(names)
     if column is not None:
         if column not in have:
@@ -86,11 +81,7 @@ def text_column(names: Iterable[str], column: str | None, where: str) -> str:
 
 
 def column_texts(rows: Rows, column: str | None = None) -> Iterator[str]:
-    """The text of each row; the first row decides on the column, as `text_column` does.
-
-    Raises:
-        FulldepthError: if a row lacks the column, or its cell holds something else than text.
-    """
+    """The text of each row; the first row decides on the column, as `text_column` does."""
     for where, row in rows:
         column = text_column(row, None, where) if column is None else column
         require_columns(row, [column], where)
@@ -98,22 +89,14 @@ def column_texts(rows: Rows, column: str | None = None) -> Iterator[str]:
 
 
 def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where: str) -> None:
-    """Refuse a row that lacks one of the columns.
-
-    Raises:
-        FulldepthError: if it does; `where` says where the row stands.
-    """
+    """Refuse a row that lacks one of the columns."""
     for column in columns:
         if column is not None and column not in row:
             raise FulldepthError(f"{where} has no {column!r}. It has: {names_of(row)}.")
 
 
 def text_value(value: Any, where: str) -> str:
-    """A cell that must hold text, ready for a tokenizer; `where` says where it stands.
-
-    Raises:
-        FulldepthError: if it holds something else.
-    """
+    """A cell that must hold text, ready for a tokenizer; `where` says where it stands."""
     if not isinstance(value, str):
         raise FulldepthError(f"{where} is {kind_of(value)}, expected text.")
     return clean_text(value)

@@ -1,4 +1,8 @@
-"""Rows of files, one by one: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled."""
+"""Rows of files, one by one: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled.
+
+A file that cannot be read, is empty, not of its kind or out of bounds is a `FulldepthError` that names the file and the
+place, raised when the reading gets there.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,7 @@ BATCH_ROWS, NESTED_BATCH_ROWS = 1024, 16
 
 
 def path_of(name: str | Path) -> Path:
-    """The path that a name of data stands for, whether or not it exists; `~` is the home folder.
-
-    Raises:
-        FulldepthError: if no file system can hold the name, or a folder on the way cannot be read.
-    """
+    """The path that a name of data stands for, whether or not it exists; `~` is the home folder."""
     with reading(one_line(name)):
         path = Path(name).expanduser()
         path.exists()
@@ -43,10 +43,6 @@ def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
         path: the file.
         start: byte at which the first line begins.
         stop: the first line that is left out begins at this byte or later; None = read to the end.
-
-    Raises:
-        FulldepthError: if the file cannot be read, is empty (a part of it may be), or is not text (says at which byte),
-            when the reading gets there.
     """
     if path.exists() and not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
@@ -73,11 +69,7 @@ def _byte_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def next_line(path: Path, byte: int) -> int:
-    """Where the first line begins that does not begin before `byte`; the end of the file, if none does.
-
-    Raises:
-        FulldepthError: if the file cannot be read, or a line is longer than `LONGEST_LINE`.
-    """
+    """Where the first line begins that does not begin before `byte`; the end of the file, if none does."""
     if byte <= 0:
         return 0
     line = next(reading_each(path, _byte_lines(path, byte - 1)), b"")
@@ -88,9 +80,6 @@ def next_paragraph(path: Path, byte: int, most: int) -> int:
     """Where text goes on behind the first empty line from `byte` on, or behind the line that makes `most` bytes.
 
     The place depends only on the bytes from `byte - 1` on, and never falls when `byte` rises.
-
-    Raises:
-        FulldepthError: as `next_line`.
     """
     start = position = next_line(path, byte)
     if start == 0:
@@ -120,11 +109,7 @@ def _decode(line: bytes, path: Path, position: int) -> str:
 
 
 def text_rows(path: Path) -> Rows:
-    """One row, whose `text` is the whole `.txt` file.
-
-    Raises:
-        FulldepthError: as `text_lines`.
-    """
+    """One row, whose `text` is the whole `.txt` file."""
     yield path.name, {"text": "".join(text_lines(path))}
 
 
@@ -135,9 +120,6 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
         path: the file.
         start: as for `text_lines`.
         stop: as for `text_lines`.
-
-    Raises:
-        FulldepthError: if a line is not a JSON object, when the reading gets there.
     """
     after = f" after byte {start:,}" if start else ""
     for number, line in enumerate(text_lines(path, start, stop), start=1):
@@ -161,9 +143,6 @@ def tsv_rows(path: Path) -> Rows:
     """The lines of a `.tsv` file below its header one by one, each with where it stands.
 
     Quotation marks mean themselves: GLUE's files quote nothing.
-
-    Raises:
-        FulldepthError: if a line has more or fewer cells than the header, when the reading gets there.
     """
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
@@ -177,21 +156,13 @@ def tsv_rows(path: Path) -> Rows:
 
 
 def parquet_shape(path: Path) -> tuple[list[str], int]:
-    """The names of the columns of a `.parquet` file, and its number of rows.
-
-    Raises:
-        FulldepthError: if it is none.
-    """
+    """The names of the columns of a `.parquet` file, and its number of rows."""
     with reading(path), _open_parquet(path) as file:
         return list(file.schema_arrow.names), file.metadata.num_rows
 
 
 def parquet_groups(path: Path, column: str) -> list[int]:
-    """Decoded bytes of a column in each row group of a `.parquet` file, as the file says.
-
-    Raises:
-        FulldepthError: if it is none.
-    """
+    """Decoded bytes of a column in each row group of a `.parquet` file, as the file says."""
     sizes = []
     with reading(path), _open_parquet(path) as file:
         for number in range(file.metadata.num_row_groups):
@@ -211,10 +182,6 @@ def parquet_rows(path: Path, names: list[str] | None = None, groups: range | Non
         path: the file.
         names: columns to read; None = all.
         groups: row groups to read; None = all.
-
-    Raises:
-        FulldepthError: if the file is damaged, or holds more than `SPARE_BYTES` and `EXPANSION` times its size, when
-            the reading gets there.
     """
     number, left = _rows_before(path, groups.start) if groups else 0, 0
     for batch in reading_each(path, _parquet_batches(path, names, groups)):

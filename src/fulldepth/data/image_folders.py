@@ -1,4 +1,7 @@
-"""Folders of images, on disk or in a .zip: [train|validation|test/]class/file."""
+"""Folders of images, on disk or in a .zip: [train|validation|test/]class/file.
+
+A folder without images, or without the split, is a `FulldepthError`.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +45,13 @@ def folder_images(path: Path, split: str | None = None, limit: int | None = None
         path: the folder.
         split: name of the split; None = the first of `SPLITS` that exists.
         limit: images at most, spread evenly over all; None = all.
-
-    Raises:
-        FulldepthError: if there are none, or no such split.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
     return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit)
 
 
 def zip_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
-    """The images in a `.zip` of such a folder, read in place; see `folder_images`.
-
-    Raises:
-        FulldepthError: if the archive cannot be read, there are none, or no such split.
-    """
+    """The images in a `.zip` of such a folder, read in place; see `folder_images`."""
     archive = open_archive(path)
     return _pictures(path.name, member_names(archive), partial(_stored_member, archive), split, limit)
 

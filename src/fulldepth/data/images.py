@@ -1,4 +1,7 @@
-"""Images: decoded when they are used, within bounds, from files, archives, bytes or Python objects."""
+"""Images: decoded when they are used, within bounds, from files, archives, bytes or Python objects.
+
+An image that is corrupt, cut short, too large or of a format that is not read is a `FulldepthError` that names it.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,7 @@ class StoredImage:
 
 
 def image_value(value: Any, where: str) -> ImageLoader:
-    """A loader for an image given as a Pillow image, a path, bytes, a {bytes, path} mapping, or a `StoredImage`.
-
-    Raises:
-        FulldepthError: if it is none of these.
-    """
+    """A loader for an image given as a Pillow image, a path, bytes, a {bytes, path} mapping, or a `StoredImage`."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, StoredImage):
@@ -82,11 +81,7 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
 
 
 def image_content(load: ImageLoader) -> bytes:
-    """Bytes that decide every pixel of an image: as it is stored, or its pixels if nothing is known of that.
-
-    Raises:
-        FulldepthError: if it cannot be read.
-    """
+    """Bytes that decide every pixel of an image: as it is stored, or its pixels if nothing is known of that."""
     if isinstance(load, StoredImage):
         return load.content()
     image = load()
@@ -100,11 +95,7 @@ def stored_image(path: Path) -> StoredImage:
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
-    """The image encoded in `data`, in RGB.
-
-    Raises:
-        FulldepthError: if it is corrupt, cut short, too large or of a format that is not read.
-    """
+    """The image encoded in `data`, in RGB."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

@@ -60,9 +60,9 @@ class Encoder:
                 if flat[-1] != self.end:
                     flat.append(self.end)
             lengths.append(len(flat) - start)
-        every = np.frombuffer(flat, np.uint32) if flat else np.zeros(0, np.uint32)
-        check_vocabulary(int(every.max(initial=0)), self.tokenizer, self.vocab_size)
-        return Encoded(every, np.array(lengths, np.int64))
+        all_ids = np.frombuffer(flat, np.uint32) if flat else np.zeros(0, np.uint32)
+        check_vocabulary(int(all_ids.max(initial=0)), self.tokenizer, self.vocab_size)
+        return Encoded(all_ids, np.array(lengths, np.int64))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without special tokens around it."""
@@ -75,7 +75,7 @@ class Encoder:
             return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _own_core(self) -> Tokenizer:
-        """A copy of the Rust tokenizer without truncation and padding, left over from whatever it was used for last."""
+        """A copy of the Rust tokenizer without the truncation and padding of its last use."""
         core = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         core.no_truncation()
         core.no_padding()

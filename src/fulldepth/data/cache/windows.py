@@ -158,23 +158,24 @@ def pack(
     _check(sequence_length, validation_share, max_tokens, validation_sequences)
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
     source, encoder, watcher = open_documents(documents), Encoder(tokenizer, vocab_size), watcher or Watcher()
-    place, share = cache or default_cache(), validation_share if validation is None else 0.0
-    read = partial(tokenise, encoder=encoder, cache=place, watcher=watcher, writers=writers, advice=advice)
-    made = read(source, split=Split(share, seed, max_tokens))
-    _require_split(source.name, made, share)
+    cache, share = cache or default_cache(), validation_share if validation is None else 0.0
+    read = partial(tokenise, encoder=encoder, cache=cache, watcher=watcher, writers=writers, advice=advice)
+    tokens = read(source, split=Split(share, seed, max_tokens))
+    _require_split(source.name, tokens, share)
     other_source = source if validation is None else open_documents(validation)
-    other = made if validation is None else read(other_source, split=Split(1.0, seed, max_tokens))
-    train, held_out = cut(made.parts["train"]), cut(other.parts["validation"], limit=validation_sequences)
-    warnings = check_vocabulary(max(made.highest, other.highest), tokenizer, vocab_size)
+    other = tokens if validation is None else read(other_source, split=Split(1.0, seed, max_tokens))
+    train, held_out = cut(tokens.parts["train"]), cut(other.parts["validation"], limit=validation_sequences)
+    warnings = check_vocabulary(max(tokens.highest, other.highest), tokenizer, vocab_size)
     warnings += _check_windows(source.name, train, other_source.name, held_out, validation_sequences)
-    seen = repr([made.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)])
-    digest = hashlib.sha256(seen.encode()).hexdigest()
-    place = tokens_folder(source, encoder, place)
-    return Packed(source.name, train, held_out, f"sha256:{digest}", tuple(warnings), place)
+    described = repr([tokens.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)])
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    return Packed(
+        source.name, train, held_out, f"sha256:{digest}", tuple(warnings), tokens_folder(source, encoder, cache)
+    )
 
 
-def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows, wanted: int | None) -> list[str]:
-    """Warnings, if there are fewer validation windows than wanted.
+def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows, sequences: int | None) -> list[str]:
+    """Warnings, if there are fewer validation windows than asked for.
 
     Raises:
         FulldepthError: if a part does not fill one window.
@@ -183,8 +184,8 @@ def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows
     if not held_out.documents:
         return []
     _require_window(other_name, "validation", held_out)
-    if len(held_out) < (wanted or 0):
-        return [f"The validation text fills only {len(held_out)} of {wanted} sequences."]
+    if len(held_out) < (sequences or 0):
+        return [f"The validation text fills only {len(held_out)} of {sequences} sequences."]
     return []
 
 
@@ -198,10 +199,10 @@ def _check(length: int, share: float, max_tokens: int | None, sequences: int | N
             raise FulldepthError(f"{name} must be at least 1, got {value}.")
 
 
-def _require_split(name: str, made: Tokens, share: float) -> None:
+def _require_split(name: str, tokens: Tokens, share: float) -> None:
     if not share:
         return
-    train, held_out = made.parts["train"].documents, made.parts["validation"].documents
+    train, held_out = tokens.parts["train"].documents, tokens.parts["validation"].documents
     if not train or not held_out:
         raise FulldepthError(
             f"{name} has {train + held_out} documents, too few to hold out a share of {share}: none is left for "
