@@ -1,8 +1,7 @@
 """Data: text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
-from fulldepth.data.cache.flattening import flatten_windows
 from fulldepth.data.cache.order import ORDER, ShuffledSampler
-from fulldepth.data.cache.windows import Packed, Windows, pack
+from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
 from fulldepth.data.documents import Documents, open_documents

@@ -46,10 +46,10 @@ def _is_folder(info: zipfile.ZipInfo) -> bool:
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if len(members) > MOST_MEMBERS:
         raise FulldepthError(f"Cannot read {path}: it has {len(members):,} members. Expected at most {MOST_MEMBERS:,}.")
-    total, most = sum(info.file_size for info in members), SPARE_BYTES + EXPANSION * path.stat().st_size
-    if total > most:
+    total, limit = sum(info.file_size for info in members), SPARE_BYTES + EXPANSION * path.stat().st_size
+    if total > limit:
         raise FulldepthError(
-            f"Cannot read {path}: its members are {total:,} bytes decompressed. Expected at most {most:,} of an "
+            f"Cannot read {path}: its members are {total:,} bytes decompressed. Expected at most {limit:,} of an "
             "archive of its size."
         )
     names: set[str] = set()
@@ -61,10 +61,10 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
     """What is wrong with a member, if anything; `names` are those of the members before it."""
-    place = PurePosixPath(info.filename)
+    path = PurePosixPath(info.filename)
     if not info.filename:
         return "has no name"
-    if place.is_absolute() or ".." in place.parts or "\\" in info.filename:
+    if path.is_absolute() or ".." in path.parts or "\\" in info.filename:
         return "is named so that it lies outside the archive"
     if info.filename in names:
         return "occurs twice"

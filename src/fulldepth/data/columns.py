@@ -81,7 +81,7 @@ def text_column(names: Iterable[str], column: str | None, where: str) -> str:
 
 
 def column_texts(rows: Rows, column: str | None = None) -> Iterator[str]:
-    """The text of each row; the first row decides on the column, as `text_column` does."""
+    """The text of each row; without `column`, the first row decides which it is, as `text_column` does."""
     for where, row in rows:
         column = text_column(row, None, where) if column is None else column
         require_columns(row, [column], where)

@@ -102,15 +102,9 @@ def conversations(
 def read_conversations(
     rows: Rows, tokenizer: Any = None, *, per_response: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """What `conversations` makes of each row, beside where the row stands: nothing if the row has no response.
+    """The examples that `conversations` makes of each row, after where it stands; none if the row has no response.
 
-    Args:
-        rows: from `Opened.rows`; the first decides how all are read.
-        tokenizer: as for `conversations`.
-        per_response: as for `conversations`.
-
-    Raises:
-        FulldepthError: as `conversations`, when the reading gets there.
+    The first row decides how all are read. Arguments and errors are those of `conversations`.
     """
     shape = None
     for where, row in rows:
@@ -124,16 +118,10 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
 
 
 def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
-    """The prompt of each row, after where the row stands: messages for a chat template, else text that ends in space.
+    """The prompt of each row, after where it stands: messages for a chat template, else text that ends in white space.
 
-    Responses are not read and may be missing. Of a chat, all before its last response is the prompt.
-
-    Args:
-        rows: from `Opened.rows`; the first decides how all are read.
-        tokenizer: as for `conversations`.
-
-    Raises:
-        FulldepthError: as `conversations`, when the reading gets there.
+    The first row decides how all are read. Responses are not read and may be missing: of a chat, all before its last
+    response is the prompt. Errors are those of `conversations`.
     """
     shape = None
     for where, row in rows:

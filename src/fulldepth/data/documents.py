@@ -73,11 +73,7 @@ def open_documents(
 
 
 def documents_of(opened: Opened, column: str | None = None) -> Documents:
-    """The documents in data that are open; `column` as for `open_documents`.
-
-    Raises:
-        FulldepthError: as `open_documents`.
-    """
+    """The documents in data that are open; `column` and errors as for `open_documents`."""
     if opened.path is not None:
         return _from_files(opened, opened.path, column)
     if opened.table is not None:
@@ -107,9 +103,9 @@ def _from_files(opened: Opened, path: Path, column: str | None) -> Documents:
         "column": column,
         "piece": [PIECE, units.UNIT_BYTES],
     }
-    known = length if len(tables) == len(opened.files) else None
+    documents = length if len(tables) == len(opened.files) else None
     size = sum(stat.st_size for _, stat in stats)
-    return Documents(opened.name, identity, units.file_units(opened.files, column), known, size, portable=True)
+    return Documents(opened.name, identity, units.file_units(opened.files, column), documents, size, portable=True)
 
 
 def _from_table(opened: Opened, table: Any, column: str | None) -> Documents:
@@ -137,8 +133,8 @@ def _from_table(opened: Opened, table: Any, column: str | None) -> Documents:
 def _revision(data: Any, repository: str) -> str | None:
     """The commit of a Hub data set, from what was downloaded or by asking; None where neither says."""
     for address in data.info.download_checksums or ():
-        if found := COMMIT.search(address):
-            return found.group(1)
+        if match := COMMIT.search(address):
+            return match.group(1)
     try:
         return HfApi().dataset_info(repository).sha
     except Exception:  # whatever the network says: the name must do

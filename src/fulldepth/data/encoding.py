@@ -40,11 +40,7 @@ Encoded = tuple[list[Example], list[str]]
 def encode(
     source: Source, order: Sequence[int], labels: Sequence[int], task: str, tokenizer: Any, limits: Limits
 ) -> Encoded:
-    """Examples of the records in `order`, with their `labels`, and warnings about what was left out.
-
-    Raises:
-        FulldepthError: if sequences are too long for the model.
-    """
+    """Examples of the records in `order`, with their `labels`, and warnings about what was left out."""
     records = [source.records[i] for i in order]
     if source.kind == "pairs":
         return _pairs(records, tokenizer, limits)
@@ -143,18 +139,18 @@ def _one_by_one(
     examples: list[Example] = []
     cut = 0
     for record, text, label in zip(records, texts, labels, strict=True):
-        left = limits.max_sequences - len(examples)
-        if not left:
+        remaining = limits.max_sequences - len(examples)
+        if not remaining:
             break
-        most = left if pieces else 1
+        count = remaining if pieces else 1
         if record.second is not None:
             joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
             examples.append(_example(joined["input_ids"], joined.get("token_type_ids"), label))
             cut += is_cut
             continue
-        ids = leading_ids(tokenizer, text, room * most + 1)
+        ids = leading_ids(tokenizer, text, room * count + 1)
         cut += len(ids) > room and not pieces
-        for start in range(0, len(ids), room)[:most]:
+        for start in range(0, len(ids), room)[:count]:
             wrapped = frame.wrap(ids[start : start + room])
             examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
     verb = "text is" if cut == 1 else "texts are"
@@ -190,11 +186,11 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
     too_long = sum(length > limits.longest for length in lengths)
     if not too_long:
         return examples, []
-    found = f"{too_long} of {len(lengths)} prompts with their responses are longer than {limits.longest} tokens"
+    message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {limits.longest} tokens"
     if limits.truncate:
-        return examples, [f"{found} and cut there."]
+        return examples, [f"{message} and cut there."]
     raise FulldepthError(
-        f"{found}; the longest has {max(lengths)}. sequence_length is {limits.sequence_length}, "
+        f"{message}; the longest has {max(lengths)}. sequence_length is {limits.sequence_length}, "
         f"the model's positions are {limits.max_positions or 'not limited'}. "
         "Raise sequence_length, or ask for truncation."
     )

@@ -1,4 +1,4 @@
-"""`read_examples`: what a search fits scalars on and scores blocks with: pairs, chats or text."""
+"""`read_examples`: pairs, chats or text as token ids with labels, to fit scalars on and to score blocks with."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ EXPECTED = "prompt + response, messages, or text"
 
 @dataclass(frozen=True)
 class Examples:
-    """What scalars are fitted on, what blocks are scored with, and where both came from."""
+    """Data of a search."""
 
     train: list[Example]
+    """To fit scalars on."""
     heldout: list[Example]
+    """To score blocks with."""
     meta: dict[str, Any] = field(default_factory=dict)
     """`hash` of both parts, names, kinds, counts, `warnings`: plain values for a plan's `data`."""
 
@@ -90,8 +92,8 @@ def read_examples(
     first = second if second and data is None else _read(data, tokenizer, longest, window, limit)
     train = [] if first is second else first.examples
     if second is None:
-        train, kept = _split(first, seed)
-        second = _Part(f"a seeded fifth of {first.name}", first.kind, kept)
+        train, heldout_examples = _split(first, seed)
+        second = _Part(f"a seeded fifth of {first.name}", first.kind, heldout_examples)
     highest = max(int(example.input_ids.max()) for example in (*train, *second.examples))
     warnings = [*check_vocabulary(highest, tokenizer, vocab_size), *_overlap(train, second.examples)]
     meta = {
@@ -109,9 +111,9 @@ def read_examples(
 
 
 def _check_settings(max_positions: int | None, sequence_length: int | None, limit: int | None) -> None:
-    for what, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
+    for name, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
         if number is not None and number < least:
-            raise FulldepthError(f"{what} must be at least {least}, got {number}.")
+            raise FulldepthError(f"{name} must be at least {least}, got {number}.")
     if max_positions is not None and sequence_length is not None and sequence_length > max_positions:
         raise FulldepthError(
             f"Sequences of {sequence_length} tokens are longer than the model's {max_positions} positions. "
@@ -147,18 +149,18 @@ def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: in
 def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, limit: int | None) -> list[Example]:
     """Windows of at most `length` tokens; with a limit, those at the beginning of at least `SPREAD` documents."""
     share = None if limit is None else max(1, limit // SPREAD)
-    first: list[Example] = []
-    rest: list[Example] = []
+    preferred: list[Example] = []
+    others: list[Example] = []
     for document, text in enumerate(documents):
         windows = _cut(text, document, tokenizer, length)
-        first += windows[:share]
-        rest += windows[len(windows[:share]) :]
-        if limit is not None and len(first) >= limit:
+        preferred += windows[:share]
+        others += windows[len(windows[:share]) :]
+        if limit is not None and len(preferred) >= limit:
             break
-    found = sorted([*first, *rest][:limit], key=lambda example: example.document)  # stable: windows stay in order
-    if not found:
+    examples = sorted([*preferred, *others][:limit], key=lambda example: example.document)  # stable
+    if not examples:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
-    return found
+    return examples
 
 
 def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]:
@@ -170,24 +172,25 @@ def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
     """An example for each response, the labels on its tokens."""
-    found, too_long = [], []
+    examples, too_long = [], []
     for document, (where, conversation) in enumerate(rows):
         for prompt, response in _turns(conversation, where):
-            before, said, after = encode_pair(tokenizer, prompt, response, where)
-            size = len(before) + len(said) + len(after)
+            before, answer, after = encode_pair(tokenizer, prompt, response, where)
+            size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
-                too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(said)} in the response)")
+                too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")
             start = max(1, len(before))  # nothing predicts the first token
-            if start >= len(before) + len(said):
+            if start >= len(before) + len(answer):
                 raise FulldepthError(f"The response of {where} has no token that can be predicted.")
-            found.append(Example.of([*before, *said, *after], start, len(before) + len(said), document=document))
+            ids = [*before, *answer, *after]
+            examples.append(Example.of(ids, start, len(before) + len(answer), document=document))
     if too_long:
         raise FulldepthError(
-            f"{len(too_long)} of the {len(found)} prompts with their responses in {name} are longer than {longest} "
+            f"{len(too_long)} of the {len(examples)} prompts with their responses in {name} are longer than {longest} "
             f"tokens, and pairs are never cut: {'; '.join(too_long[:5])}{'; ...' if len(too_long) > 5 else ''}. "
             "Leave them out, or shorten them."
         )
-    return found
+    return examples
 
 
 def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any, Any]]:
@@ -221,10 +224,10 @@ def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
             "with. Give more, or a held-out file."
         )
     order = np.random.default_rng(seed).permutation(documents).tolist()
-    kept = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
+    heldout = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
     return (
-        [example for example in part.examples if example.document not in kept],
-        [example for example in part.examples if example.document in kept],
+        [example for example in part.examples if example.document not in heldout],
+        [example for example in part.examples if example.document in heldout],
     )
 
 
@@ -242,9 +245,9 @@ def _content(example: Example) -> bytes:
 
 
 def _overlap(train: Sequence[Example], heldout: Sequence[Example]) -> list[str]:
-    seen = set(map(_content, train))
-    twice = sum(_content(example) in seen for example in heldout)
-    return [f"{twice} of the {len(heldout)} held-out examples are also among those to fit on."] if twice else []
+    contents = set(map(_content, train))
+    both = sum(_content(example) in contents for example in heldout)
+    return [f"{both} of the {len(heldout)} held-out examples are also among those to fit on."] if both else []
 
 
 def _hash(train: Sequence[Example], heldout: Sequence[Example]) -> str:

@@ -37,13 +37,7 @@ def path_of(name: str | Path) -> Path:
 
 
 def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    r"""The lines of a UTF-8 file one by one, each with its `\n`, without the byte-order mark.
-
-    Args:
-        path: the file.
-        start: byte at which the first line begins.
-        stop: the first line that is left out begins at this byte or later; None = read to the end.
-    """
+    r"""The lines of a UTF-8 file that begin at bytes `start` up to `stop`, each with its `\n`; no byte-order mark."""
     if path.exists() and not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     position, blank = start, start == 0 and stop is None
@@ -69,7 +63,7 @@ def _byte_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def next_line(path: Path, byte: int) -> int:
-    """Where the first line begins that does not begin before `byte`; the end of the file, if none does."""
+    """Where the first line begins that does not begin before `byte`, or the end of the file."""
     if byte <= 0:
         return 0
     line = next(reading_each(path, _byte_lines(path, byte - 1)), b"")
@@ -114,13 +108,7 @@ def text_rows(path: Path) -> Rows:
 
 
 def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
-    """The objects of a `.jsonl` file one by one, each with where it stands.
-
-    Args:
-        path: the file.
-        start: as for `text_lines`.
-        stop: as for `text_lines`.
-    """
+    """The objects of a `.jsonl` file on the lines that begin at bytes `start` up to `stop` (None = to the end)."""
     after = f" after byte {start:,}" if start else ""
     for number, line in enumerate(text_lines(path, start, stop), start=1):
         if not line.strip():
@@ -140,10 +128,7 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
 
 
 def tsv_rows(path: Path) -> Rows:
-    """The lines of a `.tsv` file below its header one by one, each with where it stands.
-
-    Quotation marks mean themselves: GLUE's files quote nothing.
-    """
+    """The lines of a `.tsv` file below its header. Quotation marks mean themselves: GLUE's files quote nothing."""
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
         where, cells = f"{path.name} line {number}", line.removesuffix("\n").split("\t")
@@ -173,22 +158,17 @@ def parquet_groups(path: Path, column: str) -> list[int]:
 
 
 def parquet_rows(path: Path, names: list[str] | None = None, groups: range | None = None) -> Rows:
-    """The rows of a `.parquet` file one by one, each with where it stands.
+    """The rows of a `.parquet` file, of some columns (`names`) and row groups only if these are given.
 
     A file of a few kilobytes can stand for terabytes: a value is stored once, however many rows have it. So repeated
     values stay shared until their row is read, and what all rows hold is bounded.
-
-    Args:
-        path: the file.
-        names: columns to read; None = all.
-        groups: row groups to read; None = all.
     """
-    number, left = _rows_before(path, groups.start) if groups else 0, 0
+    number, budget = _rows_before(path, groups.start) if groups else 0, 0
     for batch in reading_each(path, _parquet_batches(path, names, groups)):
-        left = left or SPARE_BYTES + EXPANSION * path.stat().st_size
+        budget = budget or SPARE_BYTES + EXPANSION * path.stat().st_size
         with reading(path):
-            left -= sum(map(_decoded_bytes, batch.columns))
-        if left <= 0:
+            budget -= sum(map(_decoded_bytes, batch.columns))
+        if budget <= 0:
             raise FulldepthError(
                 f"Cannot read {path}: its rows hold more than {SPARE_BYTES >> 30} GiB and {EXPANSION} times its size."
             )

@@ -41,10 +41,7 @@ def has_images(path: Path) -> bool:
 def folder_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
     """The images below a folder; class sub-folders give the labels, in sorted order of their names.
 
-    Args:
-        path: the folder.
-        split: name of the split; None = the first of `SPLITS` that exists.
-        limit: images at most, spread evenly over all; None = all.
+    Without `split`, the first of `SPLITS` that exists; with a `limit`, so many images, spread evenly over all.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
     return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit)

@@ -74,10 +74,13 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
     try:
         return image.convert("RGB")
     except Exception as error:  # as in `decode_image`
-        reason = one_line(error) or type(error).__name__
-        raise FulldepthError(
-            f"Cannot read the image {where}: {reason}. Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
-        ) from error
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: Exception) -> FulldepthError:
+    reason = one_line(str(error).split("<_io")[0]) or type(error).__name__
+    expected = f"Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
+    return FulldepthError(f"Cannot read the image {where}: {reason}. {expected}")
 
 
 def image_content(load: ImageLoader) -> bytes:
@@ -104,7 +107,4 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     except FulldepthError:
         raise
     except Exception as error:  # a decoder of a damaged file raises whatever its parser meets
-        reason = one_line(str(error).split("<_io")[0]) or type(error).__name__
-        raise FulldepthError(
-            f"Cannot read the image {where}: {reason}. Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
-        ) from error
+        raise _unreadable(where, error) from error

@@ -20,7 +20,7 @@ from PIL import Image
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
-from fulldepth.data.image_folders import SPLITS, folder_images, has_images, zip_images
+from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
 from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
@@ -136,8 +136,8 @@ def open_data(
         return _opened_corpus(name, split or PARTS[held_out], limit)
     path = path_of(name)
     if path.exists():
-        if images and (path.suffix.lower() == ".zip" if path.is_file() else path.is_dir() and has_images(path)):
-            pictures = (zip_images if path.is_file() else folder_images)(path, split, limit)
+        pictures = _pictures(path, split, limit) if images else None
+        if pictures is not None:
             return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
@@ -147,6 +147,13 @@ def open_data(
     repository, full, table = _load(name, config, split, streaming or limit is not None, expected)
     full, table = _one_split(full, table, split, held_out=held_out)
     return _opened_table(full, table, repository, limit)
+
+
+def _pictures(path: Path, split: str | None, limit: int | None) -> Pictures | None:
+    """The images of a `.zip` or of a folder that holds any."""
+    if path.is_dir():
+        return folder_images(path, split, limit) if has_images(path) else None
+    return zip_images(path, split, limit) if path.suffix.lower() == ".zip" else None
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:

@@ -154,11 +154,7 @@ def collate_texts(
 
 
 def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
-    """Decode the chosen images and run the processor on them.
-
-    Raises:
-        FulldepthError: if an image cannot be decoded, or the processor (anyone's) fails or gives no numbers.
-    """
+    """Decode the chosen images and run the processor (anyone's) on them; a `FulldepthError` names what fails."""
     chosen = [examples[i] for i in indices]
     images = [example.load() for example in chosen]
     with reading(f"images with a {type(processor).__name__}"):

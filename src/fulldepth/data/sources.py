@@ -108,12 +108,12 @@ def _class_indices(
 
     Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order.
     """
-    known = [(where, label) for where, label in labels if label is not None]
-    if all(isinstance(label, str) for _, label in known) and not all(_is_digits(label) for _, label in known):
-        names = tuple(sorted({label for _, label in known}))
+    present = [(where, label) for where, label in labels if label is not None]
+    if all(isinstance(label, str) for _, label in present) and not all(_is_digits(label) for _, label in present):
+        names = tuple(sorted({label for _, label in present}))
         index = {label: i for i, label in enumerate(names)}
         return [None if label is None else index[label] for _, label in labels], names
-    classes = [None if label is None else _whole(where, label) for where, label in labels]
+    classes = [None if label is None else _class_index(where, label) for where, label in labels]
     return [None if c is None or c < 0 else c for c in classes], tuple(class_names)
 
 
@@ -121,7 +121,7 @@ def _is_digits(label: str) -> bool:
     return label.removeprefix("-").isdecimal()
 
 
-def _whole(where: str, label: Any) -> int:
+def _class_index(where: str, label: Any) -> int:
     digits = isinstance(label, str) and _is_digits(label) and len(label) < 20
     if digits or isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
         index = int(label)

@@ -52,14 +52,10 @@ class Span(NamedTuple):
 
 
 def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
-    r"""Plain text cut into documents, nothing lost: joined, they are the text again.
+    """Plain text, line by line, cut into documents of at least `piece` characters; joined, they are the text again.
 
     A document ends at the first empty line after `piece` characters; where there is none, at the first line end after
     twice as many. A line that holds only `<|endoftext|>` also ends one, and is left out.
-
-    Args:
-        lines: the text, line by line, each with its `\n`.
-        piece: characters of a document at least, but of the last.
     """
     parts: list[str] = []
     size = 0
@@ -77,15 +73,7 @@ def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
 
 
 def file_units(files: Sequence[Path], column: str | None) -> list[Unit]:
-    """Units of text files and tables: parts of large files, and groups of small ones.
-
-    Args:
-        files: `.txt`, `.jsonl`, `.tsv` or `.parquet`.
-        column: column that holds the text; None = one of the usual names, chosen for each file.
-
-    Raises:
-        FulldepthError: if a `.parquet` file is damaged or has no such column.
-    """
+    """Units of text files and tables: parts of large files, and groups of small ones."""
     units: list[Unit] = []
     waiting: list[Span] = []
     size = 0

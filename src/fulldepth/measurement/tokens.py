@@ -64,14 +64,7 @@ class Openings:
 
 
 def openings(sequences: Sequences, bos: int | None, name: str, special: Collection[int]) -> Openings:
-    """Read how the sequences begin.
-
-    Args:
-        sequences: the prepared data.
-        bos: id of the BOS token.
-        name: the BOS token as text.
-        special: ids of special tokens.
-    """
+    """How the sequences begin, for the BOS token's id and text (`name`), and the ids of all special tokens."""
     begin, kinds = 0, torch.zeros(0, dtype=torch.int64)
     for batch in sequences.batches(256):
         if batch.token_ids is None or batch.attention_mask is None:
@@ -83,15 +76,9 @@ def openings(sequences: Sequences, bos: int | None, name: str, special: Collecti
 
 
 def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: int | None) -> bool | None:
-    """Whether the first position is a class token; None where that cannot be known.
+    """Whether the first position is a class token (of text: `cls`); None where that cannot be known.
 
-    Of pictures, a model without one has as many positions as there are patches.
-
-    Args:
-        batch: a batch of the data.
-        anatomy: the model.
-        positions: positions of the residual stream.
-        cls: id of the tokenizer's class token.
+    Of pictures, a model without one has as many `positions` in its residual stream as there are patches.
     """
     pixels = batch.inputs.get("pixel_values")
     if pixels is None:
@@ -119,10 +106,7 @@ def sentence(policy: str, modality: str, class_token: bool | None) -> str:
 def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> str:
     """The policy asked for, or what `auto` means for this model.
 
-    Args:
-        policy: a token policy, or `auto`.
-        anatomy: the model.
-        class_token: whether its sequences begin with a class token; pictures that do not count as a whole.
+    `class_token`: whether its sequences begin with one; pictures that do not count as a whole.
     """
     chosen = _default(anatomy) if policy == "auto" else policy
     without = anatomy.family.modality == "images" and class_token is False

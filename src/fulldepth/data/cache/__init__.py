@@ -3,7 +3,7 @@
 `pack` in `windows` is the entry. Documents come in units that can be read alone. `encoder` makes ids of their texts,
 `writers` are processes that each claim a unit under a file lock, `token_files` are the files that they write once, and
 `tokenising` makes what is missing. `splitting` finds out which documents are held out and where token t of a part lies.
-`windows` are the items of a torch data set, `order` says which item comes when, `flattening` makes one row of a batch.
+`Windows` are the items of a torch data set, and `order` says which item comes when.
 
 The ids of a text lie in a folder of the cache named by a fingerprint of the tokenizer and of the source (files with
 sizes and times; a Hub data set with configuration, split and commit), and of nothing else: runs with other seeds,

@@ -44,11 +44,7 @@ class Encoder:
         self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text; none for a text without tokens.
-
-        Raises:
-            FulldepthError: if the tokenizer fails, or the model lacks an id.
-        """
+        """The ids of each text; `FulldepthError` if the tokenizer fails or the model lacks an id."""
         flat, lengths = array("I"), []
         prefix, suffix = self.frame.prefix, self.frame.suffix
         for ids in self._encode(texts):

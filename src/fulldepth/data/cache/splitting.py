@@ -243,13 +243,7 @@ class _Count:
 def open_parts(shards: Shards, files: Iterable[Shard | None], split: Split) -> Tokens | None:
     """The parts of a source under a split; None if tokens are missing.
 
-    Args:
-        shards: the folder of the tokens.
-        files: the files in their order; None for the first one that is missing.
-        split: which documents are held out, and how much is read.
-
-    Raises:
-        DamagedError: if a file contradicts itself.
+    `files` are in their order, None for the first one that is missing. `DamagedError` if a file contradicts itself.
     """
     listed = list(files)
     complete = None not in listed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from fulldepth.data.documents import open_documents
 from fulldepth.data.tokens import check_vocabulary
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from fulldepth.targets import IGNORE
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -73,6 +75,36 @@ class Windows(Dataset[dict[str, Tensor]]):
         inside = self.part.starts(start, stop)
         first[inside] = inside
         return np.arange(stop - start) - np.maximum.accumulate(first)
+
+
+def flatten_windows(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate windows of B x T tokens into one row of B T tokens with the loss and the targets of the `[B, T]` batch.
+
+    transformers takes the variable-length path of flash attention from position ids only for a batch of one row
+    (`_is_packed_sequence` in its `modeling_flash_attention_utils`); in a batch of more rows documents see each other.
+    In the row every window and every document starts at position 0. A causal model predicts a label from the token
+    before it, so the first label of each window, which no `[B, T]` batch counts, is -100.
+
+    Args:
+        items: windows with `input_ids`, `labels` and `position_ids`, each [T], as `Windows` gives without
+            `across_documents`; T may differ.
+
+    Returns:
+        `input_ids`, `labels` and `position_ids`, each [1, B T] int64. Call the model with `use_cache=False` and no
+        `attention_mask`: with either it ignores the position ids.
+
+    Raises:
+        FulldepthError: for items without position ids that start at 0.
+    """
+    if any("position_ids" not in item or int(item["position_ids"][0]) for item in items):
+        raise FulldepthError(
+            "Only windows with position_ids that start at 0 can be flattened (across_documents=false)."
+        )
+    labels = [item["labels"].clone() for item in items]
+    for window in labels:
+        window[0] = IGNORE
+    parts = {name: [item[name] for item in items] for name in ("input_ids", "position_ids")}
+    return {name: torch.cat(rows)[None] for name, rows in {**parts, "labels": labels}.items()}
 
 
 @dataclass(frozen=True)
@@ -167,19 +199,13 @@ def pack(
     train, held_out = cut(tokens.parts["train"]), cut(other.parts["validation"], limit=validation_sequences)
     warnings = check_vocabulary(max(tokens.highest, other.highest), tokenizer, vocab_size)
     warnings += _check_windows(source.name, train, other_source.name, held_out, validation_sequences)
-    described = repr([tokens.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)])
-    digest = hashlib.sha256(described.encode()).hexdigest()
-    return Packed(
-        source.name, train, held_out, f"sha256:{digest}", tuple(warnings), tokens_folder(source, encoder, cache)
-    )
+    content = repr([tokens.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)])
+    digest = f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+    return Packed(source.name, train, held_out, digest, tuple(warnings), tokens_folder(source, encoder, cache))
 
 
 def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows, sequences: int | None) -> list[str]:
-    """Warnings, if there are fewer validation windows than asked for.
-
-    Raises:
-        FulldepthError: if a part does not fill one window.
-    """
+    """Warnings, if there are fewer validation windows than asked for; refuses a part that does not fill one window."""
     _require_window(name, "training", train)
     if not held_out.documents:
         return []

@@ -79,12 +79,7 @@ class Job:
         return sum(tokens) >= self.token_limit
 
     def write(self, report: Report, waiting: Callable[[], None]) -> None:
-        """Write units that no other process writes until all exist.
-
-        Args:
-            report: called after each batch of documents.
-            waiting: called once if other processes hold all that is missing.
-        """
+        """Write units until all exist; `waiting` is called once if other processes hold all that is missing."""
         waited = False
         while missing := self.missing():
             if any(self._claim(number, report) for number in missing):
