@@ -78,7 +78,7 @@ def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limit
         texts,
         lambda text, needed: inner.wrap(leading_ids(tokenizer, text, needed)),
         window=length - len(outer),
-        most=limits.max_sequences,
+        count=limits.max_sequences,
         separator=tokenizer.eos_token_id,
     )
     warnings = []
@@ -93,7 +93,7 @@ def cut_windows(
     tokenise: Callable[[str, int], Sequence[int]],
     *,
     window: int,
-    most: int,
+    count: int,
     separator: int | None = None,
 ) -> tuple[list[list[int]], int]:
     """Cut the stream of texts, joined by `separator`, into windows.
@@ -104,14 +104,14 @@ def cut_windows(
         texts: documents, read only as far as the windows need.
         tokenise: (text, needed) -> its first `needed` or more token ids, or all of them.
         window: tokens of a window.
-        most: at most this many windows.
+        count: windows at most.
         separator: token id between two documents, unless the first already ends with it.
 
     Returns:
         Full windows, or one short window if the whole text is shorter than one; and how many tokens at the end of the
         text did not fill another (0 if text is left).
     """
-    needed = window * most
+    needed = window * count
     stream: list[int] = []
     for text in texts:
         if len(stream) >= needed:

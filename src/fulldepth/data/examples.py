@@ -150,14 +150,14 @@ def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, l
     """Windows of at most `length` tokens; with a limit, those at the beginning of at least `SPREAD` documents."""
     share = None if limit is None else max(1, limit // SPREAD)
     preferred: list[Example] = []
-    others: list[Example] = []
+    later: list[Example] = []
     for document, text in enumerate(documents):
         windows = _cut(text, document, tokenizer, length)
         preferred += windows[:share]
-        others += windows[len(windows[:share]) :]
+        later += windows[len(windows[:share]) :]
         if limit is not None and len(preferred) >= limit:
             break
-    examples = sorted([*preferred, *others][:limit], key=lambda example: example.document)  # stable
+    examples = sorted([*preferred, *later][:limit], key=lambda example: example.document)  # stable
     if not examples:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
     return examples

@@ -70,8 +70,8 @@ def next_line(path: Path, byte: int) -> int:
     return byte - 1 + len(line)
 
 
-def next_paragraph(path: Path, byte: int, most: int) -> int:
-    """Where text goes on behind the first empty line from `byte` on, or behind the line that makes `most` bytes.
+def next_paragraph(path: Path, byte: int, limit: int) -> int:
+    """Where text goes on behind the first empty line from `byte` on, or behind the line that makes `limit` bytes.
 
     The place depends only on the bytes from `byte - 1` on, and never falls when `byte` rises.
     """
@@ -80,7 +80,7 @@ def next_paragraph(path: Path, byte: int, most: int) -> int:
         return 0
     for line in reading_each(path, _byte_lines(path, start)):
         position += len(line)
-        if not line.strip() or position - start >= most:
+        if not line.strip() or position - start >= limit:
             break
     return position
 

@@ -1,4 +1,4 @@
-"""`Task`: loss, labels and counts of a batch. No other module shifts labels or counts targets."""
+"""`Task`: loss, labels and counts of a batch. No other module counts targets, and only `next_targets` shifts labels."""
 
 from __future__ import annotations
 

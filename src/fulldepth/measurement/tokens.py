@@ -25,7 +25,7 @@ MASKED = (
     f"The lens measures have a forward pass of their own, over the same text with {100 * MASKED_SHARE:.0f} % of its "
     "tokens masked, and read the masked positions; every other measure reads the text unmasked."
 )
-"""What is added to the sentence of a masked language model."""
+"""Added to the sentence of a masked language model."""
 
 FIRST = {
     ("images", True): "Only the first token ([CLS]) of each image counts.",
@@ -98,9 +98,9 @@ def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
 
 
 def sentence(policy: str, modality: str, class_token: bool | None) -> str:
-    """What a policy counts, in words that hold for this model."""
-    known = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
-    return known or SENTENCES[policy]
+    """One sentence on what a policy counts in this model."""
+    first = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
+    return first or SENTENCES[policy]
 
 
 def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> str:
