@@ -13,7 +13,7 @@ from torch import Tensor
 from fulldepth.data.batches import Example
 from fulldepth.data.masking import mask_tokens
 from fulldepth.data.sources import Record, Source
-from fulldepth.data.tokens import Frame, encode_texts, leading_ids, plain_ids
+from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 
@@ -50,13 +50,13 @@ def encode(
         pieces = source.kind == "text" and task == "representation"
         examples, warnings = _one_by_one(records, labels, tokenizer, limits, pieces=pieces)
     if task == "causal-lm":
-        examples = [replace(example, labels=_next_labels(example.input_ids)) for example in examples]
+        examples = [replace(example, labels=_causal_labels(example.input_ids)) for example in examples]
     elif task == "masked-lm" and tokenizer.mask_token_id is not None:
         examples = [_masked(example, index, tokenizer, limits.seed) for index, example in enumerate(examples)]
     return examples, warnings
 
 
-def _next_labels(ids: Tensor) -> Tensor:
+def _causal_labels(ids: Tensor) -> Tensor:
     """[T] labels of a causal model: every token but the first, which nothing predicts."""
     return torch.cat([torch.full_like(ids[:1], IGNORE), ids[1:]])
 
@@ -64,11 +64,7 @@ def _next_labels(ids: Tensor) -> Tensor:
 def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limits) -> Encoded:
     """Full windows of plain text; a masked model's carry its special tokens around each."""
     length = limits.sequence_length
-    if limits.max_positions is not None and length > limits.max_positions:
-        raise FulldepthError(
-            f"Sequences of {length} tokens are longer than the model's {limits.max_positions} positions. "
-            f"Set sequence_length to {limits.max_positions} or less."
-        )
+    check_positions(length, limits.max_positions)
     texts = [text for record in records for text in (record.text, record.second) if text]
     frame = Frame.of(tokenizer, texts)
     outer, inner = (frame, Frame()) if task == "masked-lm" else (Frame(), frame)

@@ -15,7 +15,7 @@ from fulldepth.data.conversations import TABLES, is_conversation, read_conversat
 from fulldepth.data.documents import Documents, documents_of
 from fulldepth.data.opening import CORPUS, open_data
 from fulldepth.data.rendering import encode_pair
-from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
+from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 
@@ -114,11 +114,7 @@ def _check_settings(max_positions: int | None, sequence_length: int | None, limi
     for name, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
         if number is not None and number < least:
             raise FulldepthError(f"{name} must be at least {least}, got {number}.")
-    if max_positions is not None and sequence_length is not None and sequence_length > max_positions:
-        raise FulldepthError(
-            f"Sequences of {sequence_length} tokens are longer than the model's {max_positions} positions. "
-            f"Set sequence_length to {max_positions} or less."
-        )
+    check_positions(sequence_length or 0, max_positions)
 
 
 def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: int | None) -> _Part:

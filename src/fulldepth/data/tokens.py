@@ -83,6 +83,15 @@ def check_vocabulary(highest: int, tokenizer: Any, vocab_size: int | None) -> li
     return []
 
 
+def check_positions(length: int, max_positions: int | None) -> None:
+    """Refuse sequences that are longer than the model's positions (None = any)."""
+    if max_positions is not None and length > max_positions:
+        raise FulldepthError(
+            f"Sequences of {length} tokens are longer than the model's {max_positions} positions. "
+            f"Set sequence_length to {max_positions} or less."
+        )
+
+
 @dataclass(frozen=True)
 class Frame:
     """The special tokens that a tokenizer puts before and after a text; both may be empty."""

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fulldepth.data.columns import column_texts, text_column
+from fulldepth.data.columns import column_texts, text_column, text_value
 from fulldepth.data.corpus import END_OF_TEXT
 from fulldepth.data.files import (
     ROWS,
@@ -162,7 +162,7 @@ def _read(rows: Iterable[Any], column: str, name: str, number: int) -> Iterator[
     try:
         for row in rows:
             number += 1
-            yield from column_texts([(f"{name} row {number}", row)], column)
+            yield text_value(row[column], f"{name} row {number}, {column!r}")
     except FulldepthError:
         raise
     except Exception as error:  # whatever the network and the readers of the repository's files raise
