@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from fulldepth.data import Windows, builtin_texts, open_documents, train_tokenizer
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.shards import LENGTH, Documents, Note, Shard, Shards, write_json, write_shard
-from fulldepth.data.splitting import Split, open_parts
-from fulldepth.data.writers import batches
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.splitting import Split, open_parts
+from fulldepth.data.cache.token_files import LENGTH, EncodedDocuments, Note, Shard, Shards, write_json, write_shard
+from fulldepth.data.cache.writers import batches
 
 WINDOW, WINDOWS = 1024, 102_000_000
 FILE_TOKENS = 2**25
@@ -56,7 +56,7 @@ def encoding(rounds: int, vocabulary: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shards = Shards(Path(folder), encoder.dtype)
         work = {
-            "writer": lambda: write_shard(shards, 0, 0, Documents(map(encoder, texts))),
+            "writer": lambda: write_shard(shards, 0, 0, EncodedDocuments(map(encoder, texts))),
             "encode_batch_fast": lambda: [core.encode_batch_fast(t, add_special_tokens=False) for t in texts],
             "encode_batch": lambda: [core.encode_batch(t, add_special_tokens=False) for t in texts],
         }

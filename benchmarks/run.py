@@ -17,7 +17,7 @@ import torch
 
 from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
-from fulldepth.measurement.inputs import model_inputs
+from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.run import make_setup

@@ -127,7 +127,7 @@ BAD = [
     ([{"messages": [{"role": "assitant", "content": "a"}]}], "message 1 'assitant'. Did you mean 'assistant'"),
     ([{"messages": [{"role": "user"}]}], "message 1 has no 'content'"),
     ([{"messages": [{"role": "user", "content": None}]}], "'content' is empty"),
-    (["a"], "must hold mappings"),
+    (["a"], "texts row 1 has no columns of conversations"),
     (3, "type int"),
     ("./gone", "no file or folder ./gone"),
     ("gone.jsonl", "no file or folder gone.jsonl"),

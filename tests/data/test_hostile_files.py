@@ -106,7 +106,7 @@ def test_long_names_are_not_printed_whole(tmp_path):
 
 @pytest.mark.parametrize("label", [10**9, 10**400, "9" * 4000, 1e300])
 def test_a_label_that_would_make_a_billion_classes(label):
-    refused([{"text": "a", "label": 0}, {"text": "b", "label": label}], "Item 1", "below 1,000,000")
+    refused([{"text": "a", "label": 0}, {"text": "b", "label": label}], "rows row 2", "below 1,000,000")
 
 
 # Parquet
@@ -265,10 +265,10 @@ def test_images_of_a_data_set_are_decoded_by_our_decoders_only(tmp_path):
     features = datasets.Features({"image": datasets.Image(decode=False)})
     values = [{"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "path": None}]
     table = datasets.Dataset.from_dict({"image": values}, features=features).cast_column("image", datasets.Image())
-    refused(table, "row 0", "cannot identify")
+    refused(table, "row 1", "cannot identify")
     refused(
         table.to_iterable_dataset(),
-        "row 0",
+        "row 1",
         "cannot identify",
         load=lambda d: open_source(d, limit=1).records[0].image(),
     )

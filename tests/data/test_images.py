@@ -142,7 +142,7 @@ def test_bad_images(folder, tmp_path):
         open_source(tmp_path / "eps").records[0].image()
     with pytest.raises(FulldepthError, match=r"no split 'validation'\. It has: test, train"):
         open_source(folder, split="validation")
-    with pytest.raises(FulldepthError, match="Item 0, 'image' is of type int, expected an image"):
+    with pytest.raises(FulldepthError, match="rows row 1, 'image' is of type int, expected an image"):
         open_source([{"image": 3}])
     with pytest.raises(FulldepthError, match="cannot use pets/test: its kind is images"):
         prepare(open_source(folder), task="causal-lm")

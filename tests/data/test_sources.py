@@ -147,10 +147,10 @@ BAD_FILES = [
     ("i.jsonl", b"[" * 200_000, "i.jsonl line 1 cannot be read as JSON"),
     ("j.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "j.jsonl line 1 cannot be read as JSON"),
     ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: 'text', 'label'"),
-    ("b.tsv", b"a\tb\n1\t2\n", "The header of b.tsv has none of the columns.*Got: 'a', 'b'"),
+    ("b.tsv", b"a\tb\n1\t2\n", "b.tsv line 2 has none of the columns.*Got: 'a', 'b'"),
     ("c.tsv", b"text\tlabel\n", "c.tsv is empty"),
     ("a.parquet", b"PAR1 not really", "Cannot read .*a.parquet"),
-    ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl', which fulldepth does not read.*jsonl"),
+    ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl'. Expected one of: .*jsonl"),
     ("a.zip", b"PK not really", "Cannot read .*a.zip"),
 ]
 
@@ -168,15 +168,15 @@ def test_bad_names_and_objects(tmp_path):
 
     expect("no file or folder .*gone.txt", tmp_path / "gone.txt")
     expect("no file or folder ./gone", "./gone")
-    expect("holds no images and no .txt files. Found: nothing", tmp_path)
+    expect("holds no images and no .txt, .jsonl, .tsv, .parquet files. Found: nothing", tmp_path)
     expect("Unknown corpus 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
     expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
     expect("type int", 3)
-    expect("list of data is empty", [])
+    expect("rows is empty. Expected rows with the columns", [])
     expect("texts only or mappings only, got int, str", ["a", 1])
     expect("limit 0", ["a"], limit=0)
-    expect("one file and has no splits", write(tmp_path / "a.txt", "a"), split="test")
-    expect("holds text files and has no splits", tmp_path, split="test")
+    expect("a.txt has no splits", write(tmp_path / "a.txt", "a"), split="test")
+    expect("has no splits and no", tmp_path, split="test")
     (tmp_path / "more").mkdir()
     write(tmp_path / "more" / "bad.csv", "a")
     expect("Found: .csv", tmp_path / "more")

@@ -10,7 +10,8 @@ from functools import cache
 import torch
 import transformers as tf
 
-from fulldepth.skip.inputs.examples import Example, Examples
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 
 OUTPUTS = {
     "attention": ("self_attn.o_proj", "attn.c_proj", "attention.dense"),

@@ -19,11 +19,11 @@ from fulldepth.settings import layer
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.assessment.outcome import settings_of
-from fulldepth.skip.inputs.responses import Responses
-from fulldepth.skip.inputs.stored_responses import stored_responses
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.responses import Responses
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import search as searching
+from fulldepth.skip.stored_responses import stored_responses
 from hostile import damaged_json
 from skip import plain, planned, word_tokenizer
 

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
@@ -18,7 +19,6 @@ from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.assessment.outcome import analyse
-from fulldepth.skip.inputs.examples import read_examples
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
 from skip import plain

@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fulldepth.cli import app
-from fulldepth.data import builtin_texts, shards, units, writers
-from fulldepth.data.encoder import Encoder
+from fulldepth.data import builtin_texts, units
+from fulldepth.data.cache import token_files, writers
+from fulldepth.data.cache.encoder import Encoder
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.settings import assignments, layer, read
@@ -85,7 +86,7 @@ def test_a_builtin_tokenizer_is_the_same_wherever_it_is_trained(recipe: Any, tmp
 def test_all_of_a_text_or_as_much_as_a_run_reads(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fulldepth.training.text.SMALL_CORPUS", 1)
     monkeypatch.setattr(units, "UNIT_BYTES", 2000)
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 500)
     settings = settings_of(recipe(data={"cache": str(tmp_path / "cache")}), "steps=20")
     some = prepare_text(settings, writers=1)
     before = tokens_in(tmp_path / "cache")
@@ -100,7 +101,7 @@ def test_all_of_a_text_or_as_much_as_a_run_reads(recipe: Any, tmp_path: Path, mo
 def big(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`big(cache)`: settings of a run over a text of several units."""
     monkeypatch.setattr(units, "UNIT_BYTES", 30_000)
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 5_000)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 5_000)
     text = tmp_path / "text"
     text.mkdir()
     for number, novel in enumerate(builtin_texts("heldout")):
@@ -123,9 +124,10 @@ def test_two_processes_write_what_one_does(big: Any, tmp_path: Path) -> None:
 PREPARE = """
 import sys
 from pathlib import Path
-from fulldepth.data import shards, units
+from fulldepth.data import units
+from fulldepth.data.cache import token_files
 from fulldepth.training import TrainSettings, prepare_text
-units.UNIT_BYTES, shards.SHARD_TOKENS = 30_000, 5_000
+units.UNIT_BYTES, token_files.SHARD_TOKENS = 30_000, 5_000
 prepare_text(TrainSettings.model_validate_json(Path(sys.argv[1]).read_text()), whole=True, writers=2)
 """
 

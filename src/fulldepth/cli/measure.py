@@ -26,8 +26,8 @@ def measure_command(
         str,
         typer.Option(
             "--data",
-            help="A .txt, .jsonl (text | prompt+response | text+label), .tsv or .parquet file, a folder or .zip of "
-            "images in class folders, a Hub data set, or corpus:builtin.",
+            help="A .txt, .jsonl (text | prompt+response | text+label), .tsv or .parquet file, a folder of such files, "
+            "a folder or .zip of images in class folders, a Hub data set, or corpus:builtin.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],

@@ -1,17 +1,14 @@
 """Data: text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
-from fulldepth.data.content import content_hash
+from fulldepth.data.cache.order import ORDER, ShuffledSampler
+from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
 from fulldepth.data.documents import Documents, open_documents
-from fulldepth.data.flattening import flatten_windows
 from fulldepth.data.masking import MASKED_SHARE
-from fulldepth.data.order import ORDER, ShuffledSampler
-from fulldepth.data.packed import Packed, Windows, pack
 from fulldepth.data.preparation import prepare
-from fulldepth.data.records import Record, Source
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.data.sources import open_source
+from fulldepth.data.sources import Record, Source, content_hash, open_source
 from fulldepth.data.tokens import decode_ids
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""Reads `.zip` archives that anyone may have made: bounded before anything is decompressed, nothing is extracted."""
+"""Reads `.zip` archives that anyone may have made: bounded before anything is decompressed, nothing is extracted.
+
+Whatever is wrong with an archive or a member is a `FulldepthError` that names it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,7 @@ METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
 
 
 def open_archive(path: Path) -> zipfile.ZipFile:
-    """An archive whose directory holds what can be read within bounds.
-
-    Raises:
-        FulldepthError: if it is damaged or no regular file, or a member is encrypted, compressed in a way that is not
-            read, too large, named twice, or named so that it would lie outside; or if all members are too large.
-    """
+    """An archive whose directory holds what can be read within bounds."""
     if not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     with reading(path):
@@ -48,10 +46,10 @@ def _is_folder(info: zipfile.ZipInfo) -> bool:
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if len(members) > MOST_MEMBERS:
         raise FulldepthError(f"Cannot read {path}: it has {len(members):,} members. Expected at most {MOST_MEMBERS:,}.")
-    total, most = sum(info.file_size for info in members), SPARE_BYTES + EXPANSION * path.stat().st_size
-    if total > most:
+    total, limit = sum(info.file_size for info in members), SPARE_BYTES + EXPANSION * path.stat().st_size
+    if total > limit:
         raise FulldepthError(
-            f"Cannot read {path}: its members are {total:,} bytes decompressed. Expected at most {most:,} of an "
+            f"Cannot read {path}: its members are {total:,} bytes decompressed. Expected at most {limit:,} of an "
             "archive of its size."
         )
     names: set[str] = set()
@@ -63,10 +61,10 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
     """What is wrong with a member, if anything; `names` are those of the members before it."""
-    place = PurePosixPath(info.filename)
+    path = PurePosixPath(info.filename)
     if not info.filename:
         return "has no name"
-    if place.is_absolute() or ".." in place.parts or "\\" in info.filename:
+    if path.is_absolute() or ".." in path.parts or "\\" in info.filename:
         return "is named so that it lies outside the archive"
     if info.filename in names:
         return "occurs twice"
@@ -80,11 +78,7 @@ def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
 
 
 def read_member(archive: zipfile.ZipFile, member: str) -> bytes:
-    """The content of a member, at most as long as the archive's directory says.
-
-    Raises:
-        FulldepthError: if it is damaged, or longer than its entry says.
-    """
+    """The content of a member, at most as long as the archive's directory says."""
     with reading(f"the image {archive.filename}/{one_line(member, 200)}"):
         size = archive.getinfo(member).file_size
         with archive.open(member) as file:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 
-from fulldepth.data.documents import list_files, load_split
-from fulldepth.data.files import ROWS, path_of
-from fulldepth.data.records import PROMPT_COLUMNS, require_columns, text_value
-from fulldepth.data.sources import HUB_NAME
-from fulldepth.errors import FulldepthError, unknown
-from fulldepth.files import reading_each
+from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
+from fulldepth.data.files import ROWS
+from fulldepth.data.opening import open_data
+from fulldepth.errors import FulldepthError, names_of, unknown
 from fulldepth.progress import Watcher
 
 CHAT_COLUMNS = ("messages", "conversations")
@@ -26,10 +22,14 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 }
 """Role as written -> role as chat templates call it."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
+TABLES = tuple(suffix for suffix in ROWS if suffix != ".txt")
+"""Suffixes of files whose rows have columns."""
 CHUNK = 1000
 """Rows that are Python objects at a time; the rest are Arrow."""
 
-Message = dict[str, str]
+Message: TypeAlias = dict[str, str]
+Prompt: TypeAlias = str | list[Message]
+"""Plain text, or all messages before the response."""
 
 
 class _Shape(NamedTuple):
@@ -58,10 +58,9 @@ def conversations(
     """Chats, or prompts with responses, for fine-tuning on the responses only.
 
     Args:
-        data: a `.jsonl`, `.tsv` or `.parquet` file or a folder of them, a Hub data set (`name` or
-            `name:configuration`), a `datasets` data set, or a list of mappings; with `messages` (a list of `role` and
-            `content`; ShareGPT's `conversations` with `from` and `value` also), or with a prompt and a response in
-            any of the pairs of columns that `fulldepth measure` reads (`prompt` + `response`, ...).
+        data: as for `open_data`, without plain text. Rows hold `messages` (a list of `role` and `content`; ShareGPT's
+            `conversations` with `from` and `value` also), or a prompt and a response in any of the pairs of columns
+            that `fulldepth measure` reads (`prompt` + `response`, ...).
         tokenizer: with a chat template, a pair becomes two messages; chats need one. None = not known yet: pairs stay
             plain text.
         config: configuration of a Hub data set.
@@ -81,11 +80,11 @@ def conversations(
         FulldepthError: if there is nothing to read, rows are of another kind, a role is not known, no row has a
             response, or chats meet a tokenizer without chat template.
     """
-    name, rows = open_rows(data, config, split, limit)
+    opened = open_data(data, config=config, split=split, limit=limit, suffixes=TABLES)
     chunks: list[datasets.Dataset] = []
     waiting: list[dict[str, Any]] = []
     left_out = 0
-    for _, examples in read_conversations(rows, tokenizer, per_response=per_response):
+    for _, examples in read_conversations(opened.rows(), tokenizer, per_response=per_response):
         left_out += not examples
         waiting.extend(examples)
         if len(waiting) >= CHUNK:
@@ -94,28 +93,22 @@ def conversations(
     if waiting:
         chunks.append(_table(waiting))
     if not chunks:
-        raise FulldepthError(f"{name} has no row with a response. Expected rows with the columns {EXPECTED}.")
+        raise FulldepthError(f"{opened.name} has no row with a response. Expected rows with the columns {EXPECTED}.")
     if left_out:
-        (watcher or Watcher()).say(f"{left_out} of the rows of {name} have no response and are left out.")
+        (watcher or Watcher()).say(f"{left_out} of the rows of {opened.name} have no response and are left out.")
     return datasets.concatenate_datasets(chunks)
 
 
 def read_conversations(
-    rows: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Any = None, *, per_response: bool = False
+    rows: Rows, tokenizer: Any = None, *, per_response: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """What `conversations` makes of each row, beside where the row stands: nothing if the row has no response.
+    """The examples that `conversations` makes of each row, after where it stands; none if the row has no response.
 
-    Args:
-        rows: from `open_rows`; the first decides how all are read.
-        tokenizer: as for `conversations`.
-        per_response: as for `conversations`.
-
-    Raises:
-        FulldepthError: as `conversations`, when the reading gets there.
+    The first row decides how all are read. Arguments and errors are those of `conversations`.
     """
     shape = None
     for where, row in rows:
-        shape = shape or _shape(row, where, tokenizer, per_response)
+        shape = shape or _shape(row, where, tokenizer, per_response=per_response)
         yield where, _examples(row, where, shape)
 
 
@@ -124,54 +117,33 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
     return any(column in row for column in CHAT_COLUMNS) or any(set(pair) <= set(row) for pair in PROMPT_COLUMNS)
 
 
-def open_rows(
-    data: Any, config: str | None = None, split: str | None = None, limit: int | None = None
-) -> tuple[str, Iterator[tuple[str, Mapping[str, Any]]]]:
-    """A name for the data (see `conversations`), and its rows one by one, each with where it stands.
+def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
+    """The prompt of each row, after where it stands: messages for a chat template, else text that ends in white space.
 
-    Raises:
-        FulldepthError: if there is nothing to read, or `limit` is less than 1.
+    The first row decides how all are read. Responses are not read and may be missing: of a chat, all before its last
+    response is the prompt. Errors are those of `conversations`.
     """
-    if limit is not None and limit < 1:
-        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    name, rows = _open(data, config, split, limit)
-    return name, islice(rows, limit)
+    shape = None
+    for where, row in rows:
+        shape = shape or _shape(row, where, tokenizer, answered=False)
+        if shape.chat is not None:
+            messages = _chat(row, where, shape.chat)
+            yield where, messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+        else:
+            prompt = _prompt(row, where, shape)
+            yield where, _separated(prompt) if isinstance(prompt, str) else prompt
 
 
-def _open(data: Any, config: str | None, split: str | None, limit: int | None) -> tuple[str, Iterable[Any]]:
-    """A name, and rows with where each stands."""
-    if isinstance(data, datasets.Dataset | datasets.IterableDataset):
-        return "datasets.Dataset", _numbered("datasets.Dataset", data)
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        if not all(isinstance(row, Mapping) for row in data):
-            raise FulldepthError(f"A list of conversations must hold mappings with the columns {EXPECTED}.")
-        return "rows", _numbered("rows", data)
-    known = f"a file ({', '.join(ROWS)}), a folder of them, or a Hub data set"
-    if not isinstance(data, str | Path):
-        raise FulldepthError(f"Cannot read conversations of type {type(data).__name__}. Expected {known}.")
-    path = path_of(data)
-    if path.exists():
-        if split is not None or config is not None:
-            raise FulldepthError(f"{path} is a file or folder and has no split {split!r} or configuration {config!r}.")
-        files = list_files(path, ROWS)
-        return path.name, (row for file in files for row in ROWS[file.suffix.lower()](file))
-    if path.suffix.lower() in ROWS or not HUB_NAME.fullmatch(str(data)):
-        raise FulldepthError(f"There is no file or folder {data}. Expected {known}.")
-    name, rows = load_split(str(data), config, split, streaming=limit is not None)
-    return name, _numbered(name, rows)
-
-
-def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{name} row {number}", row) for number, row in enumerate(reading_each(name, rows), start=1))
-
-
-def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, per_response: bool) -> _Shape:
+def _shape(
+    row: Mapping[str, Any], where: str, tokenizer: Any, *, per_response: bool = False, answered: bool = True
+) -> _Shape:
+    """How to read rows like this one; `answered`: it must have a column of responses."""
     template = tokenizer is not None and bool(tokenizer.chat_template)
     chat = next((column for column in CHAT_COLUMNS if column in row), None)
-    pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(row)), None)
+    pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row and (not answered or pair[1] in row)), None)
     if chat is None and pair is None:
-        found = ", ".join(map(repr, row)) or "none"
-        raise FulldepthError(f"{where} has no columns of conversations. Got: {found}. Expected: {EXPECTED}.")
+        lacking = "columns of conversations" if answered else "column of prompts"
+        raise FulldepthError(f"{where} has no {lacking}. Got: {names_of(row)}. Expected: {EXPECTED}.")
     is_chat = chat is not None or isinstance(row[pair[0]], list)  # type: ignore[index]
     if is_chat and tokenizer is not None and not template:
         raise FulldepthError(
@@ -186,8 +158,7 @@ def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[st
     """The examples of a row: one, or as many as responses, or none."""
     if shape.chat is None:
         return _pair(row, where, shape)
-    require_columns(row, [shape.chat], where)
-    messages = _messages(row[shape.chat], f"{where}, {shape.chat!r}")
+    messages = _chat(row, where, shape.chat)
     answers = [i for i, m in enumerate(messages) if i and m["role"] == "assistant" and m["content"].strip()]
     if shape.per_response:
         return [{"prompt": messages[:i], "completion": [messages[i]]} for i in answers]
@@ -195,24 +166,40 @@ def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[st
 
 
 def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
-    first, second = shape.pair
+    column = shape.pair[1]
     require_columns(row, shape.pair, where)
-    if isinstance(row[first], list):
-        prompt = _messages(row[first], f"{where}, {first!r}")
-        completion = _messages(row[second], f"{where}, {second!r}")
-        said = any(message["content"].strip() for message in completion)
-        return [{"prompt": prompt, "completion": completion}] if prompt and said else []
-    asked = text_value(row[first], f"{where}, {first!r}")
-    answer = text_value(row[second], f"{where}, {second!r}")
-    if shape.context is not None and row.get(shape.context):
-        asked += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
-    if not answer.strip():
+    prompt = _prompt(row, where, shape)
+    if isinstance(row[shape.pair[0]], list):
+        completion = _messages(row[column], f"{where}, {column!r}")
+        answered = any(message["content"].strip() for message in completion)
+        return [{"prompt": prompt, "completion": completion}] if prompt and answered else []
+    response = text_value(row[column], f"{where}, {column!r}")
+    if not response.strip():
         return []
-    if shape.template:
-        user, assistant = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}
-        return [{"prompt": [user], "completion": [assistant]}]
-    apart = not asked or asked[-1].isspace() or answer[0].isspace()
-    return [{"prompt": asked if apart else asked + "\n", "completion": answer}]
+    if isinstance(prompt, list):
+        return [{"prompt": prompt, "completion": [{"role": "assistant", "content": response}]}]
+    return [{"prompt": prompt if response[0].isspace() else _separated(prompt), "completion": response}]
+
+
+def _prompt(row: Mapping[str, Any], where: str, shape: _Shape) -> Prompt:
+    column = shape.pair[0]
+    require_columns(row, [column], where)
+    if isinstance(row[column], list):
+        return _messages(row[column], f"{where}, {column!r}")
+    prompt = text_value(row[column], f"{where}, {column!r}")
+    if shape.context is not None and row.get(shape.context):
+        prompt += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
+    return [{"role": "user", "content": prompt}] if shape.template else prompt
+
+
+def _separated(prompt: str) -> str:
+    """The prompt with white space at its end, so that its tokens are the same with and without a response."""
+    return prompt if not prompt or prompt[-1].isspace() else prompt + "\n"
+
+
+def _chat(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
+    require_columns(row, [column], where)
+    return _messages(row[column], f"{where}, {column!r}")
 
 
 def _messages(value: Any, where: str) -> list[Message]:

@@ -32,12 +32,12 @@ class Novel(NamedTuple):
 def novels() -> tuple[Novel, ...]:
     """Every novel of the built-in corpus, in its order of publication within its part."""
     packed = files(__package__).joinpath("corpus.txt.xz").read_bytes()
-    found = []
+    documents = []
     for document in lzma.decompress(packed).decode("utf-8").split("\f")[1:]:
         header, text = document.split("\n", 1)
         part, title, author, year = header.split("|")
-        found.append(Novel(part, title, author, int(year), text))
-    return tuple(found)
+        documents.append(Novel(part, title, author, int(year), text))
+    return tuple(documents)
 
 
 def builtin_texts(part: str = "train") -> list[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fulldepth.data.masking import IGNORE, mask_tokens
-from fulldepth.data.packing import pack
-from fulldepth.data.records import Record, Source
-from fulldepth.data.sequences import Example
-from fulldepth.data.tokens import Frame, encode_texts, leading_ids, plain_ids
+from fulldepth.data.batches import Example
+from fulldepth.data.masking import mask_tokens
+from fulldepth.data.sources import Record, Source
+from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
+from fulldepth.targets import IGNORE
 
 
 class Limits(NamedTuple):
@@ -37,11 +40,7 @@ Encoded = tuple[list[Example], list[str]]
 def encode(
     source: Source, order: Sequence[int], labels: Sequence[int], task: str, tokenizer: Any, limits: Limits
 ) -> Encoded:
-    """Examples of the records in `order`, with their `labels`, and warnings about what was left out.
-
-    Raises:
-        FulldepthError: if sequences are too long for the model.
-    """
+    """Examples of the records in `order`, with their `labels`, and warnings about what was left out."""
     records = [source.records[i] for i in order]
     if source.kind == "pairs":
         return _pairs(records, tokenizer, limits)
@@ -51,43 +50,77 @@ def encode(
         pieces = source.kind == "text" and task == "representation"
         examples, warnings = _one_by_one(records, labels, tokenizer, limits, pieces=pieces)
     if task == "causal-lm":
-        for example in examples:
-            example.targets = next_tokens(example.token_ids)
+        examples = [replace(example, labels=_causal_labels(example.input_ids)) for example in examples]
     elif task == "masked-lm" and tokenizer.mask_token_id is not None:
-        _mask(examples, tokenizer, limits.seed)
+        examples = [_masked(example, index, tokenizer, limits.seed) for index, example in enumerate(examples)]
     return examples, warnings
 
 
-def next_tokens(ids: np.ndarray) -> np.ndarray:
-    """[T] targets of a causal model: the following token, -100 at the end."""
-    return np.append(ids[1:], IGNORE)
+def _causal_labels(ids: Tensor) -> Tensor:
+    """[T] labels of a causal model: every token but the first, which nothing predicts."""
+    return torch.cat([torch.full_like(ids[:1], IGNORE), ids[1:]])
 
 
 def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limits) -> Encoded:
     """Full windows of plain text; a masked model's carry its special tokens around each."""
     length = limits.sequence_length
-    if limits.max_positions is not None and length > limits.max_positions:
-        raise FulldepthError(
-            f"Sequences of {length} tokens are longer than the model's {limits.max_positions} positions. "
-            f"Set sequence_length to {limits.max_positions} or less."
-        )
+    check_positions(length, limits.max_positions)
     texts = [text for record in records for text in (record.text, record.second) if text]
     frame = Frame.of(tokenizer, texts)
     outer, inner = (frame, Frame()) if task == "masked-lm" else (Frame(), frame)
     if length <= len(outer):
         raise FulldepthError(_no_room(length, outer))
-    packed = pack(
+    windows, left_over = cut_windows(
         texts,
         lambda text, needed: inner.wrap(leading_ids(tokenizer, text, needed)),
         window=length - len(outer),
-        most=limits.max_sequences,
+        count=limits.max_sequences,
         separator=tokenizer.eos_token_id,
     )
     warnings = []
-    if packed.left_over:
-        warnings.append(f"The last {packed.left_over} tokens of the text do not fill a sequence and are left out.")
+    if left_over:
+        warnings.append(f"The last {left_over} tokens of the text do not fill a sequence and are left out.")
     types = [0] * length if _has_types(tokenizer, texts[0]) else None
-    return [_example(outer.wrap(window), types) for window in packed.windows], warnings
+    return [_example(outer.wrap(window), types) for window in windows], warnings
+
+
+def cut_windows(
+    texts: Iterable[str],
+    tokenise: Callable[[str, int], Sequence[int]],
+    *,
+    window: int,
+    count: int,
+    separator: int | None = None,
+) -> tuple[list[list[int]], int]:
+    """Cut the stream of texts, joined by `separator`, into windows.
+
+    Training (`pack`) frames and ends every document instead, and keeps all ids on disk; here the first few are enough.
+
+    Args:
+        texts: documents, read only as far as the windows need.
+        tokenise: (text, needed) -> its first `needed` or more token ids, or all of them.
+        window: tokens of a window.
+        count: windows at most.
+        separator: token id between two documents, unless the first already ends with it.
+
+    Returns:
+        Full windows, or one short window if the whole text is shorter than one; and how many tokens at the end of the
+        text did not fill another (0 if text is left).
+    """
+    needed = window * count
+    stream: list[int] = []
+    for text in texts:
+        if len(stream) >= needed:
+            break
+        ids = tokenise(text, needed - len(stream))
+        if ids and stream and separator is not None and stream[-1] != separator:
+            stream.append(separator)
+        stream.extend(ids)
+    del stream[needed:]
+    if len(stream) < window:
+        return [stream] if stream else [], 0
+    full = len(stream) // window * window
+    return [stream[start : start + window] for start in range(0, full, window)], len(stream) - full
 
 
 def _one_by_one(
@@ -102,32 +135,31 @@ def _one_by_one(
     examples: list[Example] = []
     cut = 0
     for record, text, label in zip(records, texts, labels, strict=True):
-        left = limits.max_sequences - len(examples)
-        if not left:
+        remaining = limits.max_sequences - len(examples)
+        if not remaining:
             break
-        most = left if pieces else 1
+        count = remaining if pieces else 1
         if record.second is not None:
-            example, is_cut = _two(text, record.second, tokenizer, limits.longest)
-            example.label = label
-            examples.append(example)
+            joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
+            examples.append(_example(joined["input_ids"], joined.get("token_type_ids"), label))
             cut += is_cut
             continue
-        ids = leading_ids(tokenizer, text, room * most + 1)
+        ids = leading_ids(tokenizer, text, room * count + 1)
         cut += len(ids) > room and not pieces
-        for start in range(0, len(ids), room)[:most]:
-            whole = frame.wrap(ids[start : start + room])
-            examples.append(_example(whole, [0] * len(whole) if typed else None, label))
+        for start in range(0, len(ids), room)[:count]:
+            wrapped = frame.wrap(ids[start : start + room])
+            examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
     verb = "text is" if cut == 1 else "texts are"
     return examples, [f"{cut} {verb} longer than {limits.longest} tokens and cut there."] if cut else []
 
 
-def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Example, bool]:
+def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Mapping[str, Any], bool]:
     """Two texts as the tokenizer joins them, the longer one cut where they do not fit; and whether it was."""
     joined = encode_texts(tokenizer, first, second)
     is_cut = len(joined["input_ids"]) > longest
     if is_cut:
         joined = encode_texts(tokenizer, first, second, truncation="longest_first", max_length=longest)
-    return _example(joined["input_ids"], joined.get("token_type_ids")), is_cut
+    return joined, is_cut
 
 
 def _no_room(length: int, frame: Frame) -> str:
@@ -145,38 +177,33 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
         if not response:
             continue
         lengths.append(len(ids))
-        example = _example(ids[: limits.longest])
-        example.targets = next_tokens(example.token_ids)
-        position = np.arange(1, len(example.targets) + 1)  # of the token that is the target
-        example.targets[(position < len(prompt)) | (position >= len(prompt) + len(response))] = IGNORE
-        examples.append(example)
+        start = max(1, len(prompt))  # nothing predicts the first token
+        examples.append(Example.of(ids[: limits.longest], start, len(prompt) + len(response)))
     too_long = sum(length > limits.longest for length in lengths)
     if not too_long:
         return examples, []
-    found = f"{too_long} of {len(lengths)} prompts with their responses are longer than {limits.longest} tokens"
+    message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {limits.longest} tokens"
     if limits.truncate:
-        return examples, [f"{found} and cut there."]
+        return examples, [f"{message} and cut there."]
     raise FulldepthError(
-        f"{found}; the longest has {max(lengths)}. sequence_length is {limits.sequence_length}, "
+        f"{message}; the longest has {max(lengths)}. sequence_length is {limits.sequence_length}, "
         f"the model's positions are {limits.max_positions or 'not limited'}. "
         "Raise sequence_length, or ask for truncation."
     )
 
 
-def _mask(examples: Sequence[Example], tokenizer: Any, seed: int) -> None:
-    """Fill in what a masked language model is asked: `Example.masked_ids` and `Example.targets`."""
-    for index, example in enumerate(examples):
-        special = np.isin(example.token_ids, tokenizer.all_special_ids)
-        example.masked_ids, example.targets = mask_tokens(
-            example.token_ids, special, tokenizer.mask_token_id, seed=seed, index=index
-        )
+def _masked(example: Example, index: int, tokenizer: Any, seed: int) -> Example:
+    """The example with what a masked language model is asked."""
+    ids = example.input_ids.numpy()
+    special = np.isin(ids, tokenizer.all_special_ids)
+    masked_ids, labels = mask_tokens(ids, special, tokenizer.mask_token_id, seed=seed, index=index)
+    return replace(example, masked_ids=torch.from_numpy(masked_ids), labels=torch.from_numpy(labels))
 
 
 def _has_types(tokenizer: Any, text: str) -> bool:
     return "token_type_ids" in encode_texts(tokenizer, text[:8])
 
 
-def _example(ids: Sequence[int], types: Sequence[int] | None = None, label: int = IGNORE) -> Example:
-    token_ids = np.asarray(ids, dtype=np.int64)
-    kinds = None if types is None else np.asarray(types[: len(token_ids)], dtype=np.int64)
-    return Example(token_ids, types=kinds, label=label)
+def _example(ids: Sequence[int], types: Sequence[int] | None = None, class_index: int = IGNORE) -> Example:
+    kinds = None if types is None else torch.tensor(types[: len(ids)], dtype=torch.int64)
+    return Example.of(ids, types=kinds, class_index=class_index)

@@ -1,10 +1,13 @@
-"""Rows and texts from files: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled."""
+"""Rows of files, one by one: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled.
+
+A file that cannot be read, is empty, not of its kind or out of bounds is a `FulldepthError` that names the file and the
+place, raised when the reading gets there.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from fulldepth.data.records import Record, Source, choose_columns, from_rows
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading, reading_each
 
@@ -27,37 +29,15 @@ BATCH_ROWS, NESTED_BATCH_ROWS = 1024, 16
 
 
 def path_of(name: str | Path) -> Path:
-    """The path that a name of data stands for, whether or not it exists; `~` is the home folder.
-
-    Raises:
-        FulldepthError: if no file system can hold the name, or a folder on the way cannot be read.
-    """
+    """The path that a name of data stands for, whether or not it exists; `~` is the home folder."""
     with reading(one_line(name)):
         path = Path(name).expanduser()
         path.exists()
     return path
 
 
-def read_text(path: Path) -> str:
-    r"""The text of a UTF-8 file, without its byte-order mark, lines ended by `\n`.
-
-    Raises:
-        FulldepthError: if the file cannot be read, is empty, or is not text (says at which byte).
-    """
-    return "".join(text_lines(path))
-
-
 def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    r"""The lines of a UTF-8 file one by one, each with its `\n`, without the byte-order mark.
-
-    Args:
-        path: the file.
-        start: byte at which the first line begins.
-        stop: the first line that is left out begins at this byte or later; None = read to the end.
-
-    Raises:
-        FulldepthError: as `read_text`, when the reading gets there; a part of a file may be empty.
-    """
+    r"""The lines of a UTF-8 file that begin at bytes `start` up to `stop`, each with its `\n`; no byte-order mark."""
     if path.exists() and not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     position, blank = start, start == 0 and stop is None
@@ -83,31 +63,24 @@ def _byte_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def next_line(path: Path, byte: int) -> int:
-    """Where the first line begins that does not begin before `byte`; the end of the file, if none does.
-
-    Raises:
-        FulldepthError: if the file cannot be read, or a line is longer than `LONGEST_LINE`.
-    """
+    """Where the first line begins that does not begin before `byte`, or the end of the file."""
     if byte <= 0:
         return 0
     line = next(reading_each(path, _byte_lines(path, byte - 1)), b"")
     return byte - 1 + len(line)
 
 
-def next_paragraph(path: Path, byte: int, most: int) -> int:
-    """Where text goes on behind the first empty line from `byte` on, or behind the line that makes `most` bytes.
+def next_paragraph(path: Path, byte: int, limit: int) -> int:
+    """Where text goes on behind the first empty line from `byte` on, or behind the line that makes `limit` bytes.
 
     The place depends only on the bytes from `byte - 1` on, and never falls when `byte` rises.
-
-    Raises:
-        FulldepthError: as `next_line`.
     """
     start = position = next_line(path, byte)
     if start == 0:
         return 0
     for line in reading_each(path, _byte_lines(path, start)):
         position += len(line)
-        if not line.strip() or position - start >= most:
+        if not line.strip() or position - start >= limit:
             break
     return position
 
@@ -129,32 +102,13 @@ def _decode(line: bytes, path: Path, position: int) -> str:
     return text if position else text.removeprefix("\ufeff")
 
 
-def text_source(path: Path, limit: int | None = None) -> Source:
-    """A `.txt` file: the whole file is one document, whatever `limit`."""
-    return Source(path.name, "text", [Record(text=read_text(path))])
-
-
-def folder_source(path: Path, files: list[Path], limit: int | None = None) -> Source:
-    """A folder of `.txt` files, one document each, in the order of their names."""
-    return Source(path.name, "text", [Record(text=read_text(file)) for file in files[:limit]])
-
-
-def jsonl_source(path: Path, limit: int | None = None) -> Source:
-    """A `.jsonl` file: one JSON object a line, blank lines apart."""
-    return from_rows(path.name, islice(jsonl_rows(path), limit))
+def text_rows(path: Path) -> Rows:
+    """One row, whose `text` is the whole `.txt` file."""
+    yield path.name, {"text": "".join(text_lines(path))}
 
 
 def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
-    """The objects of a `.jsonl` file one by one, each with where it stands.
-
-    Args:
-        path: the file.
-        start: as for `text_lines`.
-        stop: as for `text_lines`.
-
-    Raises:
-        FulldepthError: if a line is not a JSON object, when the reading gets there.
-    """
+    """The objects of a `.jsonl` file on the lines that begin at bytes `start` up to `stop` (None = to the end)."""
     after = f" after byte {start:,}" if start else ""
     for number, line in enumerate(text_lines(path, start, stop), start=1):
         if not line.strip():
@@ -173,19 +127,8 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
         yield where, row
 
 
-def tsv_source(path: Path, limit: int | None = None) -> Source:
-    """A `.tsv` file with a header line. Quotation marks mean themselves: GLUE's files quote nothing."""
-    header = next(text_lines(path), "")
-    choose_columns(header.removesuffix("\n").split("\t"), f"The header of {path.name}")
-    return from_rows(path.name, islice(tsv_rows(path), limit))
-
-
 def tsv_rows(path: Path) -> Rows:
-    """The lines of a `.tsv` file below its header one by one, each with where it stands.
-
-    Raises:
-        FulldepthError: if a line has more or fewer cells than the header, when the reading gets there.
-    """
+    """The lines of a `.tsv` file below its header. Quotation marks mean themselves: GLUE's files quote nothing."""
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
         where, cells = f"{path.name} line {number}", line.removesuffix("\n").split("\t")
@@ -197,29 +140,14 @@ def tsv_rows(path: Path) -> Rows:
             yield where, dict(zip(names, cells, strict=True))
 
 
-def parquet_source(path: Path, limit: int | None = None) -> Source:
-    """A `.parquet` file."""
-    columns = choose_columns(parquet_shape(path)[0], path.name)
-    names = [name for name in columns[1:] if name is not None]
-    return from_rows(path.name, islice(parquet_rows(path, names), limit))
-
-
 def parquet_shape(path: Path) -> tuple[list[str], int]:
-    """The names of the columns of a `.parquet` file, and its number of rows.
-
-    Raises:
-        FulldepthError: if it is none.
-    """
+    """The names of the columns of a `.parquet` file, and its number of rows."""
     with reading(path), _open_parquet(path) as file:
         return list(file.schema_arrow.names), file.metadata.num_rows
 
 
 def parquet_groups(path: Path, column: str) -> list[int]:
-    """Decoded bytes of a column in each row group of a `.parquet` file, as the file says.
-
-    Raises:
-        FulldepthError: if it is none.
-    """
+    """Decoded bytes of a column in each row group of a `.parquet` file, as the file says."""
     sizes = []
     with reading(path), _open_parquet(path) as file:
         for number in range(file.metadata.num_row_groups):
@@ -230,26 +158,17 @@ def parquet_groups(path: Path, column: str) -> list[int]:
 
 
 def parquet_rows(path: Path, names: list[str] | None = None, groups: range | None = None) -> Rows:
-    """The rows of a `.parquet` file one by one, each with where it stands.
+    """The rows of a `.parquet` file, of some columns (`names`) and row groups only if these are given.
 
     A file of a few kilobytes can stand for terabytes: a value is stored once, however many rows have it. So repeated
     values stay shared until their row is read, and what all rows hold is bounded.
-
-    Args:
-        path: the file.
-        names: columns to read; None = all.
-        groups: row groups to read; None = all.
-
-    Raises:
-        FulldepthError: if the file is damaged, or holds more than `SPARE_BYTES` and `EXPANSION` times its size, when
-            the reading gets there.
     """
-    number, left = _rows_before(path, groups.start) if groups else 0, 0
+    number, budget = _rows_before(path, groups.start) if groups else 0, 0
     for batch in reading_each(path, _parquet_batches(path, names, groups)):
-        left = left or SPARE_BYTES + EXPANSION * path.stat().st_size
+        budget = budget or SPARE_BYTES + EXPANSION * path.stat().st_size
         with reading(path):
-            left -= sum(map(_decoded_bytes, batch.columns))
-        if left <= 0:
+            budget -= sum(map(_decoded_bytes, batch.columns))
+        if budget <= 0:
             raise FulldepthError(
                 f"Cannot read {path}: its rows hold more than {SPARE_BYTES >> 30} GiB and {EXPANSION} times its size."
             )
@@ -295,7 +214,10 @@ def _decoded_bytes(column: pyarrow.Array) -> int:
     return int(pyarrow.compute.sum(lengths).as_py() or 0)
 
 
-READERS = {".txt": text_source, ".jsonl": jsonl_source, ".tsv": tsv_source, ".parquet": parquet_source}
-"""Suffix -> reader of the whole file."""
-ROWS: dict[str, Callable[[Path], Rows]] = {".jsonl": jsonl_rows, ".tsv": tsv_rows, ".parquet": parquet_rows}
+ROWS: dict[str, Callable[[Path], Rows]] = {
+    ".txt": text_rows,
+    ".jsonl": jsonl_rows,
+    ".tsv": tsv_rows,
+    ".parquet": parquet_rows,
+}
 """Suffix -> reader of one row after another, for files of any size."""

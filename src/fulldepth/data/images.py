@@ -1,99 +1,110 @@
-"""Folders of images, on disk or in a .zip: [train|validation|test/]class/file."""
+"""Images: decoded when they are used, within bounds, from files, archives, bytes or Python objects.
+
+An image that is corrupt, cut short, too large or of a format that is not read is a `FulldepthError` that names it.
+"""
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Callable, Sequence
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
-from fulldepth.data.archives import member_names, open_archive, read_member
-from fulldepth.data.records import ImageLoader, Record, Source, StoredImage, decode_image, stored_image
+from fulldepth.data.columns import kind_of
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import read_bytes
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-SPLITS = ("validation", "valid", "val", "dev", "test", "train")
-"""Names of splits; where none is asked for, the first of these that exists: the labels of `test` may be hidden."""
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
+"""Formats whose decoders only decode; Pillow would run other programs for some of the rest."""
+
+MOST_IMAGE_BYTES = 256 << 20
+"""Largest image file."""
+MOST_PIXELS = 64 * 10**6
+MOST_RATIO = 200
+"""Long edge over short edge."""
+
+ImageLoader = Callable[[], Image.Image]
+"""Decodes an image, in RGB; a `StoredImage` also knows the image's content without decoding it."""
 
 
-def folder_images(path: Path, split: str | None = None, limit: int | None = None) -> Source:
-    """The images below a folder; class sub-folders give the labels, in sorted order of their names.
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image that is decoded when called, in RGB."""
 
-    Raises:
-        FulldepthError: if there are none, or no such split.
+    decode: ImageLoader
+    content: Callable[[], bytes]
+    """The image as it is stored: bytes that decide every pixel."""
+
+    def __call__(self) -> Image.Image:
+        """The decoded image."""
+        return self.decode()
+
+
+def image_value(value: Any, where: str) -> ImageLoader:
+    """A loader for an image given as a Pillow image, a path, bytes, a {bytes, path} mapping, or a `StoredImage`."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, StoredImage):
+        return value
+    if isinstance(value, Image.Image):
+        return partial(_rgb, value, where)
+    if isinstance(value, bytes):
+        return StoredImage(partial(decode_image, value, where), lambda: value)
+    if isinstance(value, str | Path):
+        return stored_image(Path(value))
+    raise FulldepthError(f"{where} is {kind_of(value)}, expected an image, its bytes or its path.")
+
+
+def _rgb(image: Image.Image, where: str) -> Image.Image:
+    """The image in RGB; one that would take too much memory is refused before it is decoded.
+
+    A thin strip is too: a processor that scales its short edge up would make its long edge endless.
     """
-    files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
-    return _source(path.name, files, lambda file: stored_image(path / file), split, limit)
+    width, height = image.size
+    if width * height > MOST_PIXELS or not 1 <= max(width, height) <= MOST_RATIO * min(width, height):
+        raise FulldepthError(
+            f"Cannot read the image {where}: it has {width:,} x {height:,} pixels. Expected at most {MOST_PIXELS:,}, "
+            f"and no edge more than {MOST_RATIO} times as long as the other."
+        )
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # as in `decode_image`
+        raise _unreadable(where, error) from error
 
 
-def zip_images(path: Path, split: str | None = None, limit: int | None = None) -> Source:
-    """The images in a `.zip` of such a folder, read in place.
-
-    Raises:
-        FulldepthError: if the archive cannot be read, there are none, or no such split.
-    """
-    archive = open_archive(path)
-    return _source(path.name, member_names(archive), partial(_stored_member, archive), split, limit)
+def _unreadable(where: str, error: Exception) -> FulldepthError:
+    reason = one_line(str(error).split("<_io")[0]) or type(error).__name__
+    expected = f"Expected a whole file, one of {', '.join(IMAGE_FORMATS)}."
+    return FulldepthError(f"Cannot read the image {where}: {reason}. {expected}")
 
 
-def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:
-    return StoredImage(partial(_read_member, archive, str(file)), partial(read_member, archive, str(file)))
+def image_content(load: ImageLoader) -> bytes:
+    """Bytes that decide every pixel of an image: as it is stored, or its pixels if nothing is known of that."""
+    if isinstance(load, StoredImage):
+        return load.content()
+    image = load()
+    return f"{image.mode} {image.size} ".encode() + image.tobytes()
 
 
-def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
-    return decode_image(read_member(archive, member), f"{archive.filename}/{member}")
+def stored_image(path: Path) -> StoredImage:
+    """The image in a file."""
+    content = partial(read_bytes, path, most=MOST_IMAGE_BYTES)
+    return StoredImage(lambda: decode_image(content(), str(path)), content)
 
 
-def _source(
-    name: str,
-    files: Sequence[PurePosixPath],
-    loader: Callable[[PurePosixPath], ImageLoader],
-    split: str | None,
-    limit: int | None,
-) -> Source:
-    found, chosen = arrange(name, files, split)
-    if limit is not None and limit < len(found):  # sorted by class: take them evenly, not the first classes only
-        found = [found[i * len(found) // limit] for i in range(limit)]
-    classes = tuple(sorted({label for _, label in found if label is not None}))
-    index = {label: i for i, label in enumerate(classes)}
-    records = [Record(image=loader(file), label=None if label is None else index[label]) for file, label in found]
-    return Source(f"{name}/{chosen}" if chosen else name, "images", records, classes)
-
-
-def arrange(
-    name: str, files: Sequence[PurePosixPath], split: str | None = None
-) -> tuple[list[tuple[PurePosixPath, str | None]], str | None]:
-    """Sorted (file, class name) of the images among `files`, and the split they belong to, if there are splits.
-
-    Raises:
-        FulldepthError: if there are no images, or none of the split asked for.
-    """
-    images = sorted(
-        f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
-    )
-    if not images:
-        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in files})) or "nothing", 200)
-        raise FulldepthError(f"No images in {name}. Found: {have}. Expected {', '.join(sorted(SUFFIXES))}.")
-    depth = 0
-    if (
-        len({f.parts[0] for f in images}) == 1
-        and _folder(images[0], 0) not in SPLITS
-        and all(len(f.parts) > 2 for f in images)
-    ):
-        depth = 1  # one folder around everything
-    splits = {folder for f in images if (folder := _folder(f, depth)) in SPLITS}
-    if split is None:
-        split = next((s for s in SPLITS if s in splits), None)
-    elif split not in splits:
-        have = ", ".join(sorted(splits)) or "no splits"
-        raise FulldepthError(f"{name} has no split {split!r}. It has: {have}.")
-    if split is not None:
-        images, depth = [f for f in images if _folder(f, depth) == split], depth + 1
-    return [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in images], split
-
-
-def _folder(file: PurePosixPath, depth: int) -> str | None:
-    """Lower-case name of the folder at `depth` on the way to `file`, None if the file itself stands there."""
-    return file.parts[depth].lower() if len(file.parts) > depth + 1 else None
+def decode_image(data: bytes, where: str) -> Image.Image:
+    """The image encoded in `data`, in RGB."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                return _rgb(image, where)
+    except FulldepthError:
+        raise
+    except Exception as error:  # a decoder of a damaged file raises whatever its parser meets
+        raise _unreadable(where, error) from error

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fulldepth.data.masking import IGNORE
-from fulldepth.data.records import Source
+from fulldepth.data.sources import Source
 from fulldepth.errors import FulldepthError
+from fulldepth.targets import IGNORE
 
 
 class Labels(NamedTuple):
@@ -24,12 +24,9 @@ class Labels(NamedTuple):
 
 
 def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
-    """The labels of all records, numbered as in the model where the names agree.
+    """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
 
     Names that all occur in `label2id`, in whatever case, are numbered as there; other labels keep their numbers.
-
-    Raises:
-        FulldepthError: if a classifier has fewer classes than the data.
     """
     raw, names, warnings = [record.label for record in source.records], source.class_names, []
     model = {int(index): name for name, index in (label2id or {}).items()}
@@ -43,16 +40,16 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
         warnings = [
             f"The data's classes ({_listed(names)}) are not the model's ({_listed(model.values())}); taken in order."
         ]
-    known = [label for label in raw if label is not None]
-    if not known:
+    present = [label for label in raw if label is not None]
+    if not present:
         return Labels([IGNORE] * len(raw), None, (), warnings)
-    if classifier and max(known) > max(model):
+    if classifier and max(present) > max(model):
         raise FulldepthError(
-            f"{source.name} has labels up to {max(known)}, the model has {len(model)} classes: "
+            f"{source.name} has labels up to {max(present)}, the model has {len(model)} classes: "
             f"{_listed(model.values())}."
         )
     ids = [IGNORE if label is None else label for label in raw]
-    return Labels(ids, max(len(names), max(known) + 1), names, warnings)
+    return Labels(ids, max(len(names), max(present) + 1), names, warnings)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -60,14 +57,14 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(first[:5]) + (", ..." if len(first) > 5 else "")
 
 
-def sample(labels: Sequence[int], most: int, seed: int) -> list[int]:
-    """Indices of at most `most` items: all in order if they are no more, else seeded, taking the classes in turn."""
-    if len(labels) <= most:
+def sample(labels: Sequence[int], limit: int, seed: int) -> list[int]:
+    """Indices of at most `limit` items: all in order if they are no more, else seeded, taking the classes in turn."""
+    if len(labels) <= limit:
         return list(range(len(labels)))
     shuffled = np.random.default_rng(seed).permutation(len(labels)).tolist()
-    seen: Counter[int] = Counter()
+    drawn: Counter[int] = Counter()
     turn = {}
     for index in shuffled:
-        turn[index] = seen[labels[index]]
-        seen[labels[index]] += 1
-    return sorted(shuffled, key=turn.__getitem__)[:most]  # stable: within a turn, the shuffled order
+        turn[index] = drawn[labels[index]]
+        drawn[labels[index]] += 1
+    return sorted(shuffled, key=turn.__getitem__)[:limit]  # stable: within a turn, the shuffled order

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fulldepth.targets import IGNORE
+
 MASKED_SHARE = 0.15
 """Share of the ordinary tokens that is masked, as in BERT; all of them become the mask token, none a random one."""
-IGNORE = -100
-"""Target of a position that has none."""
 
 
 def mask_tokens(

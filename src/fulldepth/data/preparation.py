@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
+from fulldepth.data.batches import Example
 from fulldepth.data.encoding import Limits, encode
 from fulldepth.data.labels import Labels, align_labels, sample
-from fulldepth.data.masking import IGNORE
-from fulldepth.data.records import Record, Source
-from fulldepth.data.sequences import Example, Picture, Sequences, collate_images, collate_texts
+from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
+from fulldepth.data.sources import Record, Source
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
+from fulldepth.targets import IGNORE, next_targets
 
 TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("text", "pairs", "labelled-text"),
@@ -111,18 +114,21 @@ def _texts(
     examples, cut = encode(source, order, [labels.ids[index] for index in order], task, tokenizer, limits)
     if not examples:
         raise FulldepthError(f"{source.name} gives no tokens with this tokenizer.")
-    fed = [e.token_ids if e.masked_ids is None else np.maximum(e.token_ids, e.masked_ids) for e in examples]
+    fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
     highest = max(int(ids.max()) for ids in fed)
-    warnings += cut + check_vocabulary(highest, tokenizer, vocab_size) + _mark_words(examples, tokenizer, words)
+    examples, missing = _mark_words(examples, tokenizer, words)
+    warnings += cut + check_vocabulary(highest, tokenizer, vocab_size) + missing
+    targets = _targets(task, tokenizer)
+    classified = task == "text-classification"
     return Sequences(
         name=source.name,
         kind=source.kind,
         task=task,
-        hash=_text_hash(task, examples),
+        hash=_text_hash(task, examples, targets),
         examples=examples,
-        collate=partial(collate_texts, examples, pad_id=_pad_id(tokenizer, vocab_size)),
-        lengths=[len(example.token_ids) for example in examples],
-        num_targets=_count_targets(examples, task),
+        collate=partial(collate_texts, examples, pad_id=_pad_id(tokenizer, vocab_size), targets=targets),
+        lengths=[len(example) for example in examples],
+        num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=labels.num_classes,
         class_names=labels.class_names,
         warnings=warnings,
@@ -130,10 +136,11 @@ def _texts(
     )
 
 
-def _count_targets(examples: Sequence[Example], task: str) -> int:
-    if task == "text-classification":
-        return sum(example.label != IGNORE for example in examples)
-    return sum(int((example.targets != IGNORE).sum()) for example in examples if example.targets is not None)
+def _targets(task: str, tokenizer: Any) -> Callable[[Tensor], Tensor] | None:
+    """What the head predicts at each position, from labels; None if it predicts no tokens."""
+    if task == "causal-lm":
+        return next_targets
+    return torch.clone if task == "masked-lm" and tokenizer.mask_token_id is not None else None
 
 
 def _has_text(record: Record, kind: str) -> bool:
@@ -160,7 +167,7 @@ def _images(source: Source, task: str, processor: Any, labels: Labels, max_seque
         pictures.append(Picture(load, labels.ids[index]))
     if not pictures:
         raise FulldepthError(f"{source.name} holds no images.")
-    labelled = sum(p.label != IGNORE for p in pictures)
+    labelled = sum(picture.class_index != IGNORE for picture in pictures)
     return Sequences(
         name=source.name,
         kind=source.kind,
@@ -182,23 +189,23 @@ def _pad_id(tokenizer: Any, vocab_size: int | None) -> int:
     return 0 if pad is None or (vocab_size is not None and pad >= vocab_size) else int(pad)
 
 
-def _mark_words(examples: Sequence[Example], tokenizer: Any, words: Sequence[str]) -> list[str]:
-    """Fill in `Example.words`."""
+def _mark_words(examples: list[Example], tokenizer: Any, words: Sequence[str]) -> tuple[list[Example], list[str]]:
+    """The examples with `Example.words`, and a warning for each word that occurs nowhere."""
     if not words:
-        return []
+        return examples, []
     finder = WordFinder(tokenizer, words)
-    missing = set(range(len(words)))
-    for example in examples:
-        example.words = np.array(finder.find(example.token_ids.tolist()), dtype=np.int64)
-        missing -= set(example.words.tolist())
-    return [f"The word {words[index]!r} occurs nowhere in the sequences." for index in sorted(missing)]
+    marks = [finder.find(example.input_ids.tolist()) for example in examples]
+    missing = sorted(set(range(len(words))).difference(*marks))
+    marked = [replace(e, words=torch.tensor(mark, dtype=torch.int64)) for e, mark in zip(examples, marks, strict=True)]
+    return marked, [f"The word {words[index]!r} occurs nowhere in the sequences." for index in missing]
 
 
-def _text_hash(task: str, examples: Sequence[Example]) -> str:
+def _text_hash(task: str, examples: Sequence[Example], targets: Callable[[Tensor], Tensor] | None) -> str:
     fingerprint = Fingerprint(task)
     for example in examples:
-        masked_ids = example.token_ids if example.masked_ids is None else example.masked_ids
-        for array in (example.token_ids, masked_ids, example.targets, example.types):
-            fingerprint.add(b"" if array is None else array.astype("<i8").tobytes())
-        fingerprint.add(str(example.label).encode())
+        masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
+        predicted = None if targets is None else targets(example.labels)
+        for tensor in (example.input_ids, masked_ids, predicted, example.types):
+            fingerprint.add(b"" if tensor is None else tensor.numpy().astype("<i8").tobytes())
+        fingerprint.add(str(example.class_index).encode())
     return str(fingerprint)

@@ -1,4 +1,4 @@
-"""What a model is fed: `Sequences`, prepared once, handed out as padded `Batch`es."""
+"""`Sequences`: prepared data, which `batches` turns into padded `Batch`es."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from fulldepth.data.masking import IGNORE
+from fulldepth.data.batches import Example, in_batches, padded, padded_batch
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
+from fulldepth.targets import IGNORE
 
 Batching = Literal["padded", "equal", "single"]
 
@@ -46,24 +46,11 @@ class Batch:
 
 
 @dataclass
-class Example:
-    """One prepared text. Arrays are `[T]` int64."""
-
-    token_ids: np.ndarray
-    targets: np.ndarray | None = None
-    masked_ids: np.ndarray | None = None
-    """`token_ids` with the mask token in place of every target; None unless the task is `masked-lm`."""
-    types: np.ndarray | None = None
-    words: np.ndarray | None = None
-    label: int = IGNORE
-
-
-@dataclass
 class Picture:
     """One prepared image: decoded when called."""
 
     load: Callable[[], Image.Image]
-    label: int = IGNORE
+    class_index: int = IGNORE
 
 
 @dataclass
@@ -119,58 +106,55 @@ class Sequences:
             FulldepthError: if `batch_size` is less than 1.
             ValueError: if `rank` is not one of 0..world-1.
         """
-        if batch_size < 1:
-            raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
         return (self.collate(group) for group in self.groups(batch_size)[rank::world])
 
     def groups(self, batch_size: int) -> list[list[int]]:
         """Indices of the sequences of each batch, as `batching` allows."""
-        if self.batching == "single":
-            return [[index] for index in range(len(self))]
-        order = range(len(self))
+        indices = range(len(self))
         if self.batching == "padded":
-            return [list(order[start : start + batch_size]) for start in order[::batch_size]]
+            return in_batches(indices, batch_size)
+        if self.batching == "single":
+            return in_batches(indices, min(batch_size, 1))
         by_length: dict[int, list[int]] = {}
-        for index in order:
+        for index in indices:
             by_length.setdefault(self.lengths[index], []).append(index)
-        return [
-            indices[start : start + batch_size]
-            for indices in by_length.values()
-            for start in range(0, len(indices), batch_size)
-        ]
+        return [group for equal in by_length.values() for group in in_batches(equal, batch_size)]
 
 
-def collate_texts(examples: Sequence[Example], indices: Sequence[int], pad_id: int) -> Batch:
-    """Pad the chosen examples on the right to the longest of them."""
+def collate_texts(
+    examples: Sequence[Example], indices: Sequence[int], *, pad_id: int, targets: Callable[[Tensor], Tensor] | None
+) -> Batch:
+    """Pad the chosen examples on the right to the longest of them.
+
+    Args:
+        examples: all examples.
+        indices: of the chosen ones.
+        pad_id: token id of padding.
+        targets: what the head predicts at each position, from the labels `[B, T]`; None if it predicts no tokens.
+    """
     chosen = [examples[i] for i in indices]
-    token_ids = _padded([e.token_ids for e in chosen], pad_id)
-    mask = _padded([np.ones_like(e.token_ids) for e in chosen], 0)
-    inputs = {"input_ids": token_ids, "attention_mask": mask}
-    if types := [e.types for e in chosen if e.types is not None]:
-        inputs["token_type_ids"] = _padded(types, 0)
-    masked_ids = [e.masked_ids for e in chosen if e.masked_ids is not None]
-    targets = [e.targets for e in chosen if e.targets is not None]
-    words = [e.words for e in chosen if e.words is not None]
+    inputs = padded_batch(chosen, pad_id)
+    labels, token_ids = inputs.pop("labels"), inputs["input_ids"]
+    if types := [example.types for example in chosen if example.types is not None]:
+        inputs["token_type_ids"] = padded(types, 0)
+    masked_ids = [example.masked_ids for example in chosen if example.masked_ids is not None]
+    words = [example.words for example in chosen if example.words is not None]
     return Batch(
         inputs=inputs,
-        attention_mask=mask.bool(),
+        attention_mask=inputs["attention_mask"].bool(),
         sequence=torch.tensor(list(indices), dtype=torch.int64),
-        labels=_labels(examples, chosen),
-        targets=_padded(targets, IGNORE) if targets else None,
-        words=_padded(words, -1) if words else None,
+        labels=_classes(examples, indices),
+        targets=None if targets is None else targets(labels),
+        words=padded(words, -1) if words else None,
         token_ids=token_ids,
-        masked_inputs={**inputs, "input_ids": _padded(masked_ids, pad_id)} if masked_ids else None,
+        masked_inputs={**inputs, "input_ids": padded(masked_ids, pad_id)} if masked_ids else None,
     )
 
 
 def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
-    """Decode the chosen images and run the processor on them.
-
-    Raises:
-        FulldepthError: if an image cannot be decoded, or the processor (anyone's) fails or gives no numbers.
-    """
+    """Decode the chosen images and run the processor (anyone's) on them; a `FulldepthError` names what fails."""
     chosen = [examples[i] for i in indices]
     images = [example.load() for example in chosen]
     with reading(f"images with a {type(processor).__name__}"):
@@ -182,19 +166,12 @@ def collate_images(examples: Sequence[Picture], indices: Sequence[int], processo
         inputs=inputs,
         attention_mask=None,
         sequence=torch.tensor(list(indices), dtype=torch.int64),
-        labels=_labels(examples, chosen),
+        labels=_classes(examples, indices),
     )
 
 
-def _labels(examples: Sequence[Any], chosen: Sequence[Any]) -> Tensor | None:
-    if all(e.label == IGNORE for e in examples):
+def _classes(examples: Sequence[Any], indices: Sequence[int]) -> Tensor | None:
+    """[B] classes of the chosen examples; None if no example has one."""
+    if all(example.class_index == IGNORE for example in examples):
         return None
-    return torch.tensor([e.label for e in chosen], dtype=torch.int64)
-
-
-def _padded(rows: Sequence[np.ndarray], value: int) -> Tensor:
-    """[B, T] int64 from rows of at most T numbers."""
-    padded = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.int64)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = torch.from_numpy(row)
-    return padded
+    return torch.tensor([examples[i].class_index for i in indices], dtype=torch.int64)

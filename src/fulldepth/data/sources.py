@@ -1,220 +1,159 @@
-"""`open_source`: whatever the person has (a file, a folder, a Hub name, Python objects) as one `Source`."""
+"""`open_source`: data as records of one kind, for measuring."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from PIL import Image
 
-from fulldepth.data.corpus import PARTS, novels
-from fulldepth.data.files import READERS, folder_source, path_of
-from fulldepth.data.images import SPLITS, SUFFIXES, folder_images, zip_images
-from fulldepth.data.records import (
-    Columns,
-    ImageLoader,
-    Record,
-    Source,
-    StoredImage,
-    choose_columns,
-    class_indices,
-    clean_text,
-    from_rows,
-    image_content,
-    image_value,
-)
-from fulldepth.errors import FulldepthError, one_line, unknown
-from fulldepth.files import reading, reading_each
+from fulldepth.data.columns import EXPECTED, Columns, choose_columns, require_columns, text_value
+from fulldepth.data.images import ImageLoader, image_content, image_value
+from fulldepth.data.opening import Opened, open_data
+from fulldepth.data.sequences import Sequences
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.fingerprint import Fingerprint
 
-CORPUS = "corpus:"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-"""A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
-KNOWN = (
-    f"a file ({', '.join(READERS)}), a folder or .zip of images, a folder of .txt files, a Hub data set, corpus:builtin"
-)
+MOST_CLASSES = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One example. A text (perhaps with a second one beside it), a prompt with its response, or an image."""
+
+    text: str | None = None
+    second: str | None = None
+    """The second text of a pair such as premise and hypothesis."""
+    prompt: str | None = None
+    response: str | None = None
+    image: ImageLoader | None = None
+    """Decodes the image, in RGB, when called."""
+    label: int | None = None
+    """Class index, None where unknown."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where sequences come from: a name to show, and records of one kind."""
+
+    name: str
+    kind: str
+    """`text`, `pairs` (prompt and response), `labelled-text` or `images`."""
+    records: Sequence[Record]
+    class_names: tuple[str, ...] = ()
+    """Name of each class index; empty where classes have none."""
+
+    def __len__(self) -> int:
+        return len(self.records)
 
 
 def open_source(data: Any, *, split: str | None = None, limit: int | None = None) -> Source:
-    """Open data for reading.
+    """Read data for measuring.
 
     Args:
-        data: a path (`.txt`: one document; `.jsonl`, `.tsv`, `.parquet`: rows with `text` or `sentence` and perhaps
-            `label`, two sentences, or `prompt` + `response`; a folder or `.zip` of images, with class sub-folders or
-            not, below `train|validation|test` or not; a folder of `.txt`), `corpus:builtin` (its held-out part) or
-            `corpus:builtin/train`, a Hub data set (`name` or `name:configuration`), or Python objects: texts,
-            mappings with the keys named above, a `datasets.Dataset`. A `Source` is returned as it is.
+        data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below
+            `train|validation|test` or not. Rows hold `text` or `sentence` and perhaps `label`, two sentences, `prompt`
+            + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as it is.
         split: which split of an image folder, of the built-in corpus or of a Hub data set; by default the validation
             or test split where there is one.
-        limit: read at most this many records: the first, of images some spread evenly over all.
+        limit: read at most this many records: the first, of images in folders some spread evenly over all.
 
     Raises:
         FulldepthError: if there is nothing to read there, or it is not what its name promises.
     """
-    if limit is not None and limit < 1:
-        raise FulldepthError(f"At least one record must be read, got the limit {limit}.")
     if isinstance(data, Source):
         return data
-    if isinstance(data, str | Path):
-        return _from_name(str(data), split, limit)
-    if isinstance(
-        data, datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
-    ):
-        return _from_dataset("datasets.Dataset", data, split, limit)
-    if isinstance(data, Sequence) and not isinstance(data, bytes):
-        return _from_objects(data[:limit])
+    opened = open_data(data, split=split, limit=limit, held_out=True, images=True)
+    if isinstance(opened.table, datasets.IterableDataset) and limit is None:
+        raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
+    return _source(opened)
+
+
+def _columns_to_read(names: Iterable[str], where: str) -> list[str]:
+    return [name for name in choose_columns(names, where)[1:] if name is not None]
+
+
+def _source(opened: Opened) -> Source:
+    """The records of all rows. The first row decides which columns are read."""
+    columns: Columns | None = None
+    values: list[tuple[Any, Any]] = []
+    labels: list[tuple[str, Any]] = []
+    for where, row in opened.rows(_columns_to_read):
+        if columns is None:
+            columns = choose_columns(row, where)
+        require_columns(row, (columns.first, columns.second, columns.label), where)
+        read = image_value if columns.kind == "images" else text_value
+        first = read(row[columns.first], f"{where}, {columns.first!r}")
+        second = None if columns.second is None else text_value(row[columns.second], f"{where}, {columns.second!r}")
+        values.append((first, second))
+        labels.append((where, row[columns.label] if columns.label else None))
+    if columns is None:
+        raise FulldepthError(f"{opened.name} is empty. Expected rows with the columns {EXPECTED}.")
+    if columns.kind == "pairs":
+        return Source(opened.name, "pairs", [Record(prompt=first, response=second) for first, second in values])
+    classes, names = _class_indices(labels, opened.class_names(columns.label))
+    if columns.kind == "images":
+        records = [Record(image=image, label=index) for (image, _), index in zip(values, classes, strict=True)]
+        return Source(opened.name, "images", records, names)
+    kind = "text" if all(index is None for index in classes) else "labelled-text"
+    records = [Record(text=text, second=second, label=i) for (text, second), i in zip(values, classes, strict=True)]
+    return Source(opened.name, kind, records, names)
+
+
+def _class_indices(
+    labels: Sequence[tuple[str, Any]], class_names: Sequence[str] = ()
+) -> tuple[list[int | None], tuple[str, ...]]:
+    """Class indices and class names of raw labels (each with where it stands): whole numbers, digits or names.
+
+    Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order.
+    """
+    present = [(where, label) for where, label in labels if label is not None]
+    if all(isinstance(label, str) for _, label in present) and not all(_is_digits(label) for _, label in present):
+        names = tuple(sorted({label for _, label in present}))
+        index = {label: i for i, label in enumerate(names)}
+        return [None if label is None else index[label] for _, label in labels], names
+    classes = [None if label is None else _class_index(where, label) for where, label in labels]
+    return [None if c is None or c < 0 else c for c in classes], tuple(class_names)
+
+
+def _is_digits(label: str) -> bool:
+    return label.removeprefix("-").isdecimal()
+
+
+def _class_index(where: str, label: Any) -> int:
+    digits = isinstance(label, str) and _is_digits(label) and len(label) < 20
+    if digits or isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        index = int(label)
+        if index < MOST_CLASSES:
+            return index
+    shown = one_line(repr(label), 100)
     raise FulldepthError(
-        f"Cannot read data of type {type(data).__name__}. Expected {KNOWN}, or a list of texts or mappings."
+        f"{where}: the label {shown} is not a class. Expected a whole number below {MOST_CLASSES:,} or, throughout, "
+        "names."
     )
 
 
-def _from_name(name: str, split: str | None, limit: int | None) -> Source:
-    if name.startswith(CORPUS):
-        return _builtin(name, split, limit)
-    path = path_of(name)
-    if path.is_dir():
-        return _from_folder(path, split, limit)
-    suffix = path.suffix.lower()
-    if path.is_file() and suffix == ".zip":
-        return zip_images(path, split, limit)
-    if path.is_file() and suffix in READERS:
-        if split is not None:
-            raise FulldepthError(f"The split {split!r} was asked for, but {path} is one file and has no splits.")
-        return READERS[suffix](path, limit)
-    if path.exists():
-        raise FulldepthError(f"{path} has the suffix {path.suffix!r}, which fulldepth does not read. Expected {KNOWN}.")
-    if suffix in (*READERS, ".zip") or not HUB_NAME.fullmatch(name):
-        raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {KNOWN}.")
-    return _from_hub(name, split, limit)
+def content_hash(data: Source | Sequences) -> str:
+    """sha256 over everything that is read of some data: texts, labels, images as they are stored; no names of files.
 
+    Two sources are the same data if and only if it is equal.
 
-def _builtin(name: str, split: str | None, limit: int | None) -> Source:
-    corpus, _, part = name.removeprefix(CORPUS).partition("/")
-    if corpus != "builtin":
-        raise unknown("corpus", name, ["corpus:builtin", "corpus:builtin/train"])
-    part = part or split or "heldout"
-    if part not in PARTS:
-        raise unknown("part of the built-in corpus", part, PARTS)
-    texts = [novel.text for novel in novels() if novel.part == part]
-    return Source(f"corpus:builtin/{part}", "text", [Record(text=text) for text in texts[:limit]])
+    Args:
+        data: from `open_source` or `prepare`.
 
-
-def _from_folder(path: Path, split: str | None, limit: int | None) -> Source:
-    with reading(path):
-        texts = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt" and file.is_file())
-        has_images = any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
-    if texts and not has_images:
-        if split is not None:
-            raise FulldepthError(f"The split {split!r} was asked for, but {path} holds text files and has no splits.")
-        return folder_source(path, texts, limit)
-    if has_images:
-        return folder_images(path, split, limit)
-    have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in path.rglob("*") if f.is_file()})) or "nothing")
-    raise FulldepthError(f"The folder {path} holds no images and no .txt files. Found: {have}. Expected {KNOWN}.")
-
-
-def _from_hub(name: str, split: str | None, limit: int | None) -> Source:
-    repository, _, configuration = name.partition(":")
-    # with a limit, only what is read is fetched
-    data = load_hub(repository, configuration or None, split=split, streaming=limit is not None)
-    return _from_dataset(name, data, split, limit)
-
-
-def load_hub(repository: str, configuration: str | None, *, split: str | None, streaming: bool) -> Any:
-    """A data set of the Hub, as `datasets.load_dataset` gives it: one split, or a mapping of all where none is named.
+    Returns:
+        `sha256:...`
 
     Raises:
-        FulldepthError: if there is none, or it cannot be reached.
+        FulldepthError: if an image cannot be read.
     """
-    try:
-        return datasets.load_dataset(repository, configuration, split=split, streaming=streaming)
-    except Exception as error:  # whatever the network, the repository's files and their readers raise
-        offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
-        name = f"{repository}:{configuration}" if configuration else repository
-        raise FulldepthError(
-            f"{name} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
-            f"{offline} Expected {KNOWN}."
-        ) from error
-
-
-def _from_dataset(name: str, data: Any, split: str | None, limit: int | None) -> Source:
-    if isinstance(data, dict):
-        chosen = split or next((s for s in SPLITS if s in data), next(iter(data)))
-        if chosen not in data:
-            raise FulldepthError(f"{name} has no split {chosen!r}. It has: {', '.join(data)}.")
-        name, data = f"{name}/{chosen}", data[chosen]
-    data = _undecoded(data)
-    if isinstance(data, datasets.IterableDataset):
-        if limit is None:
-            raise FulldepthError(f"{name} is streamed and may have no end: give a limit.")
-        with reading(name):
-            rows = list(data.take(limit))
-        return _from_table(name, data.features or {}, rows, choose_columns(rows[0] if rows else (), name))
-    if limit is not None:
-        data = data.select(range(min(limit, len(data))))
-    columns = choose_columns(data.column_names, name)
-    if columns.kind == "images":  # decoded one by one, when they are used
-        labels = [(f"{name} row {i}", label) for i, label in enumerate(data[columns.label])] if columns.label else []
-        classes, names = class_indices(labels, _class_names(data.features, columns.label))
-        images = _dataset_images(data, columns.first)
-        found = classes or [None] * len(images)
-        return Source(name, "images", [Record(image=i, label=c) for i, c in zip(images, found, strict=True)], names)
-    rows = data.select_columns([column for column in columns[1:] if column is not None])
-    return _from_table(name, data.features, rows, columns)
-
-
-def _undecoded(data: Any) -> Any:
-    """The data set with images as they are stored: `datasets` would hand them to any decoder that Pillow has."""
-    is_plain = isinstance(data, datasets.IterableDataset) or data.format["type"] is None
-    for column, feature in (data.features or {}).items():
-        if isinstance(feature, datasets.Image) and is_plain:
-            data = data.cast_column(column, datasets.Image(decode=False))
-    return data
-
-
-def _from_table(name: str, features: Mapping[str, Any], rows: Iterable[Any], columns: Columns) -> Source:
-    numbered = ((f"{name} row {i}", row) for i, row in enumerate(reading_each(name, rows)))
-    return from_rows(name, numbered, _class_names(features, columns.label))
-
-
-def _class_names(features: Mapping[str, Any], label: str | None) -> tuple[str, ...]:
-    feature = features.get(label) if label else None
-    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else ()
-
-
-def _dataset_images(data: datasets.Dataset, column: str) -> list[ImageLoader]:
-    """A loader for the image of every row."""
-    return [
-        StoredImage(partial(_dataset_image, data, i, column), partial(_dataset_content, data, i, column))
-        for i in range(len(data))
-    ]
-
-
-def _dataset_image(data: datasets.Dataset, index: int, column: str) -> Image.Image:
-    return _dataset_loader(data, index, column)()
-
-
-def _dataset_content(data: datasets.Dataset, index: int, column: str) -> bytes:
-    return image_content(_dataset_loader(data, index, column))
-
-
-def _dataset_loader(data: datasets.Dataset, index: int, column: str) -> ImageLoader:
-    """The loader for the image of a row, as the data set gives it: stored, or decoded if it changes its rows."""
-    where = f"in row {index} of the data set"
-    with reading(f"the image {where}"):
-        value = data[index][column]
-    return image_value(value, where)
-
-
-def _from_objects(data: Sequence[Any]) -> Source:
-    if not data:
-        raise FulldepthError("The list of data is empty. Expected texts or mappings.")
-    if all(isinstance(item, str) for item in data):
-        return Source("texts", "text", [Record(text=clean_text(item)) for item in data])
-    if all(isinstance(item, Mapping) for item in data):
-        return from_rows("rows", ((f"Item {i}", item) for i, item in enumerate(data)))
-    kinds = ", ".join(sorted({type(item).__name__ for item in data}))
-    raise FulldepthError(f"A list of data must hold texts only or mappings only, got {kinds}.")
+    if isinstance(data, Sequences):
+        return data.hash
+    fingerprint = Fingerprint(data.kind, str(len(data.class_names)), *data.class_names)
+    for record in data.records:
+        for text in (record.text, record.second, record.prompt, record.response):
+            fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
+        fingerprint.add(str(record.label).encode())
+        fingerprint.add(b"" if record.image is None else b"=" + image_content(record.image))
+    return str(fingerprint)

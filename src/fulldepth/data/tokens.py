@@ -16,15 +16,9 @@ MARGIN = 16
 
 
 def encode_texts(tokenizer: Any, *texts: str | list[str], **options: Any) -> Mapping[str, Any]:
-    """What the tokenizer gives for one text, a pair of texts, or a list of texts.
+    """The tokenizer's result for a text, a pair of texts or a list of texts; `options` are the tokenizer's.
 
-    Args:
-        tokenizer: of transformers. Its files may come from anyone: one that loads can still fail when it is used.
-        *texts: as the tokenizer takes them.
-        **options: of the tokenizer.
-
-    Raises:
-        FulldepthError: if the tokenizer fails, or gives anything but token ids; names the tokenizer.
+    Its files may come from anyone: if it fails, or gives anything but token ids, a `FulldepthError` names it.
     """
     with reading(f"text with {_name(tokenizer)}"):
         encoded: Mapping[str, Any] = tokenizer(*texts, verbose=False, **options)
@@ -73,13 +67,7 @@ def leading_ids(tokenizer: Any, text: str, needed: int) -> list[int]:
 def check_vocabulary(highest: int, tokenizer: Any, vocab_size: int | None) -> list[str]:
     """Warnings, if the tokenizer has tokens that the model's vocabulary of `vocab_size` (None = any) lacks.
 
-    Args:
-        highest: the highest token id that came up.
-        tokenizer: what gave it.
-        vocab_size: ids of the model are 0..vocab_size-1.
-
-    Raises:
-        FulldepthError: if the model lacks an id that came up.
+    `FulldepthError` if the model lacks the highest id that came up.
     """
     if vocab_size is None:
         return []
@@ -93,6 +81,15 @@ def check_vocabulary(highest: int, tokenizer: Any, vocab_size: int | None) -> li
             f"The tokenizer has {len(tokenizer)} tokens, the model's vocabulary {vocab_size}; no id beyond came up."
         ]
     return []
+
+
+def check_positions(length: int, max_positions: int | None) -> None:
+    """Refuse sequences that are longer than the model's positions (None = any)."""
+    if max_positions is not None and length > max_positions:
+        raise FulldepthError(
+            f"Sequences of {length} tokens are longer than the model's {max_positions} positions. "
+            f"Set sequence_length to {max_positions} or less."
+        )
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,7 @@ class Frame:
 class WordFinder:
     """Finds words among token ids, as the tokenizer writes them with and without a space in front.
 
-    Args:
-        tokenizer: encodes the words, and decodes neighbours to see whether a match is a whole word.
-        words: what to look for; a word that the tokenizer cannot write is never found.
+    A word that the tokenizer cannot write is never found.
     """
 
     def __init__(self, tokenizer: Any, words: Sequence[str]) -> None:
@@ -141,23 +136,23 @@ class WordFinder:
 
     def find(self, ids: Sequence[int]) -> list[int]:
         """For each position, the index of the word whose last token stands there (the longest one), -1 elsewhere."""
-        found = [-1] * len(ids)
+        indices = [-1] * len(ids)
         for end in range(1, len(ids) + 1):
             for length in self.lengths:
                 index = self.variants.get(tuple(ids[end - length : end])) if length <= end else None
                 if index is not None and self._is_whole(ids, end - length, end):
-                    found[end - 1] = index
+                    indices[end - 1] = index
                     break
-        return found
+        return indices
 
     def _is_whole(self, ids: Sequence[int], start: int, end: int) -> bool:
         """Whether no letter of a longer word touches the match: `is` in `this` or `island` is not `is`."""
         word = self._decode(ids[start:end]).strip()
         before = self._decode(ids[max(0, start - 1) : end]).rstrip()
         after = self._decode(ids[start : end + 1]).lstrip()
-        left = before[: -len(word)][-1:] if before.endswith(word) else ""
-        right = after[len(word) :][:1] if after.startswith(word) else ""
-        return not any(c.isalnum() or c == "_" for c in left + right)
+        previous = before[: -len(word)][-1:] if before.endswith(word) else ""
+        following = after[len(word) :][:1] if after.startswith(word) else ""
+        return not any(c.isalnum() or c == "_" for c in previous + following)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return decode_ids(self.tokenizer, ids, clean_up_tokenization_spaces=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fulldepth.data.columns import column_texts, text_column, text_value
 from fulldepth.data.corpus import END_OF_TEXT
 from fulldepth.data.files import (
     ROWS,
@@ -20,8 +21,7 @@ from fulldepth.data.files import (
     parquet_shape,
     text_lines,
 )
-from fulldepth.data.records import TEXT_COLUMNS, require_columns, text_value
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.errors import FulldepthError, one_line
 
 PIECE = 8192
 """Characters after which a long plain text is cut at the next empty line."""
@@ -52,14 +52,10 @@ class Span(NamedTuple):
 
 
 def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
-    r"""Plain text cut into documents, nothing lost: joined, they are the text again.
+    """Plain text, line by line, cut into documents of at least `piece` characters; joined, they are the text again.
 
     A document ends at the first empty line after `piece` characters; where there is none, at the first line end after
     twice as many. A line that holds only `<|endoftext|>` also ends one, and is left out.
-
-    Args:
-        lines: the text, line by line, each with its `\n`.
-        piece: characters of a document at least, but of the last.
     """
     parts: list[str] = []
     size = 0
@@ -77,15 +73,7 @@ def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
 
 
 def file_units(files: Sequence[Path], column: str | None) -> list[Unit]:
-    """Units of text files and tables: parts of large files, and groups of small ones.
-
-    Args:
-        files: `.txt`, `.jsonl`, `.tsv` or `.parquet`.
-        column: column that holds the text; None = one of the usual names, chosen for each file.
-
-    Raises:
-        FulldepthError: if a `.parquet` file is damaged or has no such column.
-    """
+    """Units of text files and tables: parts of large files, and groups of small ones."""
     units: list[Unit] = []
     waiting: list[Span] = []
     size = 0
@@ -156,9 +144,7 @@ def _read_span(span: Span, column: str | None) -> Iterator[str]:
         rows = jsonl_rows(path, start or 0, stop)
     else:
         rows = ROWS[suffix](path)
-    for where, row in rows:
-        column = column or text_column(row, None, where)
-        yield _text(row, column, where)
+    yield from column_texts(rows, column)
 
 
 def read_rows(data: Any, column: str, name: str, start: int, stop: int, skip: int) -> Iterator[str]:
@@ -176,7 +162,7 @@ def _read(rows: Iterable[Any], column: str, name: str, number: int) -> Iterator[
     try:
         for row in rows:
             number += 1
-            yield _text(row, column, f"{name} row {number}")
+            yield text_value(row[column], f"{name} row {number}, {column!r}")
     except FulldepthError:
         raise
     except Exception as error:  # whatever the network and the readers of the repository's files raise
@@ -184,26 +170,3 @@ def _read(rows: Iterable[Any], column: str, name: str, number: int) -> Iterator[
             f"Reading {name} stopped after {number} documents: {one_line(error).rstrip('.')}. "
             "Start again to go on from there."
         ) from error
-
-
-def text_column(names: Iterable[str], column: str | None, where: str) -> str:
-    """The column that holds the text: the one asked for, else one of the usual names.
-
-    Raises:
-        FulldepthError: if there is none of that name; `where` says where.
-    """
-    have = list(names)
-    if column is not None:
-        if column not in have:
-            raise unknown(f"column of {where}", column, have)
-        return column
-    for name in TEXT_COLUMNS:
-        if name in have:
-            return name
-    found = one_line(", ".join(map(repr, have)) or "none")
-    raise FulldepthError(f"{where} has no column {' or '.join(TEXT_COLUMNS)}. Got: {found}. Say which holds the text.")
-
-
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    require_columns(row, [column], where)
-    return text_value(row[column], f"{where}, {column!r}")

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.losses.states import check_states, statistics_dtype
 from fulldepth.losses.term import Context, Term
+from fulldepth.targets import IGNORE
 
 CHUNK = 1024
 """Positions whose logits exist at a time."""
@@ -72,7 +73,7 @@ def aligned_loss(
     head: Callable[[Tensor], Tensor],
     labels: Tensor,
     weights: str | Sequence[float] = "linear",
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE,
     chunk: int = CHUNK,
 ) -> Tensor:
     r"""Weighted cross-entropy of every layer read by one head, in nats.

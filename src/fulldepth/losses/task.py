@@ -1,4 +1,4 @@
-"""`Task`: loss, labels and counts of a batch. No other module shifts labels or counts targets."""
+"""`Task`: loss, labels and counts of a batch. No other module counts targets, and only `next_targets` shifts labels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import task_of, unwrapped
+from fulldepth.targets import IGNORE, next_targets
 
-IGNORE = -100
-"""Label of a position that is no target."""
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 """Entries whose first dimension is the sequence (or the image), most reliable first."""
 
@@ -72,7 +70,7 @@ class Task:
             return shifted
         if not isinstance(labels, Tensor):
             return None
-        return pad(labels[..., 1:], (0, 1), value=IGNORE) if self.shifts else labels
+        return next_targets(labels) if self.shifts else labels
 
     def targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Number of targets, which the loss is a mean over; None without labels."""

@@ -1,8 +1,8 @@
-"""Finds out what a batch may hold without changing a model's numbers: padding, other sequences, or neither."""
+"""Batches that change no number of a model: whether they may hold padding, other sequences, or neither."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,6 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy
-from fulldepth.measurement.inputs import model_inputs
 
 
 def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
@@ -28,6 +27,11 @@ def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tup
 
 
 STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
+
+
+def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A batch's inputs on the model's device, pictures in its precision."""
+    return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
 
 
 @torch.no_grad()

@@ -14,14 +14,15 @@ from fulldepth.data import Batch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections, read_layers
+from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.grid import lens_grid
-from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics import Observation, Readout, SpectralNorm
 from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.targets import IGNORE
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
 LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
@@ -212,7 +213,7 @@ def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
     if most is None or subject.sequences.num_targets <= most:
         return None
     keys = [
-        _keys(batch.targets, batch.sequence)[batch.targets != -100]
+        _keys(batch.targets, batch.sequence)[batch.targets != IGNORE]
         for batch in subject.sequences.batches(64)
         if batch.targets is not None
     ]
@@ -225,7 +226,7 @@ def _sampled(targets: Tensor, sequence: Tensor, threshold: int | None, seed: int
     """Targets with those outside the sample removed."""
     if threshold is None or targets.ndim == 1:
         return targets
-    return targets.where(priority(_keys(targets, sequence), seed) <= threshold, -100)
+    return targets.where(priority(_keys(targets, sequence), seed) <= threshold, IGNORE)
 
 
 def _keys(targets: Tensor, sequence: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names, verify
 from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
 from fulldepth.measurement import tokens
-from fulldepth.measurement.batching import batched
+from fulldepth.measurement.batching import batched, model_inputs
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measurement.headline import headline
-from fulldepth.measurement.inputs import model_inputs
 from fulldepth.measurement.memory import check_memory
 from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan

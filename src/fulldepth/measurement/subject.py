@@ -18,14 +18,14 @@ from fulldepth.hf import (
     Anatomy,
     Checkpoint,
     anatomy_candidates,
+    device_of,
     first_broken_weight,
     load_checkpoint,
     load_processor,
     load_tokenizer,
 )
 from fulldepth.measurement import tokens
-from fulldepth.measurement.batching import batched
-from fulldepth.measurement.inputs import input_device, model_inputs
+from fulldepth.measurement.batching import batched, model_inputs
 from fulldepth.settings.measure import MeasureSettings
 
 DEFAULT_LENGTH = 256
@@ -110,7 +110,7 @@ def prepare_subject(
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(checkpoint, candidates[0], data, settings)
     sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
-    where = input_device(checkpoint.model)
+    where = device_of(checkpoint.model)
     first = small_batch(sequences)
     inputs = model_inputs(first.inputs, where, checkpoint.model.dtype)
     verified = verify(candidates, inputs, optional=_optional(settings))

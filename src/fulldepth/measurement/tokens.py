@@ -25,7 +25,7 @@ MASKED = (
     f"The lens measures have a forward pass of their own, over the same text with {100 * MASKED_SHARE:.0f} % of its "
     "tokens masked, and read the masked positions; every other measure reads the text unmasked."
 )
-"""What is added to the sentence of a masked language model."""
+"""Added to the sentence of a masked language model."""
 
 FIRST = {
     ("images", True): "Only the first token ([CLS]) of each image counts.",
@@ -64,14 +64,7 @@ class Openings:
 
 
 def openings(sequences: Sequences, bos: int | None, name: str, special: Collection[int]) -> Openings:
-    """Read how the sequences begin.
-
-    Args:
-        sequences: the prepared data.
-        bos: id of the BOS token.
-        name: the BOS token as text.
-        special: ids of special tokens.
-    """
+    """How the sequences begin, for the BOS token's id and text (`name`), and the ids of all special tokens."""
     begin, kinds = 0, torch.zeros(0, dtype=torch.int64)
     for batch in sequences.batches(256):
         if batch.token_ids is None or batch.attention_mask is None:
@@ -83,15 +76,9 @@ def openings(sequences: Sequences, bos: int | None, name: str, special: Collecti
 
 
 def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: int | None) -> bool | None:
-    """Whether the first position is a class token; None where that cannot be known.
+    """Whether the first position is a class token (of text: `cls`); None where that cannot be known.
 
-    Of pictures, a model without one has as many positions as there are patches.
-
-    Args:
-        batch: a batch of the data.
-        anatomy: the model.
-        positions: positions of the residual stream.
-        cls: id of the tokenizer's class token.
+    Of pictures, a model without one has as many `positions` in its residual stream as there are patches.
     """
     pixels = batch.inputs.get("pixel_values")
     if pixels is None:
@@ -111,18 +98,15 @@ def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
 
 
 def sentence(policy: str, modality: str, class_token: bool | None) -> str:
-    """What a policy counts, in words that hold for this model."""
-    known = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
-    return known or SENTENCES[policy]
+    """One sentence on what a policy counts in this model."""
+    first = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
+    return first or SENTENCES[policy]
 
 
 def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> str:
     """The policy asked for, or what `auto` means for this model.
 
-    Args:
-        policy: a token policy, or `auto`.
-        anatomy: the model.
-        class_token: whether its sequences begin with a class token; pictures that do not count as a whole.
+    `class_token`: whether its sequences begin with one; pictures that do not count as a whole.
     """
     chosen = _default(anatomy) if policy == "auto" else policy
     without = anatomy.family.modality == "images" and class_token is False

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from fulldepth.metrics.jackknife import group_sizes
 from fulldepth.metrics.reservoir import Reservoir, state_bytes
+from fulldepth.targets import IGNORE
 
 CPU = torch.device("cpu")
 POSITION_BITS = 24
@@ -192,7 +193,7 @@ class Observation:
     @cached_property
     def token_labels(self) -> Tensor:
         """[N] int64: the label of each counted token's sequence, -100 where there is none."""
-        labels = self.labels if self.labels is not None else torch.full_like(self.sequence, -100)
+        labels = self.labels if self.labels is not None else torch.full_like(self.sequence, IGNORE)
         return labels.to(self.counted.device)[:, None].expand_as(self.counted)[self.counted]
 
     @cached_property

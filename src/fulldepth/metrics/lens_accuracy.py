@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.jackknife import ratio_error
+from fulldepth.targets import IGNORE
 
 
 def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[:-1] != targets.shape:
         expected = tuple(logits.shape[:-1])
         raise ValueError(f"logits {tuple(logits.shape)} need targets {expected}, got {tuple(targets.shape)}")
-    known = targets != -100
+    known = targets != IGNORE
     return ((logits.argmax(-1) == targets) & known).sum().double() / known.sum()
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fulldepth.metrics.base import Readout
 from fulldepth.metrics.lens_accuracy import LensMean
+from fulldepth.targets import IGNORE
 
 
 def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
         raise ValueError(f"logits {tuple(logits.shape)} need targets {expected}, got {tuple(targets.shape)}")
     logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
-    return losses.double().sum() / (targets != -100).sum()
+    return losses.double().sum() / (targets != IGNORE).sum()
 
 
 class LensLoss(LensMean):

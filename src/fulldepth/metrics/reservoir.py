@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from fulldepth.targets import IGNORE
+
 EMPTY = torch.iinfo(torch.int64).max
 """Priority of a free slot: larger than every token's."""
 
@@ -94,7 +96,7 @@ class Reservoir(Metric):
         source = new.to(features.device)
         self.features[slots] = features[source].to(self.features)
         self.keys[slots] = keys[source.to(keys.device)].to(self.keys)
-        self.labels[slots] = -100 if labels is None else labels[source.to(labels.device)].to(self.labels)
+        self.labels[slots] = IGNORE if labels is None else labels[source.to(labels.device)].to(self.labels)
         self.priorities[slots] = ranks[new]
 
     def observe(self, observation: Any, site: str) -> None:

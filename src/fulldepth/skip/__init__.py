@@ -1,5 +1,7 @@
 """Removes the blocks that do not pay, heals with scalars, and ships a checkpoint that is proven."""
 
+from fulldepth.data.batches import Example, batches
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.bench import BenchSettings
@@ -11,9 +13,8 @@ from fulldepth.skip.assessment.quantise import quantise
 from fulldepth.skip.assessment.quantisers import METHODS
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
-from fulldepth.skip.inputs.examples import Example, Examples, batches, read_examples
-from fulldepth.skip.inputs.responses import generate_responses, read_prompts
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
+from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection.fit import FitResult, fit_scales
 from fulldepth.skip.selection.search import estimate, search

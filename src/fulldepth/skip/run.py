@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf.model_hash import model_hash
@@ -19,13 +20,12 @@ from fulldepth.results import DOCUMENT, Results
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.outcome import KIND, outcome
 from fulldepth.skip.exports.possible import announce
-from fulldepth.skip.inputs.examples import Examples
-from fulldepth.skip.inputs.responses import FILE as RESPONSES
-from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
-from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.responses import FILE as RESPONSES
+from fulldepth.skip.responses import MOST, generate_responses, read_prompts
 from fulldepth.skip.selection.problem import prepared
 from fulldepth.skip.selection.search import search_with
+from fulldepth.skip.stored_responses import check_data, stored_responses
 from fulldepth.skip.subject import open_for, tokenizer_for
 
 RUN_SETTINGS = "settings.yaml"

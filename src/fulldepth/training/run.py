@@ -21,7 +21,6 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.training.arguments import training_arguments
 from fulldepth.training.callback import Conductor, stopping
-from fulldepth.training.documents import require_separate_documents
 from fulldepth.training.evaluation import Evaluator
 from fulldepth.training.export import put_together
 from fulldepth.training.folder import KIND, TOKENIZER, holding, open_run
@@ -33,6 +32,7 @@ from fulldepth.training.optimiser import GroupsMixin
 from fulldepth.training.origin import check_origin, origin_of
 from fulldepth.training.record import Record
 from fulldepth.training.resume import ResumeMixin, RunNotes, step_of
+from fulldepth.training.separate_documents import require_separate_documents
 from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sft import rows_hash, sft_arguments, sft_data, sft_trainer
 from fulldepth.training.shards import ShardsMixin

@@ -21,12 +21,7 @@ SMALL_CORPUS = 1 << 25
 
 
 def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher) -> Any:
-    """The tokenizer of a run.
-
-    Args:
-        settings: of the run.
-        home: folder for a tokenizer that is trained here (`builtin:N`); one that is there already is loaded.
-        watcher: told that one is trained.
+    """The tokenizer of a run; one that is trained here (`builtin:N`) is kept in `home` and loaded from there.
 
     Raises:
         FulldepthError: if the settings name none, or it cannot be loaded.
@@ -58,19 +53,9 @@ def packed_text(
     writers: int | None = None,
     advice: str | None = None,
 ) -> Packed:
-    """The text of a run as windows, tokenised where that has not been done.
+    """The text of a run as windows, tokenised where that has not been done; other arguments and errors as for `pack`.
 
-    Args:
-        settings: of the run.
-        tokenizer: of the run.
-        vocab_size: of the model.
-        watcher: told how far it is.
-        whole: all of the text, also where the run reads less.
-        writers: as for `fulldepth.data.pack`.
-        advice: as for `fulldepth.data.pack`.
-
-    Raises:
-        FulldepthError: as `fulldepth.data.pack`.
+    With `whole`, all of the text is tokenised, also where the run reads less.
     """
     data = settings.data
     return pack(

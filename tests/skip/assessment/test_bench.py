@@ -13,6 +13,8 @@ from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.latency import AllocationTracker, Runner, Trial, cache_bytes, parameter_bytes
@@ -23,7 +25,6 @@ from fulldepth.results import Results
 from fulldepth.skip.assessment.bench import bench, order
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, step_flops, table_of
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.inputs.examples import Example, Examples, read_examples
 from fulldepth.skip.selection.flops import Costs, costs_of
 from skip import plain
 from skip.planned import layers, plan

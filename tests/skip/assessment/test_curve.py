@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.skip.assessment.breakpoint import find_breakpoint
 from fulldepth.skip.assessment.curve import curve
-from fulldepth.skip.inputs.examples import read_examples
 from fulldepth.skip.plan import Plan
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import LAYERS, build

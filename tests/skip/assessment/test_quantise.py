@@ -13,6 +13,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import parameter_bytes
 from fulldepth.hf import anatomy_candidates
@@ -25,7 +27,6 @@ from fulldepth.skip.assessment.quantise_table import removed_bytes
 from fulldepth.skip.assessment.quantisers import int8
 from fulldepth.skip.assessment.saved import folded_int8
 from fulldepth.skip.exports.export import export, load
-from fulldepth.skip.inputs.examples import Example, Examples
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.search import search
 from skip import plain, planned

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
+from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes
-from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
 from fulldepth.skip.selection.flops import Costs, Variant
 from fulldepth.skip.selection.loss_cache import LossCache

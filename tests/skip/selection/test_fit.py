@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional
 
 import tiny_models as tm
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import AllocationTracker
 from fulldepth.hf import anatomy_candidates
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
-from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.fit import fit_scales
 from fulldepth.skip.selection.flops import KEPT_BYTES, Costs, Shape, Variant
 from fulldepth.skip.selection.score import Scorer, make_batches

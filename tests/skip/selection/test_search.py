@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import tiny_models as tm
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.skip.assessment.outcome_headline import _added
-from fulldepth.skip.inputs.examples import Example, Examples
 from fulldepth.skip.selection.search import estimate, search
 from fulldepth.skip.summary import lines
 from skip import plain

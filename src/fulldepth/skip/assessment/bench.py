@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, machine, parameter_bytes
@@ -44,7 +45,6 @@ from fulldepth.skip.assessment.bench_entries import Entry, open_entries
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, table_of
 from fulldepth.skip.assessment.heldout_loss import heldout_losses
 from fulldepth.skip.assessment.tasks import TaskScorer
-from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.selection.flops import costs_of
 from fulldepth.skip.selection.problem import read_data
 from fulldepth.skip.subject import check_task, tokenizer_for

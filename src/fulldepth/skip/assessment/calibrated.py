@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy
 from fulldepth.skip.assessment.quantisers import EXTRAS, check_method
 from fulldepth.skip.exports.fold import prepare
 from fulldepth.skip.exports.formats import FORMATS, Draft
-from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.plan import Plan
 
 BITS, GROUP = 4, 128

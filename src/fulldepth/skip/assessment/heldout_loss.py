@@ -16,10 +16,10 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
-from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import Difference, compare
 from fulldepth.skip.selection.score import DEVICE_LOGITS, Batch, batch_sums, make_batches
 

@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulldepth import launch
+from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -52,7 +53,6 @@ from fulldepth.skip.assessment.quantise_table import (
 )
 from fulldepth.skip.assessment.quantisers import PACKAGES, check_method, int8
 from fulldepth.skip.assessment.saved import Saver
-from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.problem import SearchProblem, prepared

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.search import SearchSettings, parse_budget
-from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
 from fulldepth.skip.selection.fit import FitOptions, epoch_flops
 from fulldepth.skip.selection.flops import Costs, Shape, Variant, candidates

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, evaluating
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
-from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.flops import Costs, Shape, Variant
 from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, Batch, Scorer, make_batches
 from fulldepth.skip.subject import frozen, prove

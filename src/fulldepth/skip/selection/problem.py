@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import Examples, read_examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -18,7 +19,6 @@ from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import ReadingSettings, SearchSettings, parse_budget
-from fulldepth.skip.inputs.examples import Examples, read_examples
 from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
 from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit
 from fulldepth.skip.selection.flops import Variant

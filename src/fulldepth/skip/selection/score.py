@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fulldepth.data.masking import IGNORE
+from fulldepth.data.batches import Example, batches, grouped
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.skip.inputs.examples import Example, batches, grouped
 from fulldepth.skip.selection.flops import Costs, Shape, Variant, costs_of
+from fulldepth.targets import IGNORE, next_targets
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
 """Logits that exist at once on a CPU and on an accelerator, while nothing but their losses is kept."""
@@ -73,7 +73,7 @@ def make_batches(examples: Sequence[Example], batch_size: int) -> list[Batch]:
 
 
 def _batch(padded: Mapping[str, Tensor], documents: Sequence[int]) -> Batch:
-    following = functional.pad(padded["labels"][:, 1:], (0, 1), value=IGNORE)
+    following = next_targets(padded["labels"])
     where = following != IGNORE
     inputs = {name: padded[name] for name in ("input_ids", "attention_mask")}
     return Batch(inputs, where, following[where], where.nonzero()[:, 0], documents)

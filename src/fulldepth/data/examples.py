@@ -1,27 +1,23 @@
-"""`read_examples`: what a search fits scalars on and scores blocks with: pairs, chats or text."""
+"""`read_examples`: pairs, chats or text as token ids with labels, to fit scalars on and to score blocks with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from fulldepth.data.conversations import is_conversation, open_rows, read_conversations
-from fulldepth.data.documents import Documents, list_files, open_documents
-from fulldepth.data.files import ROWS
-from fulldepth.data.masking import IGNORE
-from fulldepth.data.records import TEXT_COLUMNS, require_columns, text_value
-from fulldepth.data.sources import CORPUS
-from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
-from fulldepth.data.units import text_column
+from fulldepth.data.batches import Example
+from fulldepth.data.columns import TEXT_COLUMNS, column_texts
+from fulldepth.data.conversations import TABLES, is_conversation, read_conversations
+from fulldepth.data.documents import Documents, documents_of
+from fulldepth.data.opening import CORPUS, open_data
+from fulldepth.data.rendering import encode_pair
+from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
-from fulldepth.skip.inputs.rendering import encode_pair
 
 HELDOUT_SHARE = 5
 """One document or pair in so many is held out where no file is."""
@@ -31,32 +27,14 @@ SPREAD = 20
 EXPECTED = "prompt + response, messages, or text"
 
 
-@dataclass(frozen=True, eq=False)
-class Example:
-    """One sequence: a prompt with its response, or a window of text."""
-
-    input_ids: Tensor
-    """[n] int64."""
-    labels: Tensor
-    """[n] int64: the token itself where it is predicted (the model shifts), -100 elsewhere; always at position 0."""
-    document: int
-    """Index of the row or document that it comes from; those of a held-out file count on their own."""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def predicted(self) -> int:
-        """Tokens that the loss is on."""
-        return int((self.labels != IGNORE).sum())
-
-
 @dataclass(frozen=True)
 class Examples:
-    """What scalars are fitted on, what blocks are scored with, and where both came from."""
+    """Data of a search."""
 
     train: list[Example]
+    """To fit scalars on."""
     heldout: list[Example]
+    """To score blocks with."""
     meta: dict[str, Any] = field(default_factory=dict)
     """`hash` of both parts, names, kinds, counts, `warnings`: plain values for a plan's `data`."""
 
@@ -114,8 +92,8 @@ def read_examples(
     first = second if second and data is None else _read(data, tokenizer, longest, window, limit)
     train = [] if first is second else first.examples
     if second is None:
-        train, kept = _split(first, seed)
-        second = _Part(f"a seeded fifth of {first.name}", first.kind, kept)
+        train, heldout_examples = _split(first, seed)
+        second = _Part(f"a seeded fifth of {first.name}", first.kind, heldout_examples)
     highest = max(int(example.input_ids.max()) for example in (*train, *second.examples))
     warnings = [*check_vocabulary(highest, tokenizer, vocab_size), *_overlap(train, second.examples)]
     meta = {
@@ -133,55 +111,10 @@ def read_examples(
 
 
 def _check_settings(max_positions: int | None, sequence_length: int | None, limit: int | None) -> None:
-    for what, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
+    for name, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
         if number is not None and number < least:
-            raise FulldepthError(f"{what} must be at least {least}, got {number}.")
-    if max_positions is not None and sequence_length is not None and sequence_length > max_positions:
-        raise FulldepthError(
-            f"Sequences of {sequence_length} tokens are longer than the model's {max_positions} positions. "
-            f"Set sequence_length to {max_positions} or less."
-        )
-
-
-def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Right-padded batches for `model(**batch)`, the longest sequences first, equals in their order.
-
-    Args:
-        examples: what to batch; every one comes once.
-        batch_size: sequences in a batch; the last may have fewer.
-        pad_id: token id of padding, which must exist in the model; it is masked and has no label.
-
-    Returns:
-        `input_ids`, `attention_mask` (1, padding 0) and `labels` (padding -100), each [B, T] int64.
-
-    Raises:
-        FulldepthError: if `batch_size` is less than 1.
-    """
-    return (_collate(group, pad_id) for group in grouped(examples, batch_size))
-
-
-def grouped(examples: Sequence[Example], batch_size: int) -> list[list[Example]]:
-    """The examples of each batch of `batches`, in the order of its rows.
-
-    Raises:
-        FulldepthError: if `batch_size` is less than 1.
-    """
-    if batch_size < 1:
-        raise FulldepthError(f"A batch holds at least one sequence, got the batch size {batch_size}.")
-    ordered = sorted(examples, key=len, reverse=True)  # stable, also in reverse
-    return [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-
-
-def _collate(chosen: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
-    shape = (len(chosen), max(map(len, chosen)))
-    batch = {
-        name: torch.full(shape, v) for name, v in (("input_ids", pad_id), ("attention_mask", 0), ("labels", IGNORE))
-    }
-    for row, example in enumerate(chosen):
-        batch["input_ids"][row, : len(example)] = example.input_ids
-        batch["attention_mask"][row, : len(example)] = 1
-        batch["labels"][row, : len(example)] = example.labels
-    return batch
+            raise FulldepthError(f"{name} must be at least {least}, got {number}.")
+    check_positions(sequence_length or 0, max_positions)
 
 
 def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: int | None) -> _Part:
@@ -190,89 +123,70 @@ def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: in
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     if isinstance(data, str) and data == f"{CORPUS}builtin":
         data = f"{CORPUS}builtin/heldout"  # as for `measure`: what a trained model has not seen
-    if _is_plain(data):
-        documents = open_documents(data)
+    opened = None if isinstance(data, Documents) else open_data(data)
+    if opened is None or opened.is_plain:
+        documents = data if opened is None else documents_of(opened)
         return _Part(documents.name, "text", _windows(documents.name, documents, tokenizer, window, limit))
-    name, rows = open_rows(data)
-    where, row = next(rows, ("", {}))
+    opened = open_data(data, suffixes=TABLES) if opened.path else opened
+    name = opened.name
+    where, row = next(opened.rows(), ("", {}))
     if not row:
         raise FulldepthError(f"{name} is empty. Expected rows with {EXPECTED}.")
-    conversation = is_conversation(row)
-    if not conversation and not any(column in row for column in TEXT_COLUMNS):
+    if is_conversation(row):
+        conversations = read_conversations(islice(opened.rows(), limit), tokenizer)
+        return _Part(name, "pairs", _pairs(name, conversations, tokenizer, longest))
+    if not any(column in row for column in TEXT_COLUMNS):
         raise FulldepthError(
             f"{where} has none of the columns to search with. Got: {', '.join(map(repr, row))}. Expected: {EXPECTED}."
         )
-    if conversation:
-        name, rows = open_rows(data, limit=limit)
-        return _Part(name, "pairs", _pairs(name, read_conversations(rows, tokenizer), tokenizer, longest))
-    _, rows = open_rows(data)
-    return _Part(name, "text", _windows(name, _column(rows), tokenizer, window, limit))
-
-
-def _is_plain(data: Any) -> bool:
-    """Whether data are texts without columns."""
-    if isinstance(data, Documents) or (isinstance(data, str) and data.startswith(CORPUS)):
-        return True
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return bool(data) and isinstance(data[0], str)
-    if not isinstance(data, str | Path) or not Path(data).expanduser().exists():
-        return isinstance(data, str | Path) and Path(data).suffix.lower() == ".txt"  # `open_documents` says what lacks
-    return list_files(Path(data).expanduser(), (".txt", *ROWS))[0].suffix.lower() == ".txt"
-
-
-def _column(rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
-    """The texts of rows."""
-    column: str | None = None
-    for where, row in rows:
-        column = column or text_column(row, None, where)
-        require_columns(row, [column], where)
-        yield text_value(row[column], f"{where}, {column!r}")
+    return _Part(name, "text", _windows(name, column_texts(opened.rows()), tokenizer, window, limit))
 
 
 def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, limit: int | None) -> list[Example]:
     """Windows of at most `length` tokens; with a limit, those at the beginning of at least `SPREAD` documents."""
     share = None if limit is None else max(1, limit // SPREAD)
-    first: list[Example] = []
-    rest: list[Example] = []
+    preferred: list[Example] = []
+    later: list[Example] = []
     for document, text in enumerate(documents):
         windows = _cut(text, document, tokenizer, length)
-        first += windows[:share]
-        rest += windows[len(windows[:share]) :]
-        if limit is not None and len(first) >= limit:
+        preferred += windows[:share]
+        later += windows[len(windows[:share]) :]
+        if limit is not None and len(preferred) >= limit:
             break
-    found = sorted([*first, *rest][:limit], key=lambda example: example.document)  # stable: windows stay in order
-    if not found:
+    examples = sorted([*preferred, *later][:limit], key=lambda example: example.document)  # stable
+    if not examples:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
-    return found
+    return examples
 
 
 def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]:
     """The windows of one document; the last may be shorter, and is left out if it is a single token."""
     ids = Frame.of(tokenizer, [text]).wrap(plain_ids(tokenizer, text)) if text.strip() else []
     windows = [ids[start : start + length] for start in range(0, len(ids) - 1, length)]
-    return [_example(window, 1, len(window), document) for window in windows]
+    return [Example.of(window, 1, len(window), document=document) for window in windows]
 
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
     """An example for each response, the labels on its tokens."""
-    found, too_long = [], []
+    examples, too_long = [], []
     for document, (where, conversation) in enumerate(rows):
         for prompt, response in _turns(conversation, where):
-            before, said, after = encode_pair(tokenizer, prompt, response, where)
-            size = len(before) + len(said) + len(after)
+            before, answer, after = encode_pair(tokenizer, prompt, response, where)
+            size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
-                too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(said)} in the response)")
+                too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")
             start = max(1, len(before))  # nothing predicts the first token
-            if start >= len(before) + len(said):
+            if start >= len(before) + len(answer):
                 raise FulldepthError(f"The response of {where} has no token that can be predicted.")
-            found.append(_example([*before, *said, *after], start, len(before) + len(said), document))
+            ids = [*before, *answer, *after]
+            examples.append(Example.of(ids, start, len(before) + len(answer), document=document))
     if too_long:
         raise FulldepthError(
-            f"{len(too_long)} of the {len(found)} prompts with their responses in {name} are longer than {longest} "
+            f"{len(too_long)} of the {len(examples)} prompts with their responses in {name} are longer than {longest} "
             f"tokens, and pairs are never cut: {'; '.join(too_long[:5])}{'; ...' if len(too_long) > 5 else ''}. "
             "Leave them out, or shorten them."
         )
-    return found
+    return examples
 
 
 def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any, Any]]:
@@ -297,14 +211,6 @@ def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any
         raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
 
 
-def _example(ids: Sequence[int], start: int, stop: int, document: int) -> Example:
-    """Labels from position `start` to before `stop`."""
-    input_ids = torch.tensor(ids, dtype=torch.int64)
-    labels = torch.full_like(input_ids, IGNORE)
-    labels[start:stop] = input_ids[start:stop]
-    return Example(input_ids, labels, document)
-
-
 def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
     """Examples to fit on, and those of a seeded fifth of the documents, one at least."""
     documents = list(dict.fromkeys(example.document for example in part.examples))
@@ -314,10 +220,10 @@ def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
             "with. Give more, or a held-out file."
         )
     order = np.random.default_rng(seed).permutation(documents).tolist()
-    kept = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
+    heldout = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
     return (
-        [example for example in part.examples if example.document not in kept],
-        [example for example in part.examples if example.document in kept],
+        [example for example in part.examples if example.document not in heldout],
+        [example for example in part.examples if example.document in heldout],
     )
 
 
@@ -335,9 +241,9 @@ def _content(example: Example) -> bytes:
 
 
 def _overlap(train: Sequence[Example], heldout: Sequence[Example]) -> list[str]:
-    seen = set(map(_content, train))
-    twice = sum(_content(example) in seen for example in heldout)
-    return [f"{twice} of the {len(heldout)} held-out examples are also among those to fit on."] if twice else []
+    contents = set(map(_content, train))
+    both = sum(_content(example) in contents for example in heldout)
+    return [f"{both} of the {len(heldout)} held-out examples are also among those to fit on."] if both else []
 
 
 def _hash(train: Sequence[Example], heldout: Sequence[Example]) -> str:

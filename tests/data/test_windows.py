@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fulldepth.data import open_documents, pack, shards, splitting, units, writers
+from fulldepth.data import open_documents, pack, units
+from fulldepth.data.cache import splitting, token_files, writers
 from fulldepth.data.documents import Documents
-from fulldepth.data.encoder import Encoder
 from fulldepth.data.units import Unit
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
@@ -84,7 +84,7 @@ def ids_in(cache):
 @pytest.fixture
 def small(monkeypatch):
     """Files of 20 ids, batches of 4 documents."""
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 20)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 20)
     monkeypatch.setattr(writers, "BATCH_DOCUMENTS", 4)
 
 
@@ -147,7 +147,7 @@ def test_any_documents_split_units_files_and_writers(
     streams = [[i for ids in part for i in ids][:most] for part in parts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "UNIT_BYTES", unit)
-        patch.setattr(shards, "SHARD_TOKENS", shard)
+        patch.setattr(token_files, "SHARD_TOKENS", shard)
         patch.setattr(splitting, "BLOCK", block)
         patch.setattr(writers, "BATCH_DOCUMENTS", 3)
         patch.setattr(writers, "POLL", 0.001)
@@ -429,7 +429,7 @@ def test_bad_input(tmp_path, number_tokenizer, bare_tokenizer):
             pack(texts(50) if documents is None else documents, tokenizer, **settled)
 
     expect("texts is empty: 2 documents, and no token", ["", " "])
-    expect("texts is empty: 0 documents", [])
+    expect("rows is empty: 0 documents", [])
     expect("too few to hold out a share of 0.3: none is left for validation", ["w1 w1 w1 w1"])
     expect("none is left for training", ["w1 w1 w1 w1"], validation_share=0.9999)
     expect("texts has 3 training tokens, fewer than one sequence of 4", ["w1 w1"], validation_share=0)
@@ -453,14 +453,15 @@ def test_bad_input(tmp_path, number_tokenizer, bare_tokenizer):
 KILLED = """
 import os, pickle, signal, sys
 from pathlib import Path
-from fulldepth.data import pack, shards, writers
-shards.SHARD_TOKENS, writers.BATCH_DOCUMENTS = 20, 4
-note = shards.write_json
+from fulldepth.data import pack
+from fulldepth.data.cache import token_files, writers
+token_files.SHARD_TOKENS, writers.BATCH_DOCUMENTS = 20, 4
+note = token_files.write_json
 def dying(path, value):
     note(path, value)
     if path.name == "000000-0005.json":
         os.kill(os.getpid(), signal.SIGKILL)
-shards.write_json = dying
+token_files.write_json = dying
 documents, tokenizer = pickle.loads(Path(sys.argv[1]).read_bytes())
 pack(documents, tokenizer, sequence_length=5, cache=Path(sys.argv[2]), validation_share=0.3)
 """
@@ -478,19 +479,6 @@ def test_kill_minus_9(tmp_path, small, number_tokenizer):
     assert len(said) == 1
     assert said[0].startswith("Tokenising goes on after 1")
     assert files(tmp_path / "a") == files(tmp_path / "b")
-
-
-def test_ids_are_those_that_the_tokenizer_gives(bert_tokenizer):
-    tokenizer = pickle.loads(pickle.dumps(bert_tokenizer))
-    tokenizer.eos_token = "[SEP]"
-    written = ["w0 [SEP] w1", "", "w2 w3", "[MASK]"]
-    for raw in (False, True):
-        tokenizer.split_special_tokens = raw
-        batch = Encoder(tokenizer)(written)
-        plain = tokenizer(written, add_special_tokens=False)["input_ids"]
-        expected = [[2, *ids, 3] if ids else [] for ids in plain]
-        assert batch.ids.tolist() == [i for ids in expected for i in ids]
-        assert batch.lengths.tolist() == list(map(len, expected))
 
 
 def test_a_share_of_the_builtin_corpus_is_some_of_each_novel(tmp_path, number_tokenizer):

@@ -47,14 +47,14 @@ class Note(pydantic.BaseModel):
 
 
 class Shard(NamedTuple):
-    """A file of token ids that is whole."""
+    """A complete file of token ids."""
 
     unit: int
     part: int
     note: Note
 
 
-class Batch(NamedTuple):
+class Encoded(NamedTuple):
     """Some documents, tokenised."""
 
     ids: np.ndarray
@@ -64,10 +64,10 @@ class Batch(NamedTuple):
 
 
 class Shards:
-    """The folder of a source's token ids. Nothing is held in memory but what was asked for.
+    """The folder of a source's token ids, which are read from disk by position.
 
     Args:
-        folder: where the files are; need not exist yet.
+        folder: of the files; need not exist yet.
         dtype: of the ids; little-endian.
     """
 
@@ -95,7 +95,7 @@ class Shards:
         return self.folder / "locks" / f"{unit:06}"
 
     def of_unit(self, unit: int) -> list[Shard]:
-        """The files of a unit from its beginning that are whole; the unit is complete if the last one is `last`."""
+        """The complete files of a unit from its beginning; the unit is complete if the last one is `last`."""
         if unit in self._whole:
             return self._whole[unit]
         shards: list[Shard] = []
@@ -106,7 +106,7 @@ class Shards:
         return shards
 
     def find(self, unit: int, part: int) -> Shard | None:
-        """A file, if it is there with its note and has as many bytes as that says."""
+        """A file, if it and its note exist and it has as many bytes as the note says."""
         path = self.path(unit, part)
         if not path.with_suffix(".json").exists():
             return None
@@ -118,7 +118,7 @@ class Shards:
         return Shard(unit, part, note) if path.is_file() and path.stat().st_size == size else None
 
     def drop(self, shard: Shard) -> None:
-        """Forget a damaged file, so that it is made anew."""
+        """Remove the note of a damaged file, so that the file is made anew."""
         self._whole.clear()
         if (handle := self._files.pop((shard.unit, shard.part), None)) is not None:
             os.close(handle)
@@ -159,14 +159,14 @@ class Shards:
         return f"sha256:{digest.hexdigest()}"
 
 
-class Documents:
+class EncodedDocuments:
     """Batches of tokenised documents, taken from the front in any portions."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Encoded]) -> None:
         self._batches = batches
-        self._batch: Batch | None = None
+        self._batch: Encoded | None = None
 
-    def peek(self) -> Batch | None:
+    def peek(self) -> Encoded | None:
         """The documents that come next, at least one; None at the end."""
         while self._batch is None or not len(self._batch.lengths):
             self._batch = next(self._batches, None)
@@ -174,17 +174,17 @@ class Documents:
                 return None
         return self._batch
 
-    def take(self, documents: int) -> Batch:
+    def take(self, documents: int) -> Encoded:
         """The first so many documents of what `peek` gave."""
         assert self._batch is not None
         ids, lengths = self._batch
         tokens = int(lengths[:documents].sum())
-        self._batch = Batch(ids[tokens:], lengths[documents:])
-        return Batch(ids[:tokens], lengths[:documents])
+        self._batch = Encoded(ids[tokens:], lengths[documents:])
+        return Encoded(ids[:tokens], lengths[:documents])
 
 
-def write_shard(shards: Shards, unit: int, part: int, documents: Documents) -> Shard:
-    """Write the next file of a unit: documents until it has `SHARD_TOKENS` ids, `SHARD_DOCUMENTS` or the unit ends."""
+def write_shard(shards: Shards, unit: int, part: int, documents: EncodedDocuments) -> Shard:
+    """Write the next file of a unit: documents up to `SHARD_TOKENS` ids, `SHARD_DOCUMENTS` or the end of the unit."""
     path = shards.path(unit, part)
     path.with_suffix(".json").unlink(missing_ok=True)
     digest, lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
@@ -195,13 +195,13 @@ def write_shard(shards: Shards, unit: int, part: int, documents: Documents) -> S
             fit = min(int(np.searchsorted(before, shards.most_tokens)), shards.most_documents - count)
             if not fit:
                 break
-            now = documents.take(fit)
-            content = now.ids.astype(shards.dtype).tobytes()
+            taken = documents.take(fit)
+            content = taken.ids.astype(shards.dtype).tobytes()
             file.write(content)
             digest.update(content)
-            lengths.append(now.lengths)
-            tokens, count = tokens + len(now.ids), count + fit
-            highest = max(highest, int(now.ids.max()) if len(now.ids) else -1)
+            lengths.append(taken.lengths)
+            tokens, count = tokens + len(taken.ids), count + fit
+            highest = max(highest, int(taken.ids.max()) if len(taken.ids) else -1)
         content = np.concatenate(lengths).astype(LENGTH).tobytes()
         file.write(content)
         digest.update(content)

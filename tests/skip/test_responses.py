@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 from transformers import GenerationConfig
 
+from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.skip.inputs.examples import read_examples
-from fulldepth.skip.inputs.responses import GumbelNoise, generate_responses, read_prompts
+from fulldepth.skip.responses import GumbelNoise, generate_responses, read_prompts
 from skip.word_tokenizer import ASSISTANT, BOS, CHAT, EOS, LINE, USER, ids, tokenizer, words
 from tiny_models import build
 

@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from fulldepth.data.shards import Count, Shard, Shards, write_json
+from fulldepth.data.cache.token_files import Count, Shard, Shards, write_json
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, read_bytes, read_document
 
@@ -80,7 +80,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 class Extent(pydantic.BaseModel):
-    """What a run sees of a source under a split: the entries of `split-KEY.json`."""
+    """How much of a source a split reads: the entries of `split-KEY.json`."""
 
     shards: Count
     """Files of tokens, from the first one on."""
@@ -99,7 +99,7 @@ class Extent(pydantic.BaseModel):
 
 
 class Tokens(NamedTuple):
-    """What a run sees of a source."""
+    """The parts of a source under a split."""
 
     parts: dict[str, Part]
     highest: int
@@ -111,13 +111,7 @@ class Tokens(NamedTuple):
 class Part:
     """Reads one part by position. Any range costs O(log n) and the reading of its blocks.
 
-    Args:
-        shards: where the tokens are.
-        files: the files of tokens that the part is spread over.
-        split: which documents belong to it.
-        table: [blocks + 1, 2], ids of the training and of the validation part before each block.
-        column: 0 = training, 1 = validation.
-        extent: how much there is.
+    `table` is [blocks + 1, 2]: ids of the training (`column` 0) and the validation part (1) before each block.
     """
 
     def __init__(
@@ -137,7 +131,7 @@ class Part:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64: ids number `start` up to `stop`, which both exist."""
-        found = []
+        parts = []
         for block in self._between(start, stop):
             first = np.maximum(block.starts, start)
             last = np.minimum(block.stops, stop)
@@ -147,14 +141,13 @@ class Part:
             ends = places + last - first
             breaks = np.flatnonzero(places[1:] != ends[:-1]) + 1  # documents of the other part lie between
             for run in np.split(np.arange(len(chosen)), breaks):
-                found.append(self.shards.ids(block.file, int(places[run[0]]), int(ends[run[-1]])))
-        return np.concatenate(found).astype(np.int64)
+                parts.append(self.shards.ids(block.file, int(places[run[0]]), int(ends[run[-1]])))
+        return np.concatenate(parts).astype(np.int64)
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """Positions, counted from `start`, of the documents that begin in `start` up to `stop`."""
-        starts = [block.starts for block in self._between(start, stop)]
-        every = np.concatenate(starts)
-        return every[(every >= start) & (every < stop)] - start
+        starts = np.concatenate([block.starts for block in self._between(start, stop)])
+        return starts[(starts >= start) & (starts < stop)] - start
 
     def _between(self, start: int, stop: int) -> Iterable[_Block]:
         """The blocks with documents of this part that have ids in `start` up to `stop`."""
@@ -177,8 +170,8 @@ class Part:
         lengths = self.shards.lengths(file, first, last)
         numbers = int(self._numbers[index]) + np.arange(first, last)
         chosen = (self.split.held_out(numbers) == bool(self.column)) & (lengths > 0)
-        place = int(self.table[number].sum() - self.table[self._blocks[index]].sum())  # in the file, of the block
-        places = place + np.cumsum(lengths) - lengths
+        offset = int(self.table[number].sum() - self.table[self._blocks[index]].sum())  # of the block, in the file
+        places = offset + np.cumsum(lengths) - lengths
         stops = int(self.table[number, self.column]) + np.cumsum(lengths[chosen])
         return _Block(file, stops - lengths[chosen], stops, places[chosen])
 
@@ -196,7 +189,7 @@ class _Block(NamedTuple):
 
 @dataclass
 class _Count:
-    """Goes through the files of a source in order, and adds up what a split makes of them."""
+    """Running sums over the files of a source, in order, under a split."""
 
     shards: Shards
     split: Split
@@ -205,7 +198,7 @@ class _Count:
     documents: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
     number: int = 0
     highest: int = -1
-    seen: Any = field(default_factory=hashlib.sha256)
+    digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, shard: Shard) -> bool:
         """Count a file; whether a part then has `max_tokens`."""
@@ -214,20 +207,20 @@ class _Count:
             raise DamagedError(shard)
         held_out = self.split.held_out(np.arange(self.number, self.number + len(lengths)))
         parts = np.stack([np.where(held_out, 0, lengths), np.where(held_out, lengths, 0)])  # [2, documents]
-        end, most = len(lengths), self.split.max_tokens
-        if most is not None:
-            full = np.flatnonzero((self.tokens[:, None] + np.cumsum(parts, axis=1) >= most).any(axis=0))
+        end, limit = len(lengths), self.split.max_tokens
+        if limit is not None:
+            full = np.flatnonzero((self.tokens[:, None] + np.cumsum(parts, axis=1) >= limit).any(axis=0))
             end = int(full[0]) + 1 if len(full) else end
-        self._see(shard, lengths[:end], parts[:, :end], held_out[:end])
-        return most is not None and bool((self.tokens >= most).any())
+        self._add(shard, lengths[:end], parts[:, :end], held_out[:end])
+        return limit is not None and bool((self.tokens >= limit).any())
 
-    def _see(self, shard: Shard, lengths: np.ndarray, parts: np.ndarray, held_out: np.ndarray) -> None:
+    def _add(self, shard: Shard, lengths: np.ndarray, parts: np.ndarray, held_out: np.ndarray) -> None:
         if len(lengths):
             sums = np.add.reduceat(parts, np.arange(0, len(lengths), BLOCK), axis=1)  # [2, blocks]
             self.rows.append((self.tokens[:, None] + np.cumsum(sums, axis=1) - sums).T)
         self.tokens = self.tokens + parts.sum(axis=1)
-        most = self.split.max_tokens
-        beyond = int(np.maximum(self.tokens - most, 0).sum()) if most is not None else 0  # ids of the last document
+        limit = self.split.max_tokens
+        beyond = int(np.maximum(self.tokens - limit, 0).sum()) if limit is not None else 0  # ids of the last document
         tokens = int(lengths.sum()) - beyond
         highest, digest = shard.note.highest, shard.note.hash
         if tokens < shard.note.tokens or len(lengths) < shard.note.documents:
@@ -238,9 +231,9 @@ class _Count:
         self.highest = max(self.highest, highest)
         self.number += len(lengths)
         self.documents = self.documents + (parts > 0).sum(axis=1)
-        if most is not None:
-            self.tokens = np.minimum(self.tokens, most)
-        self.seen.update(f"{digest}:{len(lengths)}:{tokens};".encode() + np.packbits(held_out).tobytes())
+        if limit is not None:
+            self.tokens = np.minimum(self.tokens, limit)
+        self.digest.update(f"{digest}:{len(lengths)}:{tokens};".encode() + np.packbits(held_out).tobytes())
 
     def table(self) -> np.ndarray:
         """[blocks + 1, 2], ids of both parts before each block, and in all."""
@@ -248,38 +241,28 @@ class _Count:
 
 
 def open_parts(shards: Shards, files: Iterable[Shard | None], split: Split) -> Tokens | None:
-    """What a run sees under a split, if all of it is there.
+    """The parts of a source under a split; None if tokens are missing.
 
-    Args:
-        shards: where the tokens are.
-        files: the files in their order; None for the first one that is not there.
-        split: which documents are held out, and how much is seen.
-
-    Raises:
-        DamagedError: if a file contradicts itself.
+    `files` are in their order, None for the first one that is missing. `DamagedError` if a file contradicts itself.
     """
-    there = []
-    complete = True
-    for file in files:
-        if file is None:
-            complete = False
-            break
-        there.append(file)
-    kept = _kept(shards, there, split, complete)
-    if kept is None:
+    listed = list(files)
+    complete = None not in listed
+    existing = [file for file in listed if file is not None]
+    stored = _stored(shards, existing, split, complete)
+    if stored is None:
         count = _Count(shards, split)
-        full = next((index for index, file in enumerate(there) if count.add(file)), None)
+        full = next((index for index, file in enumerate(existing) if count.add(file)), None)
         if full is None and not complete:
             return None
-        kept = _keep(shards, there if full is None else there[: full + 1], split, count)
-    extent, table = kept
-    there = there[: extent.shards]
-    parts = {name: Part(shards, there, split, table, column, extent) for column, name in enumerate(PARTS)}
+        stored = _store(shards, existing if full is None else existing[: full + 1], split, count)
+    extent, table = stored
+    existing = existing[: extent.shards]
+    parts = {name: Part(shards, existing, split, table, column, extent) for column, name in enumerate(PARTS)}
     return Tokens(parts, extent.highest, extent.hash)
 
 
-def _keep(shards: Shards, files: list[Shard], split: Split, count: _Count) -> tuple[Extent, np.ndarray]:
-    """Write the table beside the tokens; a folder that cannot be written goes without."""
+def _store(shards: Shards, files: list[Shard], split: Split, count: _Count) -> tuple[Extent, np.ndarray]:
+    """Write the table beside the tokens, unless the folder is read-only."""
     table = count.table()
     extent = Extent(
         shards=len(files),
@@ -287,7 +270,7 @@ def _keep(shards: Shards, files: list[Shard], split: Split, count: _Count) -> tu
         tokens=(int(count.tokens[0]), int(count.tokens[1])),
         documents=(int(count.documents[0]), int(count.documents[1])),
         highest=count.highest,
-        hash=f"sha256:{count.seen.hexdigest()}",
+        hash=f"sha256:{count.digest.hexdigest()}",
         made_from=_hash_of_files(files),
         table=_hash(table.tobytes()),
     )
@@ -298,7 +281,7 @@ def _keep(shards: Shards, files: list[Shard], split: Split, count: _Count) -> tu
     return extent, table
 
 
-def _kept(shards: Shards, files: list[Shard], split: Split, complete: bool) -> tuple[Extent, np.ndarray] | None:
+def _stored(shards: Shards, files: list[Shard], split: Split, complete: bool) -> tuple[Extent, np.ndarray] | None:
     """The table that an earlier run made of the same files."""
     try:
         if not _path(shards, split, ".json").exists():

@@ -1,7 +1,7 @@
 """Writers of token ids: each claims a unit of the source, tokenises it, and goes on to the next.
 
 Any number of processes on any number of machines write into one folder. A unit is claimed by a file lock, which is gone
-when its owner ends, however it ends. `python -m fulldepth.data.writers JOB` is one writer.
+when its owner ends, however it ends. `python -m fulldepth.data.cache.writers JOB` is one writer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.shards import Batch, Documents, Shards, write_shard
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.token_files import Encoded, EncodedDocuments, Shards, write_shard
 from fulldepth.data.units import Unit
 from fulldepth.errors import FulldepthError, one_line
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**20
 POLL = 0.2
 """Seconds between two looks at units that other processes hold."""
-MOST_WORDS = 600
-"""Characters of a message from a writer, which must fit into one write to a pipe."""
+MESSAGE_CHARACTERS = 600
+"""Of a message from a writer at most, which must fit into one write to a pipe."""
 
 
-class Done(NamedTuple):
-    """How far a unit is."""
+class Progress(NamedTuple):
+    """The state of a unit."""
 
     unit: int
     documents: int
@@ -42,59 +42,44 @@ class Done(NamedTuple):
     tokens: int
 
 
-Report = Callable[[Done], None]
+Report = Callable[[Progress], None]
 
 
 @dataclass
 class Job:
-    """What is to be written.
-
-    Args:
-        units: of the source.
-        encoder: text to ids.
-        folder: where to.
-        wanted: ids to make, from the first unit on; None = all.
-    """
+    """Units of a source, and the folder for their ids."""
 
     units: Sequence[Unit]
     encoder: Encoder
     folder: Path
-    wanted: int | None
+    token_limit: int | None
+    """Ids to make, from the first unit on; None = all."""
     shards: Shards = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.shards = Shards(self.folder, self.encoder.dtype)
 
     def missing(self) -> list[int]:
-        """Units that are not complete, up to the one with which there are `wanted` ids."""
+        """Units that are not complete, up to the one that reaches the limit."""
         missing, tokens = [], 0
         for number in range(len(self.units)):
-            if self.wanted is not None and tokens >= self.wanted:
+            if self.token_limit is not None and tokens >= self.token_limit:
                 break
             shards = self.shards.of_unit(number)
             tokens += sum(shard.note.tokens for shard in shards)
             if not (shards and shards[-1].note.last):
                 missing.append(number)
-        return [] if self._enough(missing) else missing
-
-    def _enough(self, missing: Sequence[int]) -> bool:
-        """Whether the ids before the first gap are as many as wanted."""
-        return bool(missing) and self._enough_until(missing[0])
+        return [] if missing and self._enough_until(missing[0]) else missing
 
     def _enough_until(self, number: int) -> bool:
-        """Whether units up to `number`, that one included, have as many ids as wanted."""
-        if self.wanted is None:
+        """Whether units up to `number`, that one included, reach the limit."""
+        if self.token_limit is None:
             return False
-        held = (shard.note.tokens for unit in range(number + 1) for shard in self.shards.of_unit(unit))
-        return sum(held) >= self.wanted
+        tokens = (shard.note.tokens for unit in range(number + 1) for shard in self.shards.of_unit(unit))
+        return sum(tokens) >= self.token_limit
 
     def write(self, report: Report, waiting: Callable[[], None]) -> None:
-        """Write units that nobody else writes until all are there.
-
-        Args:
-            report: told after each batch of documents.
-            waiting: called once if others hold all that is missing.
-        """
+        """Write units until all exist; `waiting` is called once if other processes hold all that is missing."""
         waited = False
         while missing := self.missing():
             if any(self._claim(number, report) for number in missing):
@@ -106,15 +91,11 @@ class Job:
 
     def _claim(self, number: int, report: Report) -> bool:
         """Write a unit, unless another process does; whether this one did."""
-        lock = FileLock(self.shards.lock(number))
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self.shards.lock(number), timeout=0):
+                self._write(number, report)
         except Timeout:
             return False
-        try:
-            self._write(number, report)
-        finally:
-            lock.release()
         return True
 
     def _write(self, number: int, report: Report) -> None:
@@ -125,24 +106,21 @@ class Job:
                 return
             skip = sum(shard.note.documents for shard in shards)
             tokens = sum(shard.note.tokens for shard in shards)
-            documents = Documents(self._encoded(number, Done(number, skip, 0, tokens), report))
+            documents = EncodedDocuments(self._encoded(number, Progress(number, skip, 0, tokens), report))
             part = len(shards)
             while not (part and self.shards.find(number, part)):
                 if write_shard(self.shards, number, part, documents).note.last or self._enough_until(number):
                     return
                 part += 1
 
-    def _encoded(self, number: int, done: Done, report: Report) -> Iterator[Batch]:
-        for texts in batches(self.units[number].read(done.documents)):
+    def _encoded(self, number: int, progress: Progress, report: Report) -> Iterator[Encoded]:
+        _, documents, characters, tokens = progress
+        for texts in batches(self.units[number].read(documents)):
             batch = self.encoder(texts)
             yield batch
-            done = Done(
-                number,
-                done.documents + len(texts),
-                done.characters + sum(map(len, texts)),
-                done.tokens + len(batch.ids),
-            )
-            report(done)
+            documents, tokens = documents + len(texts), tokens + len(batch.ids)
+            characters += sum(map(len, texts))
+            report(Progress(number, documents, characters, tokens))
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -160,11 +138,7 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def write_in_parallel(job: Job, writers: int, report: Report) -> None:
-    """Write with several processes of one thread each.
-
-    Raises:
-        FulldepthError: what the first writer that failed says; the others are ended.
-    """
+    """Write with several processes of one thread each; the message of the first that fails is raised, the rest end."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
@@ -175,7 +149,7 @@ def write_in_parallel(job: Job, writers: int, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="fulldepth-") as private:
         order = Path(private) / "job"
         order.write_bytes(packed)
-        command = [sys.executable, "-m", "fulldepth.data.writers", str(order)]
+        command = [sys.executable, "-m", "fulldepth.data.cache.writers", str(order)]
         read_end, write_end = os.pipe()
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -186,7 +160,10 @@ def write_in_parallel(job: Job, writers: int, report: Report) -> None:
                 finally:
                     os.close(write_end)
                 for line in lines:
-                    _hear(json.loads(line), report)
+                    message = json.loads(line)
+                    if isinstance(message, str):
+                        raise FulldepthError(message)
+                    report(Progress(*message))
             if failed := [process.returncode for process in started if process.wait()]:
                 raise FulldepthError(
                     f"A process that tokenises ended with {failed[0]}; a killed one may have run out of memory. The "
@@ -200,7 +177,7 @@ def write_in_parallel(job: Job, writers: int, report: Report) -> None:
 
 
 def cannot_write(folder: Path, error: BaseException) -> FulldepthError:
-    """What to tell about an error of the file system."""
+    """The message about an error of the file system."""
     reason = getattr(error, "strerror", None) or one_line(error, 200)
     return FulldepthError(
         f"Cannot write tokens to {folder}: {reason}. Choose another folder: data.cache=FOLDER, or the environment "
@@ -208,15 +185,8 @@ def cannot_write(folder: Path, error: BaseException) -> FulldepthError:
     )
 
 
-def _hear(message: Any, report: Report) -> None:
-    """What a writer says: how far it is, or what went wrong."""
-    if isinstance(message, str):
-        raise FulldepthError(message)
-    report(Done(*message))
-
-
 def main(order: str) -> int:
-    """One writer: tells on standard output how far it is, a line of JSON at a time."""
+    """One writer, which reports on standard output: lines of JSON, a `Progress` or the text of an error."""
 
     def tell(message: Any) -> None:
         os.write(1, (json.dumps(message) + "\n").encode())
@@ -229,9 +199,9 @@ def main(order: str) -> int:
     except BrokenPipeError:  # the process that started this one is gone
         return 1
     except FulldepthError as error:
-        tell(one_line(error, MOST_WORDS))
+        tell(one_line(error, MESSAGE_CHARACTERS))
     except OSError as error:
-        tell(one_line(cannot_write(job.folder, error), MOST_WORDS))
+        tell(one_line(cannot_write(job.folder, error), MESSAGE_CHARACTERS))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Documents as token ids, made once: kept in a folder that the text and the tokenizer name, and found there again."""
+"""`tokenise`: the token ids of documents, from the cache, or made by writers where they are missing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from time import monotonic
 from filelock import FileLock
 
 from fulldepth import launch
-from fulldepth.data import shards as layout
+from fulldepth.data.cache import token_files
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.splitting import DamagedError, Split, Tokens, open_parts
+from fulldepth.data.cache.token_files import Shard, Shards, write_json
+from fulldepth.data.cache.writers import Job, Progress, cannot_write, write_in_parallel
 from fulldepth.data.documents import Documents
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.shards import Shard, Shards, write_json
-from fulldepth.data.splitting import DamagedError, Split, Tokens, open_parts
-from fulldepth.data.writers import Done, Job, cannot_write, write_in_parallel
 from fulldepth.errors import FulldepthError
 from fulldepth.files import remove_leftovers
 from fulldepth.progress import Watcher
@@ -53,14 +53,14 @@ def tokens_folder(documents: Documents, encoder: Encoder, cache: Path) -> Path:
 
 
 def _description(documents: Documents, encoder: Encoder) -> dict[str, object]:
-    """What decides the ids and their files."""
+    """Everything that decides the ids and their files."""
     return {
         "version": VERSION,
         "tokenizer": encoder.fingerprint(),
         "source": dict(documents.identity),
         "units": len(documents.units),
         "dtype": encoder.dtype.str,
-        "shard": [layout.SHARD_TOKENS, layout.SHARD_DOCUMENTS],
+        "shard": [token_files.SHARD_TOKENS, token_files.SHARD_DOCUMENTS],
     }
 
 
@@ -74,30 +74,26 @@ def tokenise(
     writers: int | None = None,
     advice: str | None = None,
 ) -> Tokens:
-    """The documents' token ids, from the cache or made now; see `fulldepth.data.packed.pack`.
-
-    Raises:
-        FulldepthError: if there are no tokens, the model lacks one, or they cannot be written.
-    """
+    """The documents' token ids, from the cache or made now; arguments and errors as for `pack`."""
     folder = tokens_folder(documents, encoder, cache)
     shards = Shards(folder, encoder.dtype)
-    wanted = _first_guess(split)
+    token_limit = _expected_total(split)
     tokens = None
     try:
         while (tokens := _open(shards, documents, split)) is None:
-            if advice and _to_make(documents, shards, wanted) >= MANY_TOKENS:
+            if advice and _to_make(documents, shards, token_limit) >= MANY_TOKENS:
                 watcher.say(advice)
-            _make(documents, encoder, shards, wanted, watcher, writers)
-            wanted = None if wanted is None else _held(shards, documents) + 1
+            _make(documents, encoder, shards, token_limit, watcher, writers)
+            token_limit = None if token_limit is None else _held(shards, documents) + 1
     except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
         raise cannot_write(folder, error) from error
     if not any(part.tokens for part in tokens.parts.values()):
-        read = sum(file.note.documents for file in _files(shards, documents) if file is not None)
-        raise FulldepthError(f"{documents.name} is empty: {read} documents, and no token in them.")
+        count = sum(file.note.documents for file in _files(shards, documents) if file is not None)
+        raise FulldepthError(f"{documents.name} is empty: {count} documents, and no token in them.")
     return tokens
 
 
-def _first_guess(split: Split) -> int | None:
+def _expected_total(split: Split) -> int | None:
     """Ids of both parts with which the larger one has `max_tokens`, on average."""
     return None if split.max_tokens is None else round(split.max_tokens / max(split.share, 1 - split.share))
 
@@ -105,9 +101,9 @@ def _first_guess(split: Split) -> int | None:
 def _files(shards: Shards, documents: Documents) -> Iterator[Shard | None]:
     """The files of token ids in order; None where one is missing."""
     for unit in range(len(documents.units)):
-        found = shards.of_unit(unit)
-        yield from found
-        if not (found and found[-1].note.last):
+        files = shards.of_unit(unit)
+        yield from files
+        if not (files and files[-1].note.last):
             yield None
             return
 
@@ -118,7 +114,7 @@ def _held(shards: Shards, documents: Documents) -> int:
 
 
 def _open(shards: Shards, documents: Documents, split: Split) -> Tokens | None:
-    """What is there, if it is enough and whole."""
+    """The tokens on disk, if they are enough; damaged files are dropped."""
     while True:
         try:
             return open_parts(shards, _files(shards, documents), split)
@@ -127,7 +123,12 @@ def _open(shards: Shards, documents: Documents, split: Split) -> Tokens | None:
 
 
 def _make(
-    documents: Documents, encoder: Encoder, shards: Shards, wanted: int | None, watcher: Watcher, writers: int | None
+    documents: Documents,
+    encoder: Encoder,
+    shards: Shards,
+    token_limit: int | None,
+    watcher: Watcher,
+    writers: int | None,
 ) -> None:
     """Write what is missing, with other processes where there are units for them."""
     folder = shards.folder
@@ -136,11 +137,11 @@ def _make(
         if not (folder / SOURCE).exists():
             write_json(folder / SOURCE, _description(documents, encoder))
     remove_leftovers(folder)
-    job = Job(documents.units, encoder, folder, wanted)
+    job = Job(documents.units, encoder, folder, token_limit)
     missing = job.missing()
-    meter = _Meter(documents, shards, wanted, watcher)
-    if done := meter.tokens:
-        watcher.say(f"Tokenising goes on after {done:,} tokens.")
+    meter = _Meter(documents, shards, token_limit, watcher)
+    if meter.tokens:
+        watcher.say(f"Tokenising goes on after {meter.tokens:,} tokens.")
     if not missing:
         return
     count = min(writers or default_writers(), _useful_writers(job, len(missing), meter.tokens))
@@ -151,75 +152,75 @@ def _make(
 
 
 def _useful_writers(job: Job, missing: int, held: int) -> int:
-    """Writers that have something to do: one for each missing unit, up to the files that are wanted."""
-    if job.wanted is None:
+    """Writers that have something to do: one for each missing unit, up to the files that are token_limit."""
+    if job.token_limit is None:
         return missing
-    return min(missing, -(-(job.wanted - held) // layout.SHARD_TOKENS))
+    return min(missing, -(-(job.token_limit - held) // token_files.SHARD_TOKENS))
 
 
-def _to_make(documents: Documents, shards: Shards, wanted: int | None) -> int:
-    """Ids that are missing, about; 0 if that is not known."""
-    whole = (documents.size or 0) // BYTES_PER_TOKEN
-    return (whole if wanted is None else min(wanted, whole or wanted)) - _held(shards, documents)
+def _to_make(documents: Documents, shards: Shards, token_limit: int | None) -> int:
+    """Approximate number of ids that are missing; 0 if that is not known."""
+    total = (documents.size or 0) // BYTES_PER_TOKEN
+    return (total if token_limit is None else min(token_limit, total or token_limit)) - _held(shards, documents)
 
 
 class _Meter:
-    """How far it is: in tokens where a number of them is wanted, else in documents, else in bytes of the files."""
+    """Progress in tokens if their number is limited, else in documents, else in bytes of the files."""
 
-    def __init__(self, documents: Documents, shards: Shards, wanted: int | None, watcher: Watcher) -> None:
-        self.documents, self.shards, self.wanted, self.watcher = documents, shards, wanted, watcher
-        self.units: dict[int, Done] = {}
-        self.total = wanted or documents.length or documents.size or 0
+    def __init__(self, documents: Documents, shards: Shards, token_limit: int | None, watcher: Watcher) -> None:
+        self.documents, self.shards, self.token_limit, self.watcher = documents, shards, token_limit, watcher
+        self.units: dict[int, Progress] = {}
+        self.total = token_limit or documents.length or documents.size or 0
         self.shown, self.looked = 0, monotonic()
         self._look()
         self.start, self.before = monotonic(), self.tokens
-        unit = "tokens" if wanted else "documents" if documents.length is not None else "bytes"
+        unit = "tokens" if token_limit else "documents" if documents.length is not None else "bytes"
         self.title = f"Tokenising {documents.name} ({unit})"
         watcher.begin(self.title, self.total)
         self._show()
 
     @property
     def tokens(self) -> int:
-        """Made so far, by all processes."""
-        return sum(done.tokens for done in self.units.values())
+        """Ids made so far, by all processes."""
+        return sum(unit.tokens for unit in self.units.values())
 
-    def hear(self, done: Done) -> None:
-        """A writer of this machine went on."""
-        self.units[done.unit] = done
+    def hear(self, progress: Progress) -> None:
+        """Take a report of a writer of this machine."""
+        self.units[progress.unit] = progress
         if monotonic() - self.looked > RESCAN:
             self._look()
         self._show()
 
     def finish(self) -> None:
-        """All is there."""
+        """Show that everything exists."""
         self._to(self.total)
 
     def _look(self) -> None:
         """Count what is on the disk, where it is more than what this machine's writers said."""
         for unit in range(len(self.documents.units)):
-            found = self.shards.of_unit(unit)
-            tokens = sum(file.note.tokens for file in found)
-            if found and tokens >= self.units.get(unit, Done(unit, 0, 0, 0)).tokens:
+            files = self.shards.of_unit(unit)
+            tokens = sum(file.note.tokens for file in files)
+            if files and tokens >= self.units.get(unit, Progress(unit, 0, 0, 0)).tokens:
                 size = self.documents.units[unit].size or 0
-                count = sum(file.note.documents for file in found)
-                self.units[unit] = Done(unit, count, size if found[-1].note.last else 0, tokens)
+                count = sum(file.note.documents for file in files)
+                self.units[unit] = Progress(unit, count, size if files[-1].note.last else 0, tokens)
         self.looked = monotonic()
 
     def _show(self) -> None:
         values = self.units.values()
-        if self.wanted:
+        if self.token_limit:
             self._to(self.tokens)
         else:
             self._to(sum(d.documents if self.documents.length is not None else d.characters for d in values))
-        made, seconds = self.tokens - self.before, monotonic() - self.start
-        if made:
-            self.watcher.retitle(f"{self.title}, {made / seconds:,.0f} tokens/s")
+        new, seconds = self.tokens - self.before, monotonic() - self.start
+        if new:
+            self.watcher.retitle(f"{self.title}, {new / seconds:,.0f} tokens/s")
 
-    def _to(self, now: int) -> None:
-        now = min(now, self.total) if self.total else now
-        if now > self.shown:
-            self.watcher.advance(now - self.shown)
-            self.shown = now
+    def _to(self, position: int) -> None:
+        position = min(position, self.total) if self.total else position
+        if position > self.shown:
+            self.watcher.advance(position - self.shown)
+            self.shown = position
 
 
 def _sha256(value: object) -> str:

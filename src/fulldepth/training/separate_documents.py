@@ -93,18 +93,8 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention as transformers calls flash attention: a batch of one row is cut where positions start anew.
 
-    Args:
-        module: the attention module; not read.
-        query: `[B, H, T, D]`; key and value `[B, H or fewer, T, D]`.
-        key: see `query`.
-        value: see `query`.
-        attention_mask: must be None, as flash attention gets it where there is no padding.
-        scaling: of the scores; None = 1 / sqrt(D).
-        position_ids: [B, T]; None, or more than one row: the rows are one sequence each.
-        options: window and soft cap; without effect on two documents of a few tokens.
-
-    Returns:
-        `[B, T, H, D]`, and no weights.
+    Query, key and value are `[B, H, T, D]` and the result `[B, T, H, D]`; the mask is None, as where nothing is padded.
+    Windows and soft caps in `options` have no effect on two documents of a few tokens.
     """
     cuts = [0, query.shape[2]]
     if position_ids is not None and len(query) == 1:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.data import builtin_texts, rendering, train_tokenizer
+from fulldepth.data.batches import Example, batches
+from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
-from fulldepth.skip.inputs import rendering
-from fulldepth.skip.inputs.examples import Example, batches, read_examples
 from skip.word_tokenizer import (
     ASSISTANT,
     BOS,
@@ -281,7 +281,7 @@ def test_a_limit_takes_windows_of_many_documents(sizes, limit):
         ("nothing.jsonl", "There is no file or folder nothing.jsonl"),
         ("nothing.txt", "There is no file or folder nothing.txt"),
         ("corpus:novels", "Unknown corpus 'corpus:novels'"),
-        (7, "Cannot read conversations of type int"),
+        (7, "Cannot read data of type int"),
         ([PAIRS[0], {"text": "w1 w2"}], "rows row 2 has no 'prompt'"),
     ],
 )

@@ -1,16 +1,9 @@
-"""`pack`: documents as training and validation windows of one length, read from memory-mapped token ids.
-
-The ids of a text are kept in a folder of the cache named by a fingerprint of the tokenizer and of the source (files
-with sizes and times; a Hub data set with configuration, split and commit), and of nothing else: runs with other seeds,
-shares, lengths and numbers of steps read the same files. The same call finds them there, and one that needs more
-extends them. Any number of processes may call at once; each unit of the source is written by one of them, under a file
-lock. A killed one is taken up again after the last file that it completed; a file counts only once its note is written,
-which is last.
-"""
+"""`pack`: documents as training and validation windows of one length, read from token ids on disk."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data.cache.splitting import Part, Split, Tokens
+from fulldepth.data.cache.tokenising import default_cache, tokenise, tokens_folder
 from fulldepth.data.documents import open_documents
-from fulldepth.data.encoder import Encoder
-from fulldepth.data.splitting import Part, Split, Tokens
-from fulldepth.data.tokenising import default_cache, tokenise, tokens_folder
 from fulldepth.data.tokens import check_vocabulary
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from fulldepth.targets import IGNORE
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -81,6 +75,36 @@ class Windows(Dataset[dict[str, Tensor]]):
         inside = self.part.starts(start, stop)
         first[inside] = inside
         return np.arange(stop - start) - np.maximum.accumulate(first)
+
+
+def flatten_windows(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate windows of B x T tokens into one row of B T tokens with the loss and the targets of the `[B, T]` batch.
+
+    transformers takes the variable-length path of flash attention from position ids only for a batch of one row
+    (`_is_packed_sequence` in its `modeling_flash_attention_utils`); in a batch of more rows documents see each other.
+    In the row every window and every document starts at position 0. A causal model predicts a label from the token
+    before it, so the first label of each window, which no `[B, T]` batch counts, is -100.
+
+    Args:
+        items: windows with `input_ids`, `labels` and `position_ids`, each [T], as `Windows` gives without
+            `across_documents`; T may differ.
+
+    Returns:
+        `input_ids`, `labels` and `position_ids`, each [1, B T] int64. Call the model with `use_cache=False` and no
+        `attention_mask`: with either it ignores the position ids.
+
+    Raises:
+        FulldepthError: for items without position ids that start at 0.
+    """
+    if any("position_ids" not in item or int(item["position_ids"][0]) for item in items):
+        raise FulldepthError(
+            "Only windows with position_ids that start at 0 can be flattened (across_documents=false)."
+        )
+    labels = [item["labels"].clone() for item in items]
+    for window in labels:
+        window[0] = IGNORE
+    parts = {name: [item[name] for item in items] for name in ("input_ids", "position_ids")}
+    return {name: torch.cat(rows)[None] for name, rows in {**parts, "labels": labels}.items()}
 
 
 @dataclass(frozen=True)
@@ -166,33 +190,28 @@ def pack(
     _check(sequence_length, validation_share, max_tokens, validation_sequences)
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
     source, encoder, watcher = open_documents(documents), Encoder(tokenizer, vocab_size), watcher or Watcher()
-    place, share = cache or default_cache(), validation_share if validation is None else 0.0
-    read = partial(tokenise, encoder=encoder, cache=place, watcher=watcher, writers=writers, advice=advice)
-    made = read(source, split=Split(share, seed, max_tokens))
-    _require_split(source.name, made, share)
+    cache, share = cache or default_cache(), validation_share if validation is None else 0.0
+    read = partial(tokenise, encoder=encoder, cache=cache, watcher=watcher, writers=writers, advice=advice)
+    tokens = read(source, split=Split(share, seed, max_tokens))
+    _require_split(source.name, tokens, share)
     other_source = source if validation is None else open_documents(validation)
-    other = made if validation is None else read(other_source, split=Split(1.0, seed, max_tokens))
-    train, held_out = cut(made.parts["train"]), cut(other.parts["validation"], limit=validation_sequences)
-    warnings = check_vocabulary(max(made.highest, other.highest), tokenizer, vocab_size)
+    other = tokens if validation is None else read(other_source, split=Split(1.0, seed, max_tokens))
+    train, held_out = cut(tokens.parts["train"]), cut(other.parts["validation"], limit=validation_sequences)
+    warnings = check_vocabulary(max(tokens.highest, other.highest), tokenizer, vocab_size)
     warnings += _check_windows(source.name, train, other_source.name, held_out, validation_sequences)
-    seen = repr([made.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)])
-    digest = hashlib.sha256(seen.encode()).hexdigest()
-    place = tokens_folder(source, encoder, place)
-    return Packed(source.name, train, held_out, f"sha256:{digest}", tuple(warnings), place)
+    content = repr([tokens.hash, other.hash, sequence_length, across_documents, len(train), len(held_out)])
+    digest = f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+    return Packed(source.name, train, held_out, digest, tuple(warnings), tokens_folder(source, encoder, cache))
 
 
-def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows, wanted: int | None) -> list[str]:
-    """Warnings, if there are fewer validation windows than wanted.
-
-    Raises:
-        FulldepthError: if a part does not fill one window.
-    """
+def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows, sequences: int | None) -> list[str]:
+    """Warnings, if there are fewer validation windows than asked for; refuses a part that does not fill one window."""
     _require_window(name, "training", train)
     if not held_out.documents:
         return []
     _require_window(other_name, "validation", held_out)
-    if len(held_out) < (wanted or 0):
-        return [f"The validation text fills only {len(held_out)} of {wanted} sequences."]
+    if len(held_out) < (sequences or 0):
+        return [f"The validation text fills only {len(held_out)} of {sequences} sequences."]
     return []
 
 
@@ -206,10 +225,10 @@ def _check(length: int, share: float, max_tokens: int | None, sequences: int | N
             raise FulldepthError(f"{name} must be at least 1, got {value}.")
 
 
-def _require_split(name: str, made: Tokens, share: float) -> None:
+def _require_split(name: str, tokens: Tokens, share: float) -> None:
     if not share:
         return
-    train, held_out = made.parts["train"].documents, made.parts["validation"].documents
+    train, held_out = tokens.parts["train"].documents, tokens.parts["validation"].documents
     if not train or not held_out:
         raise FulldepthError(
             f"{name} has {train + held_out} documents, too few to hold out a share of {share}: none is left for "

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, read_document
 from fulldepth.settings import Settings
-from fulldepth.skip.inputs.responses import FILE, Responses
+from fulldepth.skip.responses import FILE, Responses
 
 NOTES = "responses.json"
 """How the responses beside it were generated."""
@@ -31,11 +31,11 @@ class StoredNotes(Settings):
 
 
 def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[[], Responses]) -> dict[str, Any]:
-    """Have the responses in `folder`; an earlier start's are taken if they were asked for in the same way.
+    """Write generated responses into `folder`, or find those of an earlier start with the same settings there.
 
     Args:
-        folder: where `responses.jsonl` and `responses.json` are written.
-        asked: what decides the responses, in plain values.
+        folder: for `responses.jsonl` and `responses.json`.
+        asked: settings that decide the responses, in plain values.
         generate: makes them.
 
     Returns:
@@ -44,8 +44,8 @@ def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[
     Raises:
         FulldepthError: if the folder holds other responses, or files of these names that are not whole.
     """
-    found = _read(folder, asked)
-    if found is None:
+    stored = _read(folder, asked)
+    if stored is None:
         responses = generate()
         digest = hashlib.sha256(responses.text().encode()).hexdigest()
         notes = {"asked": dict(asked), "made": responses.settings, "sha256": digest}
@@ -56,16 +56,12 @@ def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[
         except OSError as error:
             raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
         responses.save(folder / FILE)
-        found = read_document(folder / NOTES, StoredNotes)
-    return dict(found.made)
+        stored = read_document(folder / NOTES, StoredNotes)
+    return dict(stored.made)
 
 
 def check_data(data: Any, folder: Path) -> None:
-    """Refuse to write the responses over the file that the prompts are read from.
-
-    Raises:
-        FulldepthError: if `data` is that file.
-    """
+    """Refuse to write the responses over the file that the prompts are read from."""
     target = folder / FILE
     if isinstance(data, str | Path) and target.exists() and Path(data).exists() and target.samefile(data):
         raise FulldepthError(
@@ -75,7 +71,7 @@ def check_data(data: Any, folder: Path) -> None:
 
 
 def _read(folder: Path, asked: Mapping[str, Any]) -> StoredNotes | None:
-    """What an earlier start left; None if the responses are still to be generated."""
+    """The notes of an earlier start; None if the responses are still to be generated."""
     notes, responses = folder / NOTES, folder / FILE
     if not notes.exists():
         if responses.exists():
@@ -86,20 +82,20 @@ def _read(folder: Path, asked: Mapping[str, Any]) -> StoredNotes | None:
         return None
     again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."
     try:
-        found = read_document(notes, StoredNotes)
+        stored = read_document(notes, StoredNotes)
     except FulldepthError as error:
         raise FulldepthError(f"{error} {again}") from error
-    now = json.loads(json.dumps(dict(asked)))
+    current = json.loads(json.dumps(dict(asked)))
     different = [
-        f"{name} was {one_line(repr(found.asked.get(name)), 80)}, is {one_line(repr(now.get(name)), 80)}"
-        for name in now
-        if found.asked.get(name) != now[name]
+        f"{name} was {one_line(repr(stored.asked.get(name)), 80)}, is {one_line(repr(value), 80)}"
+        for name, value in current.items()
+        if stored.asked.get(name) != value
     ]
     if different:
         raise FulldepthError(f"{folder} holds other responses: {'; '.join(different[:4])}. {again}")
     if not responses.exists():  # killed between the two files
         return None
     with responses.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != found.sha256:
+        if hashlib.file_digest(file, "sha256").hexdigest() != stored.sha256:
             raise FulldepthError(f"{responses} has changed since it was generated. {again}")
-    return found
+    return stored

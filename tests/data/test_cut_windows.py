@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fulldepth.data.packing import pack
+from fulldepth.data.encoding import cut_windows
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
 
 
@@ -13,13 +13,13 @@ def letters(text, needed):
 
 
 def test_packing_by_hand():
-    packed = pack(["abc", "defg", "h"], letters, window=4, most=9, separator=0)
+    windows, left_over = cut_windows(["abc", "defg", "h"], letters, window=4, count=9, separator=0)
     a, b, c, d, e, f, g, h = range(ord("a"), ord("i"))
-    assert packed.windows == [[a, b, c, 0], [d, e, f, g]]
-    assert packed.left_over == 2  # the separator and h
-    assert pack(["ab"], letters, window=4, most=9).windows == [[a, b]]
-    assert pack(["ab", "", "cd"], letters, window=2, most=9).windows == [[a, b], [c, d]]
-    assert h not in pack(["abc", "defg", "h"], letters, window=4, most=1).windows[0]
+    assert windows == [[a, b, c, 0], [d, e, f, g]]
+    assert left_over == 2  # the separator and h
+    assert cut_windows(["ab"], letters, window=4, count=9)[0] == [[a, b]]
+    assert cut_windows(["ab", "", "cd"], letters, window=2, count=9)[0] == [[a, b], [c, d]]
+    assert h not in cut_windows(["abc", "defg", "h"], letters, window=4, count=1)[0][0]
 
 
 @given(
@@ -32,7 +32,7 @@ def test_windows_are_a_prefix_of_the_stream(texts, window, most, separator):
     filled = [t for t in texts if t]
     joint = "".join(filled) if separator is None else "\0".join(filled)
     stream = [ord(c) for c in joint]
-    windows, left_over = pack(texts, letters, window=window, most=most, separator=separator)
+    windows, left_over = cut_windows(texts, letters, window=window, count=most, separator=separator)
     together = [token for w in windows for token in w]
     assert together == stream[: len(together)]
     if len(stream) < window:
@@ -51,7 +51,7 @@ def test_packing_reads_no_further_than_needed():
             read.append(i)
             yield "abcde"
 
-    pack(texts(), letters, window=5, most=3)
+    cut_windows(texts(), letters, window=5, count=3)
     assert read == [0, 1, 2, 3]  # the fourth is looked at and left
 
 

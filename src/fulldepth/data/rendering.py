@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 from jinja2 import TemplateError
 
-from fulldepth.data.conversations import Message
+from fulldepth.data.conversations import Message, Prompt
 from fulldepth.data.tokens import Frame, plain_ids
 from fulldepth.errors import FulldepthError
 
-Prompt: TypeAlias = str | list[Message]
-"""Plain text, or all messages before the response."""
-
 
 def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
-    """A prompt as `fulldepth.data.conversations` hands it out: messages for a tokenizer with a chat template, else text
-    that ends in white space.
-
-    Raises:
-        FulldepthError: if messages meet a tokenizer without a chat template.
-    """
+    """A prompt in the form of `conversation_prompts`; messages without a chat template are a `FulldepthError`."""
     if tokenizer.chat_template:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(prompt, str):
@@ -29,11 +21,7 @@ def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> list[int]:
-    """Token ids after which a response follows.
-
-    Raises:
-        FulldepthError: if the chat template refuses the messages.
-    """
+    """Token ids after which a response follows; `FulldepthError` if the chat template refuses the messages."""
     if isinstance(prompt, str):
         return [*Frame.of(tokenizer, [prompt]).prefix, *plain_ids(tokenizer, prompt)]
     return plain_ids(tokenizer, _render(tokenizer, prompt, where, answer=True))
@@ -55,17 +43,18 @@ def encode_pair(
         assert isinstance(response, str)
         return before, plain_ids(tokenizer, response), list(Frame.of(tokenizer, [prompt]).suffix)
     assert not isinstance(response, str)
-    asked = _render(tokenizer, prompt, where, answer=True)
+    opening = _render(tokenizer, prompt, where, answer=True)
     full = _render(tokenizer, [*prompt, response], where, answer=False)
-    start = next((i for i, (a, b) in enumerate(zip(asked, full, strict=False)) if a != b), min(len(asked), len(full)))
-    if start < len(asked):  # templates that open the answer in another way than they write it down
+    pairs = enumerate(zip(opening, full, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), min(len(opening), len(full)))
+    if start < len(opening):  # templates that open the answer in another way than they write it down
         if start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
             raise FulldepthError(
                 f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
                 "is not known where the response begins. Use another chat template, or prompt and response as text."
             )
-        said = full.rfind(response["content"].strip())
-        start = min(start, said) if said >= 0 else start
+        content = full.rfind(response["content"].strip())
+        start = min(start, content) if content >= 0 else start
         before = plain_ids(tokenizer, full[:start])
     return before, _to_end_of_turn(tokenizer, plain_ids(tokenizer, full[start:])), []
 

@@ -1,10 +1,10 @@
-"""`generate_responses`: pairs whose responses are the unmodified model's own, as the paper selects and fits on."""
+"""`generate_responses`: the unmodified model's own responses to prompts, as data of a search."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,28 +14,26 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.conversations import CHAT_COLUMNS, ROLES, open_rows, read_conversations
-from fulldepth.data.records import PROMPT_COLUMNS
+from fulldepth.data.conversations import TABLES, Prompt, conversation_prompts
+from fulldepth.data.opening import open_data
+from fulldepth.data.rendering import as_prompt, encode_prompt
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
-from fulldepth.skip.inputs.rendering import Prompt, as_prompt, encode_prompt
 
 FILE = "responses.jsonl"
 MOST = 10_000_000
 """Prompts, tokens of a response and sequences of a batch."""
-STAND_IN = "."
-"""A response in the place of one that is not there or not wanted."""
 
 
 class Responses(NamedTuple):
-    """Prompts with the model's own responses, and how these were made."""
+    """Prompts with the model's own responses, and the settings of their generation."""
 
     pairs: list[dict[str, Any]]
     """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages."""
     settings: dict[str, Any]
-    """What they depend on, and what became of them; plain values for a plan's `data`."""
+    """Settings that decide the responses, and counts of them; plain values for a plan's `data`."""
 
     def text(self) -> str:
         """The pairs as the text of a `.jsonl` file."""
@@ -68,15 +66,14 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None) -> list[Pr
     Raises:
         FulldepthError: if there is no prompt in a row, or no row.
     """
-    name, rows = open_rows(data, limit=limit)
+    opened = open_data(data, limit=limit, suffixes=TABLES)
     prompts: list[Prompt] = []
-    for where, found in read_conversations(_with_stand_ins(rows), tokenizer, per_response=True):
-        prompt = found[-1]["prompt"] if found else ""
-        if not _said(prompt):
+    for where, prompt in conversation_prompts(opened.rows(), tokenizer):
+        if not _has_text(prompt):
             raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
         prompts.append(prompt)
     if not prompts:
-        raise FulldepthError(f"There are no prompts in {name}.")
+        raise FulldepthError(f"There are no prompts in {opened.name}.")
     return prompts
 
 
@@ -122,15 +119,15 @@ def generate_responses(
     watcher = watcher or Watcher()
     count = len(prompts) if n is None else n
     _check_settings(model, len(prompts), count, temperature, seed, max_new_tokens, batch_size)
-    asked = [as_prompt(tokenizer, prompt) for prompt in prompts[:count]]
-    encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(asked, start=1)]
-    _check_prompts(asked, encoded, model, max_new_tokens)
+    rendered = [as_prompt(tokenizer, prompt) for prompt in prompts[:count]]
+    encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(rendered, start=1)]
+    _check_prompts(rendered, encoded, model, max_new_tokens)
     ends = _end_tokens(model, tokenizer)
     config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
     order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
     answers: dict[int, list[int]] = {}
     watcher.begin("Responses", count)
-    with _undisturbed(model):
+    with _plain_generation(model):
         for start in range(0, count, batch_size):
             chosen = order[start : start + batch_size]
             noise = [GumbelNoise(temperature, seed, chosen)] if temperature else []
@@ -138,13 +135,13 @@ def generate_responses(
             watcher.advance(len(chosen))
     settings = {"prompts": count, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     settings |= {"batch_size": batch_size, "chat_template": bool(tokenizer.chat_template)}
-    return _responses(tokenizer, prompts, asked, answers, ends, settings, watcher)
+    return _responses(tokenizer, prompts, rendered, answers, ends, settings, watcher)
 
 
 def _answers(
     model: PreTrainedModel, prompts: Sequence[list[int]], config: GenerationConfig, noise: Sequence[LogitsProcessor]
 ) -> list[list[int]]:
-    """What follows each prompt of one batch, to the end of the longest answer."""
+    """Ids after each prompt of one batch, to the end of the longest answer."""
     batch = _left_padded(prompts, device_of(model))
     generate: Any = model.generate
     sequences = generate(**batch, generation_config=config, logits_processor=LogitsProcessorList(noise))
@@ -173,7 +170,7 @@ class GumbelNoise(LogitsProcessor):
 def _responses(
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    asked: Sequence[Prompt],
+    rendered: Sequence[Prompt],
     answers: Mapping[int, list[int]],
     ends: set[int],
     settings: dict[str, Any],
@@ -182,7 +179,7 @@ def _responses(
     """Pairs in order, without the empty ones, which are reported."""
     pairs: list[dict[str, Any]] = []
     empty, unfinished, tokens = [], 0, 0
-    for index in range(len(asked)):
+    for index in range(len(rendered)):
         ids = answers[index]
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
         text = tokenizer.decode(ids[:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -192,18 +189,18 @@ def _responses(
         unfinished += stop is None
         tokens += len(ids[:stop])
         if isinstance(prompts[index], str):  # the template makes the same messages of it when it is read
-            prompt = prompts[index] if tokenizer.chat_template else asked[index]
+            prompt = prompts[index] if tokenizer.chat_template else rendered[index]
             pairs.append({"prompt": prompt, "response": text})
         else:
             pairs.append({"prompt": prompts[index], "response": [{"role": "assistant", "content": text}]})
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
-        raise FulldepthError(f"The model gave an empty response to each of the {len(asked)} prompts.")
+        raise FulldepthError(f"The model gave an empty response to each of the {len(rendered)} prompts.")
     if empty:
-        watcher.say(f"{len(empty)} of {len(asked)} responses are empty and left out: {_numbers(empty)}.")
+        watcher.say(f"{len(empty)} of {len(rendered)} responses are empty and left out: {_numbers(empty)}.")
     if unfinished:
         watcher.say(
-            f"{unfinished} of {len(asked)} responses were broken off after {settings['max_new_tokens']} tokens."
+            f"{unfinished} of {len(rendered)} responses were broken off after {settings['max_new_tokens']} tokens."
         )
     return Responses(pairs, settings)
 
@@ -215,9 +212,9 @@ def _check_settings(
         raise FulldepthError("There are no prompts to respond to.")
     if n > available:
         raise FulldepthError(f"{one_line(n, 30)} responses were asked for, but there are {available} prompts.")
-    for what, number in (("responses", n), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+    for name, number in (("responses", n), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if not 1 <= number <= MOST:
-            raise FulldepthError(f"{what} must be 1 to {MOST:,}, got {one_line(number, 30)}.")
+            raise FulldepthError(f"{name} must be 1 to {MOST:,}, got {one_line(number, 30)}.")
     if not 0 <= temperature < math.inf:
         raise FulldepthError(f"The temperature must be a number from 0 (greedy), got {temperature}.")
     if not 0 <= seed < 2**32:
@@ -227,41 +224,42 @@ def _check_settings(
 
 
 def _check_prompts(
-    asked: Sequence[Prompt], encoded: Sequence[list[int]], model: PreTrainedModel, max_new_tokens: int
+    rendered: Sequence[Prompt], encoded: Sequence[list[int]], model: PreTrainedModel, max_new_tokens: int
 ) -> None:
-    for number, (prompt, ids) in enumerate(zip(asked, encoded, strict=True), start=1):
-        if not _said(prompt) or not ids:
+    for number, (prompt, ids) in enumerate(zip(rendered, encoded, strict=True), start=1):
+        if not _has_text(prompt) or not ids:
             raise FulldepthError(f"Prompt {number} is empty. Leave it out, or give it text.")
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is None:
         return
     long = [number for number, ids in enumerate(encoded, start=1) if len(ids) + max_new_tokens > positions]
     if long:
-        most = max(map(len, encoded))
-        room = f"Set max_new_tokens to {positions - most} or less" if most < positions else "Shorten them"
+        longest = max(map(len, encoded))
+        room = f"Set max_new_tokens to {positions - longest} or less" if longest < positions else "Shorten them"
         raise FulldepthError(
-            f"{_numbers(long, 'prompt')} with {max_new_tokens} new tokens would be longer than the model's {positions} "
-            f"positions; the longest prompt has {most} tokens. {room}, or leave them out."
+            f"Prompt{'s' if len(long) > 1 else ''} {_numbers(long)} with {max_new_tokens} new tokens would be longer "
+            f"than the model's {positions} positions; the longest prompt has {longest} tokens. {room}, or leave them "
+            "out."
         )
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     """Ids that end a response: the tokenizer's, and all that the checkpoint's `generation_config` names."""
     named = model.generation_config.eos_token_id if model.generation_config else None
-    found = {named} if isinstance(named, int) else set(named or ())
-    return found | ({tokenizer.eos_token_id} - {None})
+    ids = {named} if isinstance(named, int) else set(named or ())
+    return ids | ({tokenizer.eos_token_id} - {None})
 
 
 @contextmanager
-def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode and plain generation defaults meanwhile."""
-    own, training = model.generation_config, [module for module in model.modules() if module.training]
+    config, training = model.generation_config, [module for module in model.modules() if module.training]
     model.eval()
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = config
         for module in training:
             module.training = True
 
@@ -274,38 +272,10 @@ def _left_padded(rows: Sequence[list[int]], device: torch.device) -> dict[str, T
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _said(prompt: Prompt) -> bool:
+def _has_text(prompt: Prompt) -> bool:
     parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     return any(part.strip() for part in parts)
 
 
-def _with_stand_ins(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows whose response is one that is there, so that they read as pairs and chats do."""
-    for where, row in rows:
-        chat = next((column for column in CHAT_COLUMNS if column in row), None)
-        if chat is not None:
-            yield where, {chat: _without_answer(row[chat])}
-            continue
-        pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row), None)
-        if pair is None:
-            expected = ", ".join(dict.fromkeys([*CHAT_COLUMNS, *(first for first, _ in PROMPT_COLUMNS)]))
-            found = ", ".join(map(repr, row)) or "none"
-            raise FulldepthError(f"{where} has no column of prompts. Got: {found}. Expected one of: {expected}.")
-        first, second = pair
-        stand_in: Any = [{"role": "assistant", "content": STAND_IN}] if isinstance(row[first], list) else STAND_IN
-        yield where, {**row, second: stand_in}
-
-
-def _without_answer(messages: Any) -> Any:
-    """Messages of a chat, their last response exchanged for the stand-in, or one added."""
-    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
-        return messages
-    last = messages[-1]
-    keys = ("from", "value") if "from" in last and "value" in last else ("role", "content")
-    answered = ROLES.get(str(last.get(keys[0]))) == "assistant"
-    return [*(messages[:-1] if answered else messages), {keys[0]: "assistant", keys[1]: STAND_IN}]
-
-
-def _numbers(numbers: Sequence[int], what: str = "") -> str:
-    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}".strip().capitalize() if what else shown
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")

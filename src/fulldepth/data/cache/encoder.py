@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fulldepth.data.shards import Batch
+from fulldepth.data.cache.token_files import Encoded
 from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
@@ -43,12 +43,8 @@ class Encoder:
         highest = max(self.end, *self.tokenizer.get_vocab().values())
         self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
 
-    def __call__(self, texts: Sequence[str]) -> Batch:
-        """The ids of each text; none for a text without tokens.
-
-        Raises:
-            FulldepthError: if the tokenizer fails, or the model lacks an id.
-        """
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text; `FulldepthError` if the tokenizer fails or the model lacks an id."""
         flat, lengths = array("I"), []
         prefix, suffix = self.frame.prefix, self.frame.suffix
         for ids in self._encode(texts):
@@ -60,9 +56,9 @@ class Encoder:
                 if flat[-1] != self.end:
                     flat.append(self.end)
             lengths.append(len(flat) - start)
-        every = np.frombuffer(flat, np.uint32) if flat else np.zeros(0, np.uint32)
-        check_vocabulary(int(every.max(initial=0)), self.tokenizer, self.vocab_size)
-        return Batch(every, np.array(lengths, np.int64))
+        all_ids = np.frombuffer(flat, np.uint32) if flat else np.zeros(0, np.uint32)
+        check_vocabulary(int(all_ids.max(initial=0)), self.tokenizer, self.vocab_size)
+        return Encoded(all_ids, np.array(lengths, np.int64))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text without special tokens around it."""
@@ -75,7 +71,7 @@ class Encoder:
             return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _own_core(self) -> Tokenizer:
-        """A copy of the Rust tokenizer without truncation and padding, left over from whatever it was used for last."""
+        """A copy of the Rust tokenizer without the truncation and padding of its last use."""
         core = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         core.no_truncation()
         core.no_padding()

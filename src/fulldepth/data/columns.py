@@ -1,0 +1,112 @@
+"""Columns that are read: their usual names, the choice among those of a row, and cells that must hold text.
+
+A row without the column, or a cell of another kind, is a `FulldepthError` that says where it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fulldepth.errors import FulldepthError, names_of, unknown
+
+Rows = Iterable[tuple[str, Mapping[str, Any]]]
+"""Rows, each after the words that say where it stands (`a.jsonl line 3`), for messages."""
+
+IMAGE_COLUMNS = ("image", "img")
+TEXT_COLUMNS = ("text", "sentence")
+TEXT_PAIR_COLUMNS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("#1 String", "#2 String"),
+)
+PROMPT_COLUMNS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("context", "target"),
+)
+LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")
+EXPECTED = "text (or sentence, or sentence1 + sentence2) or image, with or without label; or prompt + response"
+SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Columns(NamedTuple):
+    """The columns that hold what we read; `kind` is `text`, `pairs` or `images`."""
+
+    kind: str
+    first: str
+    second: str | None
+    label: str | None
+
+
+def choose_columns(names: Iterable[str], where: str) -> Columns:
+    """Which of the columns `names` to read."""
+    have = list(names)
+    label = next((name for name in LABEL_COLUMNS if name in have), None)
+    for name in IMAGE_COLUMNS:
+        if name in have:
+            return Columns("images", name, None, label)
+    for first, second in TEXT_PAIR_COLUMNS:
+        if first in have and second in have:
+            return Columns("text", first, second, label)
+    for name in TEXT_COLUMNS:
+        if name in have:
+            return Columns("text", name, None, label)
+    for first, second in PROMPT_COLUMNS:
+        if first in have and second in have:
+            return Columns("pairs", first, second, None)
+    raise FulldepthError(
+        f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
+    )
+
+
+def text_column(names: Iterable[str], column: str | None, where: str) -> str:
+    """The column that holds the text: `column`, or where that is None `text` or `sentence`."""
+    have = list(names)
+    if column is not None:
+        if column not in have:
+            raise unknown(f"column of {where}", column, have)
+        return column
+    for name in TEXT_COLUMNS:
+        if name in have:
+            return name
+    raise FulldepthError(
+        f"{where} has no column {' or '.join(TEXT_COLUMNS)}. Got: {names_of(have)}. Say which holds the text."
+    )
+
+
+def column_texts(rows: Rows, column: str | None = None) -> Iterator[str]:
+    """The text of each row; without `column`, the first row decides which it is, as `text_column` does."""
+    for where, row in rows:
+        column = text_column(row, None, where) if column is None else column
+        require_columns(row, [column], where)
+        yield text_value(row[column], f"{where}, {column!r}")
+
+
+def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where: str) -> None:
+    """Refuse a row that lacks one of the columns."""
+    for column in columns:
+        if column is not None and column not in row:
+            raise FulldepthError(f"{where} has no {column!r}. It has: {names_of(row)}.")
+
+
+def text_value(value: Any, where: str) -> str:
+    """A cell that must hold text, ready for a tokenizer; `where` says where it stands."""
+    if not isinstance(value, str):
+        raise FulldepthError(f"{where} is {kind_of(value)}, expected text.")
+    return clean_text(value)
+
+
+def clean_text(text: str) -> str:
+    """`text` with halves of surrogate pairs (JSON can hold them, UTF-8 and tokenizers cannot) replaced by U+FFFD."""
+    return SURROGATES.sub("\ufffd", text)
+
+
+def kind_of(value: Any) -> str:
+    """What a cell holds, for a message."""
+    return "empty (null)" if value is None else f"of type {type(value).__name__}"

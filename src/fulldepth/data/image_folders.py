@@ -1,0 +1,110 @@
+"""Folders of images, on disk or in a .zip: [train|validation|test/]class/file.
+
+A folder without images, or without the split, is a `FulldepthError`.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from fulldepth.data.archives import member_names, open_archive, read_member
+from fulldepth.data.images import ImageLoader, StoredImage, decode_image, stored_image
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+SPLITS = ("validation", "valid", "val", "dev", "test", "train")
+"""Names of splits; where none is asked for, the first of these that exists: the labels of `test` may be hidden."""
+
+
+class Pictures(NamedTuple):
+    """The images of one split."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    """`image` (a loader) and `label` (class index, or None)."""
+    classes: tuple[str, ...]
+
+
+def has_images(path: Path) -> bool:
+    """Whether a folder or one of its sub-folders holds an image."""
+    with reading(path):
+        return any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
+
+
+def folder_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
+    """The images below a folder; class sub-folders give the labels, in sorted order of their names.
+
+    Without `split`, the first of `SPLITS` that exists; with a `limit`, so many images, spread evenly over all.
+    """
+    files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
+    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit)
+
+
+def zip_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
+    """The images in a `.zip` of such a folder, read in place; see `folder_images`."""
+    archive = open_archive(path)
+    return _pictures(path.name, member_names(archive), partial(_stored_member, archive), split, limit)
+
+
+def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:
+    return StoredImage(partial(_read_member, archive, str(file)), partial(read_member, archive, str(file)))
+
+
+def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
+    return decode_image(read_member(archive, member), f"{archive.filename}/{member}")
+
+
+def _pictures(
+    name: str,
+    files: Sequence[PurePosixPath],
+    loader: Callable[[PurePosixPath], ImageLoader],
+    split: str | None,
+    limit: int | None,
+) -> Pictures:
+    images, chosen = _arrange(name, files, split)
+    if limit is not None and limit < len(images):  # sorted by class: take them evenly, not the first classes only
+        images = [images[i * len(images) // limit] for i in range(limit)]
+    classes = tuple(sorted({label for _, label in images if label is not None}))
+    index = {label: i for i, label in enumerate(classes)}
+    rows = [{"image": loader(file), "label": None if label is None else index[label]} for file, label in images]
+    return Pictures(f"{name}/{chosen}" if chosen else name, rows, classes)
+
+
+def _arrange(
+    name: str, files: Sequence[PurePosixPath], split: str | None = None
+) -> tuple[list[tuple[PurePosixPath, str | None]], str | None]:
+    """Sorted (file, class name) of the images among `files`, and the split they belong to, if there are splits."""
+    images = sorted(
+        f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
+    )
+    if not images:
+        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in files})) or "nothing", 200)
+        raise FulldepthError(f"No images in {name}. Found: {have}. Expected {', '.join(sorted(SUFFIXES))}.")
+    depth = 0
+    if (
+        len({f.parts[0] for f in images}) == 1
+        and _folder(images[0], 0) not in SPLITS
+        and all(len(f.parts) > 2 for f in images)
+    ):
+        depth = 1  # one folder around everything
+    splits = {folder for f in images if (folder := _folder(f, depth)) in SPLITS}
+    if split is None:
+        split = next((s for s in SPLITS if s in splits), None)
+    elif split not in splits:
+        have = ", ".join(sorted(splits)) or "no splits"
+        raise FulldepthError(f"{name} has no split {split!r}. It has: {have}.")
+    if split is not None:
+        images, depth = [f for f in images if _folder(f, depth) == split], depth + 1
+    return [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in images], split
+
+
+def _folder(file: PurePosixPath, depth: int) -> str | None:
+    """Lower-case name of the folder at `depth` on the way to `file`, None if the file itself stands there."""
+    return file.parts[depth].lower() if len(file.parts) > depth + 1 else None

@@ -1,0 +1,271 @@
+"""`open_data`: the one reader of a data argument. Every verb makes what it needs of the rows that it gives.
+
+`sources` makes records of them for measuring, `documents` training text, `conversations` prompts with responses, and
+`examples` token ids for the search.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+from PIL import Image
+
+from fulldepth.data.columns import IMAGE_COLUMNS, Rows
+from fulldepth.data.corpus import PARTS, builtin_texts
+from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
+from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
+from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
+from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.files import reading, reading_each
+
+CORPUS = "corpus:"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+"""A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
+DATASETS = datasets.Dataset | datasets.IterableDataset
+SPLIT_DATASETS = datasets.DatasetDict | datasets.IterableDatasetDict
+Choice = Callable[[Iterable[str], str], Sequence[str]]
+"""(names of the columns, where they stand) -> the columns to read."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Data that exist, in one of three forms: `files`, a `table`, or `items`."""
+
+    name: str
+    """For messages and results."""
+    files: tuple[Path, ...] = ()
+    """Text files and tables, in the order of their paths."""
+    path: Path | None = None
+    """The file or folder of `files`."""
+    table: Any = field(default=None, repr=False)
+    """One split, a `Dataset` or `IterableDataset`."""
+    repository: str | None = None
+    """Of a table from the Hub."""
+    items: Sequence[Any] = field(default=(), repr=False)
+    """Texts or mappings."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes in the column `label` of `items`."""
+    limit: int | None = None
+    """Rows that are read at most."""
+
+    @property
+    def is_corpus(self) -> bool:
+        """Whether this is the built-in corpus, whose items are novels."""
+        return self.name.startswith(CORPUS)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the data are texts without columns (of a folder: its first file)."""
+        if self.files:
+            return self.files[0].suffix.lower() == ".txt"
+        return self.table is None and bool(self.items) and isinstance(self.items[0], str)
+
+    def rows(self, choose: Choice | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The rows one by one, read anew by each call, each after where it stands; a text is a row with `text`.
+
+        Args:
+            choose: the columns to read of tables that are stored by column; None = all.
+        """
+        if self.files:
+            rows: Rows = (row for file in self.files for row in _file_rows(file, choose))
+        elif self.table is not None:
+            rows = _table_rows(self.name, self.table, choose)
+        else:
+            mappings = ({"text": item} if isinstance(item, str) else item for item in self.items)
+            rows = ((f"{self.name} row {number}", row) for number, row in enumerate(mappings, start=1))
+        return islice(iter(rows), self.limit)
+
+    def class_names(self, column: str | None) -> tuple[str, ...]:
+        """Names of the classes that a column holds the numbers of; empty where they have none."""
+        feature = (self.table.features or {}).get(column) if self.table is not None else None
+        return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else self.labels
+
+
+def open_data(
+    data: Any,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    streaming: bool = False,
+    held_out: bool = False,
+    images: bool = False,
+    suffixes: Sequence[str] = tuple(ROWS),
+) -> Opened:
+    """Find what a data argument names; rows are read later.
+
+    Args:
+        data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
+            their paths; `corpus:builtin`, `corpus:builtin/train` or `corpus:builtin/heldout`; a Hub data set (`name` or
+            `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings.
+        config: configuration of a Hub data set.
+        split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
+        limit: rows to read at most: the first, of folders of images some spread evenly over all. Of a Hub data set only
+            those are fetched.
+        streaming: read a Hub data set as it arrives instead of downloading it first.
+        held_out: without `split`, take the validation or test split and the corpus's held-out part where there is one,
+            instead of the training split and part.
+        images: take a `.zip` of images, or a folder that holds any, too.
+        suffixes: of the files to read.
+
+    Raises:
+        FulldepthError: if there is nothing of that name, or `limit` is less than 1.
+    """
+    if limit is not None and limit < 1:
+        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
+    expected = f"a file ({', '.join(suffixes)}), a folder of them, {'a folder or .zip of images, ' if images else ''}"
+    expected += "a Hub data set, corpus:builtin"
+    if isinstance(data, DATASETS | SPLIT_DATASETS):
+        name, table = _one_split("datasets.Dataset", data, split, held_out=held_out)
+        return _opened_table(name, table, None, limit)
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        return _opened_list(data, limit)
+    if not isinstance(data, str | Path):
+        raise FulldepthError(
+            f"Cannot read data of type {type(data).__name__}. Expected {expected}, or a list of texts or mappings."
+        )
+    name = str(data)
+    if name.startswith(CORPUS):
+        return _opened_corpus(name, split or PARTS[held_out], limit)
+    path = path_of(name)
+    if path.exists():
+        pictures = _pictures(path, split, limit) if images else None
+        if pictures is not None:
+            return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
+        if split is not None or config is not None:
+            raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
+        return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path, limit=limit)
+    if path.suffix.lower() in (*ROWS, ".zip") or not HUB_NAME.fullmatch(name):
+        raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {expected}.")
+    repository, full, table = _load(name, config, split, streaming or limit is not None, expected)
+    full, table = _one_split(full, table, split, held_out=held_out)
+    return _opened_table(full, table, repository, limit)
+
+
+def _pictures(path: Path, split: str | None, limit: int | None) -> Pictures | None:
+    """The images of a `.zip` or of a folder that holds any."""
+    if path.is_dir():
+        return folder_images(path, split, limit) if has_images(path) else None
+    return zip_images(path, split, limit) if path.suffix.lower() == ".zip" else None
+
+
+def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
+    """The file itself, or the files in a folder and its sub-folders by path; none whose path has a hidden part."""
+    if not path.is_dir():
+        if path.suffix.lower() in suffixes:
+            return [path]
+        expected = ", ".join([*suffixes, *([".zip"] if images else [])])
+        raise FulldepthError(f"{path} has the suffix {path.suffix!r}. Expected one of: {expected}.")
+    with reading(path):
+        inside = [f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+        files = sorted(f for f in inside if f.suffix.lower() in suffixes and f.is_file())
+    if not files:
+        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in inside if f.is_file()})) or "nothing")
+        kinds = ("images and no " if images else "") + ", ".join(suffixes)
+        raise FulldepthError(f"The folder {path} holds no {kinds} files. Found: {have}.")
+    return files
+
+
+def _opened_list(data: Sequence[Any], limit: int | None) -> Opened:
+    if all(isinstance(item, str) for item in data) and len(data):
+        return Opened("texts", items=data, limit=limit)
+    if all(isinstance(item, Mapping) for item in data):
+        return Opened("rows", items=data, limit=limit)
+    kinds = ", ".join(sorted({type(item).__name__ for item in data}))
+    raise FulldepthError(f"A list of data must hold texts only or mappings only, got {kinds}.")
+
+
+def _opened_corpus(name: str, default: str, limit: int | None) -> Opened:
+    corpus, _, part = name.removeprefix(CORPUS).partition("/")
+    if corpus != "builtin":
+        raise unknown("corpus", name, [f"{CORPUS}builtin", *(f"{CORPUS}builtin/{part}" for part in PARTS)])
+    part = part or default
+    return Opened(f"{CORPUS}builtin/{part}", items=builtin_texts(part), limit=limit)
+
+
+def _opened_table(name: str, table: Any, repository: str | None, limit: int | None) -> Opened:
+    """A table whose images stay as they are stored: `datasets` would hand them to any decoder that Pillow has."""
+    if isinstance(table, datasets.IterableDataset) or table.format["type"] is None:
+        for column, feature in (table.features or {}).items():
+            if isinstance(feature, datasets.Image):
+                table = table.cast_column(column, datasets.Image(decode=False))
+    if limit is not None and isinstance(table, datasets.Dataset):
+        table = table.select(range(min(limit, len(table))))
+    return Opened(name, table=table, repository=repository, limit=limit)
+
+
+def _load(name: str, config: str | None, split: str | None, streaming: bool, expected: str) -> tuple[str, str, Any]:
+    """The repository of a Hub data set, its name with configuration and split, and what `load_dataset` gives."""
+    repository, _, configuration = name.partition(":")
+    if config and configuration and config != configuration:
+        raise FulldepthError(f"Two configurations were asked for: {configuration!r} in {name}, and {config!r}.")
+    config = config or configuration or None
+    full = ":".join(filter(None, [repository, config]))
+    try:
+        data = datasets.load_dataset(repository, config, split=split, streaming=streaming)
+    except Exception as error:  # whatever the network, the repository's files and their readers raise
+        offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
+        raise FulldepthError(
+            f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
+            f"{offline} Expected {expected}."
+        ) from error
+    return repository, full if isinstance(data, dict) else f"{full}/{split}", data
+
+
+def _one_split(name: str, data: Any, split: str | None, *, held_out: bool) -> tuple[str, Any]:
+    """One of the splits, if `data` has several, and its full name."""
+    if not isinstance(data, dict):
+        return name, data
+    fallback = next(iter(data)) if held_out or len(data) == 1 else "train"
+    chosen = split or next((name for name in (SPLITS if held_out else ("train",)) if name in data), fallback)
+    if chosen not in data:
+        raise FulldepthError(f"{name} has no split {chosen!r}. It has: {', '.join(data)}.")
+    return f"{name}/{chosen}", data[chosen]
+
+
+def _file_rows(path: Path, choose: Choice | None) -> Rows:
+    suffix = path.suffix.lower()
+    if choose and suffix == ".parquet":
+        return parquet_rows(path, list(choose(parquet_shape(path)[0], path.name)))
+    return ROWS[suffix](path)
+
+
+def _table_rows(name: str, table: Any, choose: Choice | None) -> Rows:
+    if choose and isinstance(table, datasets.Dataset):
+        columns = choose(table.column_names, name)
+        if columns[0] in IMAGE_COLUMNS:
+            return _image_rows(name, table, *columns)
+        table = table.select_columns(list(columns))
+    return ((f"{name} row {number}", row) for number, row in enumerate(reading_each(name, table), start=1))
+
+
+def _image_rows(name: str, table: datasets.Dataset, image: str, label: str | None = None) -> Rows:
+    """Rows whose images are read one by one, when they are used."""
+    labels = table[label] if label else [None] * len(table)
+    for index, value in enumerate(labels):
+        arguments = table, index, image
+        loader = StoredImage(partial(_table_image, *arguments), partial(_table_content, *arguments))
+        yield f"{name} row {index + 1}", {image: loader} if label is None else {image: loader, label: value}
+
+
+def _table_image(table: datasets.Dataset, index: int, column: str) -> Image.Image:
+    return _table_loader(table, index, column)()
+
+
+def _table_content(table: datasets.Dataset, index: int, column: str) -> bytes:
+    return image_content(_table_loader(table, index, column))
+
+
+def _table_loader(table: datasets.Dataset, index: int, column: str) -> ImageLoader:
+    """The loader for the image of a row, as the data set gives it: stored, or decoded if it changes its rows."""
+    where = f"in row {index + 1} of the data set"
+    with reading(f"the image {where}"):
+        value = table[index][column]
+    return image_value(value, where)
