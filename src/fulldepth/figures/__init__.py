@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures import (
+    checkpoints,
     coherence,
     displacement,
     geometry,
@@ -21,26 +22,25 @@ from fulldepth.figures import (
     memory,
     pareto,
     removal,
-    series,
     similarity,
-    training,
-    trainings,
+    training_run,
+    training_runs,
 )
+from fulldepth.figures.checkpoints import followed
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, Figure, Method, Quantity, Source
-from fulldepth.figures.series import followed
 
 FIGURES: tuple[Figure, ...] = (
-    *training.FIGURES,
-    *trainings.FIGURES,
-    *series.FIGURES,
+    *training_run.FIGURES,
+    *training_runs.FIGURES,
+    *checkpoints.FIGURES,
     *displacement.FIGURES,
     *similarity.FIGURES,
     *lens.FIGURES,
     *coherence.FIGURES,
     *geometry.FIGURES,
     *memory.FIGURES,
-    *series.OF_TRAINING,
+    *checkpoints.OF_TRAINING,
     *removal.FIGURES,
     *healing.FIGURES,
     *pareto.FIGURES,

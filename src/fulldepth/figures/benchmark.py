@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from fulldepth.figures.rows import number
-from fulldepth.figures.skipped import Part
+from fulldepth.figures.curves import number
+from fulldepth.figures.skip_results import Part
 
 PHASES = ("prefill", "decode")
 SORTS = {"bench": "benchmark", "quantise": "quantisation"}

@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import band, bars, line
-from fulldepth.figures.record import ZERO, Figure, Method, Quantity, Source
-from fulldepth.figures.rows import NO_FIRST, curve
-from fulldepth.figures.style import CATEGORICAL, MUTED, extremes, figure, layer_axis
+from fulldepth.figures.curves import NO_FIRST, curve
+from fulldepth.figures.draw import Line, band, first_line, of_layers, over_layers
+from fulldepth.figures.record import Figure, Method, Quantity, Source
+from fulldepth.figures.style import CATEGORICAL, ZERO, axis
 from fulldepth.thresholds import LARGE_JUMP
+
+DIAMOND = {"mode": "markers", "marker": {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}}
+LINES = (
+    Line("displacement", "Mean"),
+    Line("displacement", "Mean without first token", "mean" + NO_FIRST, color=CATEGORICAL[1], dash="dash"),
+    Line(
+        "displacement",
+        "Last layer after the final norm",
+        site="final_normed",
+        color=CATEGORICAL[3],
+        trace=DIAMOND,
+    ),
+)
+PERCENT = axis("ζ (%)", **ZERO, ticksuffix=" %")
 
 
 def _displacement(source: Source) -> go.Figure | None:
-    mean = curve(source.table, "displacement", "mean")
-    normed = curve(source.table, "displacement", "mean", "final_normed")
-    without = curve(source.table, "displacement", "mean" + NO_FIRST)
-    low, high = curve(source.table, "displacement", "p05"), curve(source.table, "displacement", "p95")
-    traces = []
-    if low and high:
-        traces += band(low, high, "p05–p95", CATEGORICAL[0])
-    if mean:
-        traces.append(line(mean, "Mean", CATEGORICAL[0]))
-    if without:
-        traces.append(line(without, "Mean without first token", CATEGORICAL[1], "dash"))
-    if normed:
-        last = line(normed, "Last layer after the final norm", CATEGORICAL[3])
-        traces.append(last.update(mode="markers", marker={"symbol": "diamond-open", "size": 10, "line": {"width": 2}}))
-    if not traces:
-        return None
-    return figure(
-        traces,
-        alt=extremes("Mean displacement", mean.layers, mean.values),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Displacement Ψ"}, "rangemode": "tozero"},
+    low, high = (curve(source.table, "displacement", statistic) for statistic in ("p05", "p95"))
+    return over_layers(
+        source.table,
+        source.layers,
+        LINES,
+        behind=band(low, high, "p05–p95", CATEGORICAL[0]),
+        alt=first_line("Mean displacement"),
+        yaxis=axis("Displacement Ψ", **ZERO),
     )
-
-
-def _jump_rate(source: Source) -> go.Figure | None:
-    rate = curve(source.table, "jump_rate", "value")
-    if not rate:
-        return None
-    drawn = figure(
-        [bars(rate, "ζ", CATEGORICAL[0], ".2f")],
-        alt=extremes("Jump rate in per cent", rate.layers, rate.values, ".1f"),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},
-    )
-    drawn.add_hline(LARGE_JUMP, line={"color": MUTED, "dash": "dot", "width": 1})
-    return drawn
 
 
 PER_LAYER = (Quantity("displacement", "mean", "Displacement", "Displacement Ψ"),)
@@ -85,7 +72,12 @@ FIGURES = (
     Figure(
         "jump_rate",
         "displacement",
-        _jump_rate,
+        of_layers(
+            Line("jump_rate", "ζ", "value", form=".2f", bar=True),
+            alt=first_line("Jump rate in per cent", ".1f"),
+            yaxis=PERCENT,
+            level=LARGE_JUMP,
+        ),
         title="Jump rate from each layer on",
         subtitle="Accumulated growth of the mean displacement up to the last layer; "
         f"large from {LARGE_JUMP:g} % (dotted)",

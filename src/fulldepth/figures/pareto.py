@@ -8,8 +8,9 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth.figures.benchmark import BenchmarkedModel, Cell, Spread, agree, frontier
+from fulldepth.figures.draw import error_bars
 from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
-from fulldepth.figures.style import AXIS, INK, MUTED, Figures, categorical, figure, label, minus
+from fulldepth.figures.style import AXIS, INK, MUTED, Figures, axis, categorical, figure, label, minus
 
 SYMBOLS = {"bench": "circle", "quantise": "diamond"}
 MARKS = ("circle", "diamond", "square", "cross", "triangle-up", "x")
@@ -90,10 +91,7 @@ def _plane(every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> 
         subtitle=f"Lower left is better; bars: least to most {span}. Filled marks are on the frontier",
         alt=f"On the frontier: {shown}.",
         xaxis={**_time_axis(phase, cell, unit), "range": across},
-        yaxis={
-            "title": {"text": "Held-out loss (nats)" if agree(every) else "Loss added to the original’s (nats)"},
-            "range": up,
-        },
+        yaxis=axis("Held-out loss (nats)" if agree(every) else "Loss added to the original’s (nats)", range=up),
         variant=_whole(every) if cell is None else _reading(every, cell),
         hovermode="closest",
         height=440,
@@ -116,13 +114,10 @@ def _mark(
         name=_name(one),
         mode="markers",
         marker=mark,
-        error_x={
-            "type": "data", "symmetric": False, "array": [time.high - time.value],
-            "arrayminus": [time.value - time.low], "color": color, "thickness": 1.2, "width": 4,
-        },
+        error_x=error_bars([time.value], [time.low], [time.high], color),
         hovertemplate=f"%{{fullData.name}}<br>%{{x:{form}}}{unit} (%{{customdata[0]:{form}}} to "
         f"%{{customdata[1]:{form}}})<br><b>%{{y:.4f}}</b> nats<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _range(values: Sequence[float]) -> list[float]:
@@ -154,8 +149,8 @@ def _unit(seconds: Sequence[float]) -> tuple[float, str]:
 def _time_axis(phase: str, cell: Cell | None, unit: str) -> dict[str, Any]:
     step = "Prefill time" if phase == "prefill" else "Decode time of a token"
     if cell is None:
-        return {"title": {"text": f"{step}, share of the original’s"}, "tickformat": ".0%"}
-    return {"title": {"text": f"{step} ({unit.strip()})"}}
+        return axis(f"{step}, share of the original’s", tickformat=".0%")
+    return axis(f"{step} ({unit.strip()})")
 
 
 def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure | None:
@@ -170,25 +165,22 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
                 points.append((predicted, saved, cell.name))
         if not points or all(predicted == 0 for predicted, *_ in points):
             continue  # it computes everything: nothing was predicted
-        style = categorical(index)
+        color = categorical(index)["color"]
+        predicted_shares, saved_shares, names = zip(*points, strict=True)
         traces.append(
             go.Scatter(
-                x=[predicted for predicted, *_ in points],
-                y=[saved.value for _, saved, _ in points],
-                customdata=[[name, saved.low, saved.high] for _, saved, name in points],
+                x=predicted_shares,
+                y=[saved.value for saved in saved_shares],
+                customdata=[[name, saved.low, saved.high] for saved, name in zip(saved_shares, names, strict=True)],
                 name=label(one.name, 40),
                 mode="markers",
-                marker={"color": style["color"], "size": 9, "symbol": MARKS[index % len(MARKS)]},
-                error_y={
-                    "type": "data", "symmetric": False, "array": [saved.high - saved.value for _, saved, _ in points],
-                    "arrayminus": [saved.value - saved.low for _, saved, _ in points], "color": style["color"],
-                    "thickness": 1.2, "width": 4,
-                },
+                marker={"color": color, "size": 9, "symbol": MARKS[index % len(MARKS)]},
+                error_y=error_bars(*zip(*saved_shares, strict=True), color),
                 hovertemplate="%{fullData.name}, %{customdata[0]}<br>saved <b>%{y:.1%}</b> (%{customdata[1]:.1%} to "
                 "%{customdata[2]:.1%})<br>predicted %{x:.1%}<extra></extra>",
             )
-        )  # fmt: skip
-        values += [predicted for predicted, *_ in points]
+        )
+        values += predicted_shares
     if not traces:
         return None
     low, high = min([0.0, *values]), max([0.02, *values])
@@ -197,7 +189,11 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
     return figure(
         [
             go.Scatter(
-                x=span, y=span, name="As predicted", mode="lines", hoverinfo="skip",
+                x=span,
+                y=span,
+                name="As predicted",
+                mode="lines",
+                hoverinfo="skip",
                 line={"color": MUTED, "width": 1, "dash": "dot"},
             ),
             *traces,
@@ -205,13 +201,13 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
         title=f"Time saved in {phase}, measured and predicted",
         subtitle="A mark for each batch and context; on the line it saved what was predicted; bars: least to most",
         alt=f"Saved over predicted: {minus(min(ratios), '.2f')} to {minus(max(ratios), '.2f')}." if ratios else "",
-        xaxis={"title": {"text": "Predicted time saved"}, "tickformat": ".0%", "range": span},
-        yaxis={"title": {"text": "Time saved"}, "tickformat": ".0%"},
+        xaxis=axis("Predicted time saved", tickformat=".0%", range=span),
+        yaxis=axis("Time saved", tickformat=".0%"),
         variant=PREDICTED[how],
         hovermode="closest",
         height=440,
         showlegend=True,
-    )  # fmt: skip
+    )
 
 
 FRONTIER = Method(
@@ -231,12 +227,7 @@ FIGURES = (
         kinds=(SKIP,),
         methods=(FRONTIER,),
     ),
-    Figure(
-        "pareto_decode",
-        "pareto",
-        lambda source: _planes(source, "decode"),
-        kinds=(SKIP,),
-    ),
+    Figure("pareto_decode", "pareto", lambda source: _planes(source, "decode"), (SKIP,)),
     Figure(
         "time_saved_prefill",
         "cost",
@@ -269,10 +260,5 @@ FIGURES = (
             ),
         ),
     ),
-    Figure(
-        "time_saved_decode",
-        "cost",
-        lambda source: _time_saved(source, "decode"),
-        kinds=(SKIP,),
-    ),
+    Figure("time_saved_decode", "cost", lambda source: _time_saved(source, "decode"), (SKIP,)),
 )

@@ -11,9 +11,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.benchmark import BenchmarkedModel, benchmarked_models
-from fulldepth.figures.rows import Curve, curve, num_layers
-from fulldepth.figures.skipped import KINDS, TOGETHER, Part, layers_of, parts
-from fulldepth.figures.style import Figures, categorical, label
+from fulldepth.figures.curves import Curve, curve, num_layers
+from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, layers_of, parts
+from fulldepth.figures.style import ZERO, Figures, categorical, label
 
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
 TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
@@ -26,7 +26,7 @@ class Run:
     name: str
     table: pd.DataFrame
     layers: int
-    style: dict[str, str]
+    style: dict[str, Any]
     baseline: bool
 
 
@@ -74,6 +74,16 @@ class Source:
         return found
 
     @cached_property
+    def compared(self) -> list[Run]:
+        """The models with differences from the baseline."""
+        return [run for run in self.runs if not run.baseline and "difference" in run.table.columns]
+
+    @cached_property
+    def baseline(self) -> str:
+        """Name of the model that the others are compared with."""
+        return next((run.name for run in self.runs if run.baseline), "the baseline")
+
+    @cached_property
     def parts(self) -> list[Part]:
         """The folders of `fulldepth skip`."""
         return parts(self.table, self.meta)
@@ -82,10 +92,6 @@ class Source:
     def benchmarked(self) -> list[BenchmarkedModel]:
         """The models that these folders timed."""
         return benchmarked_models(self.parts)
-
-
-SHARE = {"range": [0, 1.04], "tickformat": ".0%"}
-ZERO = {"rangemode": "tozero"}
 
 
 @dataclass(frozen=True)

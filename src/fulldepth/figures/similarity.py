@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import band, heat, line
+from fulldepth.figures.curves import NO_FIRST, Matrix, curve, matrix
+from fulldepth.figures.draw import Line, band, first_line, layer_map, over_layers
 from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source, readings
-from fulldepth.figures.rows import NO_FIRST, Matrix, curve, matrix
-from fulldepth.figures.style import CATEGORICAL, Figures, extremes, figure, layer_axis, layer_name, minus
+from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
 
 READINGS = {
     "cosine": {"mean": "Centred", "mean_raw": "Raw"},
@@ -48,9 +50,8 @@ def _of_models(source: Source, measure: str) -> Figures:
 def _differences(source: Source, measure: str) -> Figures:
     """What the map of every other model differs by from the baseline's."""
     statistic = next(iter(READINGS[measure]))
-    others = [run for run in source.runs if not run.baseline and "difference" in run.table.columns]
     return {
-        run.name: heat(
+        run.name: layer_map(
             cells,
             quantity="difference",
             signed=True,
@@ -60,7 +61,7 @@ def _differences(source: Source, measure: str) -> Figures:
             variant=run.name,
             beside=True,
         )
-        for run in others
+        for run in source.compared
         if (cells := matrix(run.table, measure, statistic, "difference"))
     }
 
@@ -80,7 +81,7 @@ def _largest(cells: Matrix) -> str:
 
 def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, beside: bool = False) -> go.Figure:
     """The map of one model, one reading."""
-    return heat(
+    return layer_map(
         cells,
         quantity="cosine" if measure == "cosine" else "CKA",
         signed=measure == "cosine",
@@ -106,30 +107,26 @@ def _neighbours(cells: Matrix) -> str:
 
 
 def _to_last(source: Source) -> go.Figure | None:
-    mean = curve(source.table, "cosine", "mean", other=source.layers)
-    raw = curve(source.table, "cosine", "mean_raw", other=source.layers)
     low, high = (curve(source.table, "cosine", statistic, other=source.layers) for statistic in ("p25", "p75"))
-    traces = []
-    if low and high:
-        traces += band(low, high, "p25–p75", CATEGORICAL[0])
-    if mean:
-        traces.append(line(mean, "Centred, mean", CATEGORICAL[0]))
-    if raw:
-        traces.append(line(raw, "Raw, mean", CATEGORICAL[1], "dash"))
-    if not traces:
-        return None
-    shown = mean if mean else raw
-    return figure(
-        traces,
-        alt=extremes("Mean cosine to the last layer", shown.layers, shown.values, ".2f"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis={"title": {"text": "Cosine"}, "range": _cosine_range(low.values + mean.values + raw.values)},
+    return over_layers(
+        source.table,
+        source.layers,
+        [
+            Line("cosine", "Centred, mean"),
+            Line("cosine", "Raw, mean", "mean_raw", color=CATEGORICAL[1], dash="dash"),
+        ],
+        other=source.layers,
+        behind=band(low, high, "p25–p75", CATEGORICAL[0]),
+        alt=first_line("Mean cosine to the last layer", ".2f"),
+        first=0,
+        yaxis=_cosine_axis,
     )
 
 
-def _cosine_range(values: list[float | None]) -> list[float]:
-    """[0, 1], or [-1, 1] as soon as something is negative."""
-    return [-1.04, 1.04] if any(value is not None and value < 0 for value in values) else [0, 1.04]
+def _cosine_axis(values: list[float | None]) -> dict[str, Any]:
+    """From 0 to 1, or from -1 to 1 as soon as something is negative."""
+    negative = any(value is not None and value < 0 for value in values)
+    return axis("Cosine", range=[-1.04 if negative else 0, 1.04])
 
 
 FIGURES = (
@@ -157,18 +154,8 @@ FIGURES = (
             ),
         ),
     ),
-    Figure(
-        "cosine",
-        "similarity",
-        lambda source: _of_models(source, "cosine"),
-        kinds=(COMPARISON,),
-    ),
-    Figure(
-        "difference_cosine",
-        "similarity",
-        lambda source: _differences(source, "cosine"),
-        kinds=(COMPARISON,),
-    ),
+    Figure("cosine", "similarity", lambda source: _of_models(source, "cosine"), (COMPARISON,)),
+    Figure("difference_cosine", "similarity", lambda source: _differences(source, "cosine"), (COMPARISON,)),
     Figure(
         "cka",
         "similarity",
@@ -197,18 +184,8 @@ FIGURES = (
             ),
         ),
     ),
-    Figure(
-        "cka",
-        "similarity",
-        lambda source: _of_models(source, "cka"),
-        kinds=(COMPARISON,),
-    ),
-    Figure(
-        "difference_cka",
-        "similarity",
-        lambda source: _differences(source, "cka"),
-        kinds=(COMPARISON,),
-    ),
+    Figure("cka", "similarity", lambda source: _of_models(source, "cka"), (COMPARISON,)),
+    Figure("difference_cka", "similarity", lambda source: _differences(source, "cka"), (COMPARISON,)),
     Figure(
         "cosine_to_last",
         "similarity",

@@ -105,7 +105,7 @@ def label(text: object, limit: int = 48) -> str:
     return escape(plain, quote=False).replace("{", "&#123;")
 
 
-def categorical(index: int) -> dict[str, str]:
+def categorical(index: int) -> dict[str, Any]:
     """Line colour and dash of series number `index`; dashes tell series apart once the colours are used up."""
     turn, colour = divmod(index, len(CATEGORICAL))
     return {"color": CATEGORICAL[colour], "dash": DASHES[turn % len(DASHES)]}
@@ -115,6 +115,17 @@ def by_depth(layer: int, layers: int) -> str:
     """Colour of a layer's line: the deeper the darker. Only colours of the scale, so that they can be restyled."""
     share = layer / max(layers, 1)
     return SEQUENTIAL[2 + round(share * (len(SEQUENTIAL) - 3))]
+
+
+ZERO = {"rangemode": "tozero"}
+"""Settings of a value axis that begins at zero."""
+SHARE = {"range": [0, 1.04], "tickformat": ".0%"}
+"""Settings of a value axis for shares."""
+
+
+def axis(title: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an axis with a title."""
+    return {"title": {"text": title}, **settings}
 
 
 def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from fulldepth.figures.skipped import KINDS, TOGETHER
+from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 from fulldepth.report.sections import methods
 

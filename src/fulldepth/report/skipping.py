@@ -10,7 +10,7 @@ import pandas as pd
 
 from fulldepth.figures.benchmark import agree, benchmarked_models
 from fulldepth.figures.record import SKIP
-from fulldepth.figures.skipped import KINDS, TOGETHER, Part, Removal, layers_of, parts, plans, removals
+from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, Removal, layers_of, parts, plans, removals
 from fulldepth.figures.style import minus
 from fulldepth.report import skipping_tables, verdict
 from fulldepth.report.phrases import figure_of, model_line, quantity, seconds, short

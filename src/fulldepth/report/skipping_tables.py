@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Spread, agree, benchmarked_models, frontier
+from fulldepth.figures.curves import curve
 from fulldepth.figures.healing import groups, removed
 from fulldepth.figures.pareto import placed
-from fulldepth.figures.rows import curve
-from fulldepth.figures.skipped import Part, planned
+from fulldepth.figures.skip_results import Part, planned
 from fulldepth.figures.style import minus
 from fulldepth.report.phrases import scaled, seconds, short, size
 from fulldepth.report.training import NOTHING, Table, flatten, table

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from fulldepth.errors import FulldepthError
-from fulldepth.figures.skipped import KINDS, TOGETHER
+from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.results import COLUMNS, SCHEMA_VERSION, TABLE, Results
 
 WORDS = {"measure": "measurement", "training": "training run", "comparison": "comparison"}

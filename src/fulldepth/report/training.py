@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from fulldepth.figures.steps import track
 from fulldepth.figures.style import minus
-from fulldepth.figures.training import term_name, track
+from fulldepth.figures.training_run import term_name
 from fulldepth.report.phrases import model_line, quantity, scaled, short
 
 Meta = Mapping[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.figures.rows import Curve, counted, number, select
-from fulldepth.figures.style import GRID, label
+from fulldepth.figures.curves import Curve, counted, number, select
+from fulldepth.figures.style import axis, label
 
 KINDS = ("skip", "curve", "bench", "quantise")
 """Kinds of result folders that one page can show together, in reading order."""
@@ -162,13 +162,13 @@ def removed_axis(most: int) -> dict[str, Any]:
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if most / s <= 13)
     ticks = list(range(0, most + 1, step))
     margin = max(0.4, most * 0.03)
-    return {
-        "title": {"text": "Blocks removed"},
-        "unifiedhovertitle": {"text": "%{x} removed"},
-        "range": [-margin, most + margin],
-        "tickvals": ticks,
-        "ticktext": [str(tick) for tick in ticks],
-    }
+    return axis(
+        "Blocks removed",
+        unifiedhovertitle={"text": "%{x} removed"},
+        range=[-margin, most + margin],
+        tickvals=ticks,
+        ticktext=[str(tick) for tick in ticks],
+    )
 
 
 def listed(numbers: Sequence[int], most: int = 8) -> str:
@@ -186,14 +186,3 @@ def what_went(one: Removal) -> str:
         return f"layer{several} {listed(one.blocks)}"
     thing = PARTS.get(one.granularity) or label(one.granularity, 24)
     return f"{thing}{several} of layer{several} {listed(one.blocks)}"
-
-
-def marked_layers(layers: Iterable[int]) -> list[dict[str, Any]]:
-    """Shapes behind a figure over layers: a grey column at each of `layers`."""
-    return [
-        {
-            "type": "rect", "xref": "x", "yref": "paper", "x0": layer - 0.5, "x1": layer + 0.5, "y0": 0, "y1": 1,
-            "fillcolor": GRID, "line": {"width": 0}, "layer": "below",
-        }
-        for layer in layers
-    ]  # fmt: skip
