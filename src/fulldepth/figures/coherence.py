@@ -67,14 +67,7 @@ FIGURES = (
                     "effective. The value is biased up by about one over the number of sequences; the corrected "
                     "reading takes that out."
                 ),
-                formula=(
-                    "<msup><mi>γ</mi><mn>2</mn></msup><mo>(</mo><mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo><mo>=</mo>"
-                    "<mfrac><msup><mrow><mo>|</mo><msub><mi>S</mi><mrow><mi>x</mi><mi>y</mi></mrow></msub><mo>(</mo>"
-                    "<mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo><mo>|</mo></mrow><mn>2</mn></msup><mrow><msub><mi>S</mi>"
-                    "<mrow><mi>x</mi><mi>x</mi></mrow></msub><mo>(</mo><mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo>"
-                    '<mspace width="0.2em"></mspace><msub><mi>S</mi><mrow><mi>y</mi><mi>y</mi></mrow></msub>'
-                    "<mo>(</mo><mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo></mrow></mfrac>"
-                ),
+                formula=r"γ^2(d, k) = \frac{{|S_{x y}(d, k)|}^2}{S_{x x}(d, k) \space S_{y y}(d, k)}",
                 source="<cite>CR-Guided Transformers</cite>, Sec. 3.1 and App. A.3.",
             ),
         ),

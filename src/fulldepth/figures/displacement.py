@@ -14,13 +14,7 @@ DIAMOND = {"mode": "markers", "marker": {"symbol": "diamond-open", "size": 10, "
 LINES = (
     Line("displacement", "Mean"),
     Line("displacement", "Mean without first token", "mean" + NO_FIRST, color=CATEGORICAL[1], dash="dash"),
-    Line(
-        "displacement",
-        "Last layer after the final norm",
-        site="final_normed",
-        color=CATEGORICAL[3],
-        trace=DIAMOND,
-    ),
+    Line("displacement", "Last layer after the final norm", site="final_normed", color=CATEGORICAL[3], trace=DIAMOND),
 )
 PERCENT = axis("ζ (%)", **ZERO, ticksuffix=" %")
 
@@ -55,11 +49,7 @@ FIGURES = (
                     "that hardly works. The open diamond reads the last layer after the final norm, as some published "
                     "numbers do."
                 ),
-                formula=(
-                    "<msub><mi>Ψ</mi><mi>l</mi></msub><mo>=</mo><mn>1</mn><mo>−</mo><mfrac><mrow><mn>1</mn><mo>+</mo>"
-                    "<mi>cos</mi><mo>(</mo><msub><mi>h</mi><mrow><mi>l</mi><mo>−</mo><mn>1</mn></mrow></msub><mo>,</mo>"
-                    "<msub><mi>h</mi><mi>l</mi></msub><mo>)</mo></mrow><mn>2</mn></mfrac>"
-                ),
+                formula=r"Ψ_l = 1 − \frac{1 + cos(h_{l − 1}, h_l)}{2}",
                 source=(
                     "Shibata et al., <cite>Suppressing Final Layer Hidden State Jumps in Transformer "
                     "Pretraining</cite>, Eq. 2."
@@ -90,12 +80,7 @@ FIGURES = (
                     f"{LARGE_JUMP:g} % or more is a large jump: "
                     "work that piles up at the end instead of being spread over the depth."
                 ),
-                formula=(
-                    "<msub><mi>ζ</mi><mi>l</mi></msub><mo>=</mo><mn>100</mn><munderover><mo>∑</mo><mrow><mi>k</mi>"
-                    "<mo>=</mo><mi>l</mi></mrow><mi>L</mi></munderover><mi>max</mi><mo>(</mo><mn>0</mn><mo>,</mo><msub>"
-                    "<mover><mi>Ψ</mi><mo>¯</mo></mover><mi>k</mi></msub><mo>−</mo><msub><mover><mi>Ψ</mi><mo>¯</mo>"
-                    "</mover><mrow><mi>k</mi><mo>−</mo><mn>1</mn></mrow></msub><mo>)</mo>"
-                ),
+                formula=r"ζ_l = 100 ∑_{k = l}^L max(0, \bar{Ψ}_k − \bar{Ψ}_{k − 1})",
                 source=(
                     "Shibata et al., <cite>Suppressing Final Layer Hidden State Jumps in Transformer "
                     "Pretraining</cite>, Eq. 3."

@@ -148,13 +148,7 @@ def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
 
 
 def line(
-    curve: Curve,
-    name: str,
-    color: str,
-    dash: str = "solid",
-    form: str = ".4f",
-    depth: int | None = None,
-    **extra: Any,
+    curve: Curve, name: str, color: str, dash: str = "solid", form: str = ".4f", depth: int | None = None, **extra: Any
 ) -> go.Scatter:
     """A curve over layers. `depth` = L draws it over relative depth l/L instead. `form` is a d3 number format."""
     across = curve.layers if depth is None else [layer / depth for layer in curve.layers]
@@ -312,10 +306,8 @@ def marked_layers(layers: Iterable[int], name: str) -> tuple[list[dict[str, Any]
     return shapes, [legend_entry(name, marker={"symbol": "square", "size": 11, "color": GRID})] if shapes else []
 
 
-def error_bars(value: Sequence[float], low: Sequence[float], high: Sequence[float], color: str) -> dict[str, Any]:
-    """Settings `error_x` or `error_y`: bars from `low` to `high`."""
-    return {
-        "type": "data", "symmetric": False, "array": [end - at for at, end in zip(value, high, strict=True)],
-        "arrayminus": [at - end for at, end in zip(value, low, strict=True)], "color": color, "thickness": 1.2,
-        "width": 4,
-    }  # fmt: skip
+def error_bars(points: Iterable[tuple[float, float, float]], color: str) -> dict[str, Any]:
+    """Settings `error_x` or `error_y` of points (value, low, high): a bar from low to high."""
+    above, below = zip(*((high - value, value - low) for value, low, high in points), strict=True)
+    settings = {"type": "data", "symmetric": False, "color": color, "thickness": 1.2, "width": 4}
+    return {**settings, "array": above, "arrayminus": below}

@@ -134,12 +134,7 @@ FIGURES = (
                 "Residual dominance",
                 ("norm_ratio",),
                 "Per token, then averaged. Above 1 the stream outweighs what the layer adds to it.",
-                formula=(
-                    "<msub><mi>r</mi><mi>l</mi></msub><mo>=</mo><mfrac><mrow><mo>‖</mo><msub><mi>h</mi><mrow><mi>l</mi>"
-                    "<mo>−</mo><mn>1</mn></mrow></msub><mo>‖</mo></mrow><mrow><mo>‖</mo><msub><mi>h</mi><mi>l</mi>"
-                    "</msub><mo>−</mo><msub><mi>h</mi><mrow><mi>l</mi><mo>−</mo><mn>1</mn></mrow></msub><mo>‖</mo>"
-                    "</mrow></mfrac>"
-                ),
+                formula=r"r_l = \frac{‖h_{l − 1}‖}{‖h_l − h_{l − 1}‖}",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Fig. 11.",
             ),
         ),
@@ -159,13 +154,7 @@ FIGURES = (
                     "is roughly how many directions the tokens of one sequence fill. Presets differ in how states are "
                     "prepared and cannot be compared."
                 ),
-                formula=(
-                    "<msub><mi>S</mi><mi>α</mi></msub><mo>=</mo><mfrac><mn>1</mn><mrow><mn>1</mn><mo>−</mo><mi>α</mi>"
-                    "</mrow></mfrac><mi>log</mi><munder><mo>∑</mo><mi>i</mi></munder><msup><mrow><mo>(</mo><mfrac>"
-                    "<msub><mi>λ</mi><mi>i</mi></msub><mrow><mi>tr</mi><mi>K</mi></mrow></mfrac><mo>)</mo></mrow>"
-                    '<mi>α</mi></msup><mo>,</mo><mspace width="0.8em"></mspace><mi>K</mi><mo>=</mo><mi>Z</mi><msup>'
-                    "<mi>Z</mi><mi>T</mi></msup>"
-                ),
+                formula=r"S_α = \frac{1}{1 − α} log ∑_i {(\frac{λ_i}{tr K})}^α, \quad K = Z Z^T",
                 source=(
                     "Gerasimov et al., <cite>You Do Not Fully Utilize Transformer’s Representation Capacity</cite>, "
                     "Sec. 5.3."
@@ -210,10 +199,7 @@ FIGURES = (
                     "Spread within the K classes against the spread between them. It falls towards zero as every "
                     "class gathers at its mean."
                 ),
-                formula=(
-                    "<mi>NC1</mi><mo>=</mo><mfrac><mn>1</mn><mi>K</mi></mfrac><mi>tr</mi><mo>(</mo><msub><mi>Σ</mi>"
-                    "<mi>W</mi></msub><msubsup><mi>Σ</mi><mi>B</mi><mo>+</mo></msubsup><mo>)</mo>"
-                ),
+                formula=r"NC1 = \frac{1}{K} tr(Σ_W Σ_B^+)",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, footnote 5.",
             ),
         ),
@@ -271,13 +257,7 @@ FIGURES = (
                     "Distance between the states of this model and of the reference at the same layer, with a Gaussian "
                     "kernel as wide as the median distance between points. 0 means that the two are distributed alike."
                 ),
-                formula=(
-                    '<msup><mi>MMD</mi><mn>2</mn></msup><mo>=</mo><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi>'
-                    "<mo>(</mo><mi>x</mi><mo>,</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><mi>E</mi>"
-                    '<mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo><mi>y</mi><mo>,</mo><msup><mi>y</mi><mo>′</mo>'
-                    '</msup><mo>)</mo><mo>−</mo><mn>2</mn><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo>'
-                    "<mi>x</mi><mo>,</mo><mi>y</mi><mo>)</mo>"
-                ),
+                formula=r"MMD^2 = E \thin k(x, x^′) + E \thin k(y, y^′) − 2 E \thin k(x, y)",
                 source=(
                     "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, analysis; "
                     "V-statistic."

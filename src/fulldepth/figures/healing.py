@@ -143,13 +143,7 @@ FIGURES = (
                     "fitted; the control has scalars fitted and nothing removed, and tells how much of the gain is "
                     "not healing."
                 ),
-                formula=(
-                    "<msup><mi>x</mi><mo>′</mo></msup><mo>=</mo><msub><mi>b</mi><mtext>att</mtext></msub><mi>A</mi>"
-                    "<mo>(</mo><mi>x</mi><mo>)</mo><mo>+</mo><msub><mi>s</mi><mtext>att</mtext></msub><mi>x</mi>"
-                    '<mo>,</mo><mspace width="0.8em"></mspace><mi>y</mi><mo>=</mo><msub><mi>b</mi><mtext>mlp</mtext>'
-                    "</msub><mi>M</mi><mo>(</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><msub><mi>s</mi>"
-                    "<mtext>mlp</mtext></msub><msup><mi>x</mi><mo>′</mo></msup>"
-                ),
+                formula=r'x^′ = b_"att" A(x) + s_"att" x, \quad y = b_"mlp" M(x^′) + s_"mlp" x^′',
                 source=(
                     "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "
                     "2506.03303."
@@ -174,13 +168,7 @@ FIGURES = (
                     "0 means that the two are distributed alike. Scalars that change the size of the stream raise it "
                     "even where the final norm takes that size away again."
                 ),
-                formula=(
-                    '<msup><mi>MMD</mi><mn>2</mn></msup><mo>=</mo><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi>'
-                    "<mo>(</mo><mi>x</mi><mo>,</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><mi>E</mi>"
-                    '<mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo><mi>y</mi><mo>,</mo><msup><mi>y</mi><mo>′</mo>'
-                    '</msup><mo>)</mo><mo>−</mo><mn>2</mn><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo>'
-                    "<mi>x</mi><mo>,</mo><mi>y</mi><mo>)</mo>"
-                ),
+                formula=r"MMD^2 = E \thin k(x, x^′) + E \thin k(y, y^′) − 2 E \thin k(x, y)",
                 source=(
                     "Gretton et al., <cite>A Kernel Two-Sample Test</cite>, JMLR 13, 2012 (V-statistic); "
                     "<cite>Hopscotch</cite>, arXiv 2506.03303, analysis."

@@ -176,12 +176,7 @@ FIGURES = (
                     "The first layer from which a position’s top prediction stays what it is at the end, right or "
                     "wrong. Bars: share of positions that settle at each layer. Line: share that has settled so far."
                 ),
-                formula=(
-                    "<msub><mi>s</mi><mi>n</mi></msub><mo>=</mo><mi>min</mi><mo>{</mo><mi>l</mi><mo>:</mo><mi>g</mi>"
-                    "<mo>(</mo><msubsup><mi>h</mi><mi>n</mi><mi>l</mi></msubsup><mo>)</mo><mo>=</mo><mo>…</mo>"
-                    "<mo>=</mo><mi>g</mi><mo>(</mo><msubsup><mi>h</mi><mi>n</mi><mi>L</mi></msubsup><mo>)</mo>"
-                    "<mo>}</mo>"
-                ),
+                formula=r"s_n = min \{ l : g(h_n^l) = … = g(h_n^L) \}",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.2.",
             ),
         ),

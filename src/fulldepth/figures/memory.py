@@ -218,12 +218,7 @@ FIGURES = (
                     "head’s slice of the output projection over the sum of all. The further below r − 1, the more a "
                     "layer reads from early states."
                 ),
-                formula=(
-                    "<mi>E</mi><mo>[</mo><mi>m</mi><mo>|</mo><mi>r</mi><mo>]</mo><mo>=</mo><munder><mo>∑</mo><mi>h</mi>"
-                    "</munder><mi>p</mi><mo>(</mo><mi>h</mi><mo>|</mo><mi>r</mi><mo>)</mo><munder><mo>∑</mo><mi>m</mi>"
-                    "</munder><mi>p</mi><mo>(</mo><mi>m</mi><mo>|</mo><mi>h</mi><mo>,</mo><mi>r</mi><mo>)</mo><mspace "
-                    'width="0.1em"></mspace><mi>m</mi>'
-                ),
+                formula=r"E[m|r] = ∑_h p(h|r) ∑_m p(m|h, r) \thin m",
                 source=(
                     "Gerasimov et al., <cite>You Do Not Fully Utilize Transformer’s Representation Capacity</cite>, "
                     "Eq. 2."

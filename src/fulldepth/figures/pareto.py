@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -83,7 +83,7 @@ def _plane(every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> 
         color = INK if one.baseline else next(colors)
         at = Spread(*(edge * scale for edge in time))
         traces.append(_mark(one, at, loss, color, index in best, ".1%" if cell is None else ".4~g", unit))
-    shown = "; ".join(_name(points[at][0]) for at in best)
+    shown = "; ".join(model_name(points[at][0]) for at in best)
     span = "over the rounds" if cell is not None or all(len(one.cells) == 1 for one in every) else "over the grid"
     return figure(
         traces,
@@ -111,10 +111,10 @@ def _mark(
         x=[time.value],
         y=[loss],
         customdata=[[time.low, time.high]],
-        name=_name(one),
+        name=model_name(one),
         mode="markers",
         marker=mark,
-        error_x=error_bars([time.value], [time.low], [time.high], color),
+        error_x=error_bars([time], color),
         hovertemplate=f"%{{fullData.name}}<br>%{{x:{form}}}{unit} (%{{customdata[0]:{form}}} to "
         f"%{{customdata[1]:{form}}})<br><b>%{{y:.4f}}</b> nats<extra></extra>",
     )
@@ -127,8 +127,9 @@ def _range(values: Sequence[float]) -> list[float]:
     return [low - margin, high + margin]
 
 
-def _name(one: BenchmarkedModel) -> str:
-    name = label(one.name, 40)
+def model_name(one: BenchmarkedModel, written: Callable[[object, int], str] = label, limit: int = 40) -> str:
+    """Name of a model, at most `limit` characters made safe by `written`; the original is marked."""
+    name = written(one.name, limit)
     return f"{name} (original)" if one.baseline and not name.startswith("original") else name
 
 
@@ -175,7 +176,7 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
                 name=label(one.name, 40),
                 mode="markers",
                 marker={"color": color, "size": 9, "symbol": MARKS[index % len(MARKS)]},
-                error_y=error_bars(*zip(*saved_shares, strict=True), color),
+                error_y=error_bars(saved_shares, color),
                 hovertemplate="%{fullData.name}, %{customdata[0]}<br>saved <b>%{y:.1%}</b> (%{customdata[1]:.1%} to "
                 "%{customdata[2]:.1%})<br>predicted %{x:.1%}<extra></extra>",
             )
@@ -220,13 +221,7 @@ FRONTIER = Method(
     ),
 )
 FIGURES = (
-    Figure(
-        "pareto_prefill",
-        "pareto",
-        lambda source: _planes(source, "prefill"),
-        kinds=(SKIP,),
-        methods=(FRONTIER,),
-    ),
+    Figure("pareto_prefill", "pareto", lambda source: _planes(source, "prefill"), kinds=(SKIP,), methods=(FRONTIER,)),
     Figure("pareto_decode", "pareto", lambda source: _planes(source, "decode"), (SKIP,)),
     Figure(
         "time_saved_prefill",
@@ -244,10 +239,7 @@ FIGURES = (
                     "skipped in place, and the operations that are no longer done. Measured over predicted is 1 where "
                     "an export saves all that its blocks took."
                 ),
-                formula=(
-                    "<mi>s</mi><mo>=</mo><mn>1</mn><mo>−</mo><mfrac><msub><mi>t</mi><mtext>export</mtext></msub><msub>"
-                    "<mi>t</mi><mtext>original</mtext></msub></mfrac>"
-                ),
+                formula=r's = 1 − \frac{t_"export"}{t_"original"}',
             ),
             Method(
                 "Memory and size",

@@ -12,11 +12,14 @@ import plotly.graph_objects as go
 
 from fulldepth.figures.benchmark import BenchmarkedModel, benchmarked_models
 from fulldepth.figures.curves import Curve, curve, num_layers
+from fulldepth.figures.formulas import mathml
 from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, layers_of, parts
 from fulldepth.figures.style import ZERO, Figures, categorical, label
 
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
 TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
+VERBS = dict.fromkeys((*KINDS, TOGETHER), SKIP)
+"""Kind of a document that has figures of its own -> the kind of results that it is, see `Source.kind`."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Source:
     def kind(self) -> str:
         """`single` (one model at one step), `series`, `comparison`, `training`, `trainings` or `skip`."""
         stated = self.meta.get("kind")
-        if stated in (*KINDS, TOGETHER):
-            return SKIP
+        if stated in VERBS:
+            return VERBS[str(stated)]
         steps = "step" in self.table.columns
         if "model" in self.table.columns:
             return TRAININGS if steps else COMPARISON
@@ -129,14 +132,14 @@ class Method:
     text: str
     """HTML, inside a paragraph."""
     formula: str = ""
-    """MathML, inside `math`."""
+    """In the notation of `formulas.mathml`."""
     source: str = ""
     """HTML: the publication."""
 
     @property
     def html(self) -> str:
         """The folded note."""
-        formula = f'<math display="block">{self.formula}</math>\n' if self.formula else ""
+        formula = f'<math display="block">{mathml(self.formula)}</math>\n' if self.formula else ""
         source = f'\n<p class="source">{self.source}</p>' if self.source else ""
         opening = f'<details class="method" data-measures="{" ".join(self.measures)}">'
         return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"

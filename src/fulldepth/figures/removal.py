@@ -304,11 +304,7 @@ FIGURES = (
                     "unmodified model’s, on the same tokens. The band holds 95 % of the means over sequences drawn "
                     "again with replacement."
                 ),
-                formula=(
-                    "<mi>ℓ</mi><mo>=</mo><mo>−</mo><mfrac><mn>1</mn><mi>N</mi></mfrac><munder><mo>∑</mo><mi>n</mi>"
-                    "</munder><mi>ln</mi><mi>p</mi><mo>(</mo><msub><mi>x</mi><mi>n</mi></msub><mo>|</mo><msub>"
-                    "<mi>x</mi><mrow><mo>&lt;</mo><mi>n</mi></mrow></msub><mo>)</mo>"
-                ),
+                formula=r"ℓ = − \frac{1}{N} ∑_n ln p(x_n | x_{< n})",
             ),
             Method(
                 "Block removed",
@@ -370,11 +366,7 @@ FIGURES = (
                     "predicted tokens, in nats. 0 means that nothing has changed, whether or not the predictions were "
                     "right."
                 ),
-                formula=(
-                    "<mi>KL</mi><mo>(</mo><mi>p</mi><mo>‖</mo><mi>q</mi><mo>)</mo><mo>=</mo><munder><mo>∑</mo>"
-                    "<mi>v</mi></munder><mi>p</mi><mo>(</mo><mi>v</mi><mo>)</mo><mi>ln</mi><mfrac><mrow><mi>p</mi>"
-                    "<mo>(</mo><mi>v</mi><mo>)</mo></mrow><mrow><mi>q</mi><mo>(</mo><mi>v</mi><mo>)</mo></mrow></mfrac>"
-                ),
+                formula=r"KL(p ‖ q) = ∑_v p(v) ln \frac{p(v)}{q(v)}",
             ),
         ),
     ),

@@ -12,10 +12,7 @@ from fulldepth.figures.draw import Line, band, first_line, layer_map, over_layer
 from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source, readings
 from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
 
-READINGS = {
-    "cosine": {"mean": "Centred", "mean_raw": "Raw"},
-    "cka": {"debiased": "Debiased", "biased": "Biased"},
-}
+READINGS = {"cosine": {"mean": "Centred", "mean_raw": "Raw"}, "cka": {"debiased": "Debiased", "biased": "Biased"}}
 """Measure -> statistic -> what the reading is called; the first is the default."""
 TITLES = {"cosine": "Cosine similarity of layers", "cka": "Linear CKA of layers"}
 SUBTITLES = {
@@ -111,10 +108,7 @@ def _to_last(source: Source) -> go.Figure | None:
     return over_layers(
         source.table,
         source.layers,
-        [
-            Line("cosine", "Centred, mean"),
-            Line("cosine", "Raw, mean", "mean_raw", color=CATEGORICAL[1], dash="dash"),
-        ],
+        [Line("cosine", "Centred, mean"), Line("cosine", "Raw, mean", "mean_raw", color=CATEGORICAL[1], dash="dash")],
         other=source.layers,
         behind=band(low, high, "p25–p75", CATEGORICAL[0]),
         alt=first_line("Mean cosine to the last layer", ".2f"),
@@ -142,14 +136,7 @@ FIGURES = (
                     "One token’s state at two layers, each layer centred by its mean over all tokens. The raw reading "
                     "leaves the centring out; a direction that all tokens share then makes everything look alike."
                 ),
-                formula=(
-                    "<msub><mi>C</mi><mrow><mi>l</mi><msup><mi>l</mi><mo>′</mo></msup></mrow></msub><mo>=</mo><mfrac>"
-                    "<mn>1</mn><mi>N</mi></mfrac><munder><mo>∑</mo><mi>n</mi></munder><mi>cos</mi><mo>(</mo><msubsup>"
-                    "<mi>h</mi><mi>n</mi><mi>l</mi></msubsup><mo>−</mo><msup><mover><mi>h</mi><mo>¯</mo></mover>"
-                    "<mi>l</mi></msup><mo>,</mo><msubsup><mi>h</mi><mi>n</mi><msup><mi>l</mi><mo>′</mo></msup>"
-                    "</msubsup><mo>−</mo><msup><mover><mi>h</mi><mo>¯</mo></mover><msup><mi>l</mi><mo>′</mo></msup>"
-                    "</msup><mo>)</mo>"
-                ),
+                formula=r"C_{l l^′} = \frac{1}{N} ∑_n cos(h_n^l − \bar{h}^l, h_n^{l^′} − \bar{h}^{l^′})",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.1.",
             ),
         ),
@@ -169,14 +156,7 @@ FIGURES = (
                     "far too high unless tokens outnumber channels many times, and a few outlying tokens drive it to "
                     "one: read the debiased one, without the first token."
                 ),
-                formula=(
-                    "<mi>CKA</mi><mo>(</mo><mi>Z</mi><mo>,</mo><msup><mi>Z</mi><mo>′</mo></msup><mo>)</mo><mo>=</mo>"
-                    "<mfrac><msubsup><mrow><mo>‖</mo><msup><mi>Z</mi><mrow><mo>′</mo><mi>T</mi></mrow></msup>"
-                    "<mi>Z</mi><mo>‖</mo></mrow><mi>F</mi><mn>2</mn></msubsup><mrow><msub><mrow><mo>‖</mo><msup>"
-                    "<mi>Z</mi><mi>T</mi></msup><mi>Z</mi><mo>‖</mo></mrow><mi>F</mi></msub><msub><mrow><mo>‖</mo>"
-                    "<msup><mi>Z</mi><mrow><mo>′</mo><mi>T</mi></mrow></msup><msup><mi>Z</mi><mo>′</mo></msup>"
-                    "<mo>‖</mo></mrow><mi>F</mi></msub></mrow></mfrac>"
-                ),
+                formula=r"CKA(Z, Z^′) = \frac{{‖Z^{′ T} Z‖}_F^2}{{‖Z^T Z‖}_F {‖Z^{′ T} Z^′‖}_F}",
                 source=(
                     "Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 3; debiased with the unbiased "
                     "HSIC estimate."

@@ -69,12 +69,7 @@ def track(
 
 
 def over_steps(
-    tracks: Iterable[Track],
-    form: str,
-    *,
-    alt: Callable[[Sequence[Track]], str],
-    yaxis: dict[str, Any],
-    **layout: Any,
+    tracks: Iterable[Track], form: str, *, alt: Callable[[Sequence[Track]], str], yaxis: dict[str, Any], **layout: Any
 ) -> go.Figure | None:
     """Lines over training steps; None where none has a finite value.
 

@@ -165,18 +165,8 @@ FIGURES = (
         subtitle="At equal steps; below zero is better than the baseline",
     ),
     Figure("penalty", "loss", _penalties, (TRAININGS,)),
-    Figure(
-        "displacement",
-        "displacement",
-        lambda source: _displacement(source, "value"),
-        (TRAININGS,),
-    ),
-    Figure(
-        "difference_displacement",
-        "displacement",
-        lambda source: _displacement(source, "difference"),
-        (TRAININGS,),
-    ),
+    Figure("displacement", "displacement", lambda source: _displacement(source, "value"), (TRAININGS,)),
+    Figure("difference_displacement", "displacement", lambda source: _displacement(source, "difference"), (TRAININGS,)),
     Figure(
         "steps_jump_rate",
         "displacement",

@@ -49,9 +49,9 @@ def palette() -> str:
     return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, second: str) -> float:
     """Contrast ratio of two `#rrggbb` colours, 1 to 21 (WCAG 2)."""
-    low, high = sorted((_luminance(one), _luminance(other)))
+    low, high = sorted((_luminance(first), _luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 
