@@ -99,10 +99,10 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """
     source = Source(table, meta)
     last = Source(table[table["step"] == table["step"].max()], meta) if source.kind == SERIES else source
-    made: dict[str, go.Figure] = {}
+    drawn: dict[str, go.Figure] = {}
     for record in records(source.kind):
-        made |= record.drawn(last if SINGLE in record.kinds else source)
-    return made
+        drawn |= record.drawn(last if SINGLE in record.kinds else source)
+    return drawn
 
 
 __all__ = ["FIGURES", "Figure", "Method", "Quantity", "Source", "build", "records"]

@@ -65,16 +65,16 @@ class Source:
     def runs(self) -> list[Run]:
         """The models of a comparison in the order of `meta["models"]`; those that only the table knows come last."""
         described = {str(entry.get("label")): entry for entry in self.meta.get("models") or []}
-        order = [*described, *(str(name) for name in self.table["model"].unique() if str(name) not in described)]
-        names = [label(name, 40) for name in order]
-        found: list[Run] = []
-        for index, name in enumerate(order):
-            rows = self.table[self.table["model"].astype(str) == name]
-            entry = described.get(name, {})
-            shown = names[index] if names.count(names[index]) == 1 else f"{names[index]} ({index + 1})"
+        labels = list(dict.fromkeys([*described, *map(str, self.table["model"].unique())]))
+        names = [label(text, 40) for text in labels]
+        runs: list[Run] = []
+        for index, (text, name) in enumerate(zip(labels, names, strict=True)):
+            rows = self.table[self.table["model"].astype(str) == text]
+            entry = described.get(text, {})
+            unique = name if names.count(name) == 1 else f"{name} ({index + 1})"
             layers = num_layers(rows, entry.get("model"))
-            found.append(Run(shown, rows, layers, categorical(index), bool(entry.get("baseline"))))
-        return found
+            runs.append(Run(unique, rows, layers, categorical(index), bool(entry.get("baseline"))))
+        return runs
 
     @cached_property
     def compared(self) -> list[Run]:
@@ -176,26 +176,21 @@ class Figure:
 
     def drawn(self, source: Source) -> Figures:
         """Name -> figure."""
-        made = self.draw(source)
-        if made is None:
-            return {}
-        found = {"": made} if isinstance(made, go.Figure) else made
-        return {f"{self.name}:{key}" if key else self.name: self._titled(one) for key, one in found.items()}
+        drawn = self.draw(source) or {}
+        readings = {"": drawn} if isinstance(drawn, go.Figure) else drawn
+        return {f"{self.name}:{key}" if key else self.name: self._titled(one) for key, one in readings.items()}
 
     def _titled(self, drawn: go.Figure) -> go.Figure:
-        about = dict(drawn.layout.meta)
-        about["title"], about["subtitle"] = about["title"] or self.title, about["subtitle"] or self.subtitle
-        return drawn.update_layout(meta=about, title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
+        meta = dict(drawn.layout.meta)
+        meta["title"], meta["subtitle"] = meta["title"] or self.title, meta["subtitle"] or self.subtitle
+        return drawn.update_layout(meta=meta, title={"text": meta["title"], "subtitle": {"text": meta["subtitle"]}})
 
     def beside(self, name: str, draw: Draw, *kinds: str, **changed: Any) -> Figure:
         """The record of a figure that is derived from this one."""
         return replace(self, name=name, draw=draw, kinds=kinds, curves=(), followed=False, **changed)
 
 
-def readings(found: Iterable[tuple[str, go.Figure | None]]) -> Figures:
+def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
     """Key -> figure of those that have data; the first has the key "", so that it bears the figure's own name."""
-    made: Figures = {}
-    for key, drawn in found:
-        if drawn is not None:
-            made[key if made else ""] = drawn
-    return made
+    drawn = [(key, figure) for key, figure in drawings if figure is not None]
+    return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}

@@ -17,13 +17,13 @@ def pack(table: pd.DataFrame, limit: int = MAX_ROWS) -> dict[str, Any]:
 
     `rows` is how many are here, `total` how many the table has, `left_out` says which are missing.
     """
-    kept, missing = table, ""
-    if len(kept) > limit:
-        kept, missing = kept[kept["other"].isna()], "Pairs of layers are not among them."
-    if len(kept) > limit:
-        kept, missing = kept.tail(limit), f"Only the last {limit:,} rows without pairs of layers are among them."
-    columns = {str(name): _column(kept[name]) for name in kept.columns}
-    return {"columns": columns, "rows": len(kept), "total": len(table), "left_out": missing}
+    rows, missing = table, ""
+    if len(rows) > limit:
+        rows, missing = rows[rows["other"].isna()], "Pairs of layers are not among them."
+    if len(rows) > limit:
+        rows, missing = rows.tail(limit), f"Only the last {limit:,} rows without pairs of layers are among them."
+    columns = {str(name): _column(rows[name]) for name in rows.columns}
+    return {"columns": columns, "rows": len(rows), "total": len(table), "left_out": missing}
 
 
 def _column(column: pd.Series) -> Any:

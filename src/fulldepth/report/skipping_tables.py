@@ -21,13 +21,13 @@ UNITS = (" %", "×", " ms", " s")
 Columns = dict[str, Callable[[BenchmarkedModel], str]]
 
 
-def _added(one: BenchmarkedModel) -> str:
-    known = not one.baseline and one.loss is not None and one.base is not None
-    return minus((one.loss or 0.0) - (one.base or 0.0), "+.4f") if known else NOTHING
+def _added(model: BenchmarkedModel) -> str:
+    known = not model.baseline and model.loss is not None and model.base is not None
+    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if known else NOTHING
 
 
 LOSSES: Columns = {
-    "Held-out loss": lambda one: NOTHING if one.loss is None else minus(one.loss, ".4f"),
+    "Held-out loss": lambda model: NOTHING if model.loss is None else minus(model.loss, ".4f"),
     "Added": _added,
 }
 
@@ -35,7 +35,7 @@ LOSSES: Columns = {
 def tables(source: Source) -> dict[str, Sequence[Table]]:
     """Id of a section -> tables that stand in it."""
     models, parts = source.benchmarked, source.parts
-    timed, quantised = ([one for one in models if one.part.kind == kind] for kind in ("bench", "quantise"))
+    timed, quantised = ([model for model in models if model.part.kind == kind] for kind in ("bench", "quantise"))
     return {
         "states": [_norms(part, parts) for part in parts if part.kind == "skip"],
         "cost": [*(_saved_over_grid(timed, phase) for phase in PHASES), _memory(timed), _grid(timed)],
@@ -50,16 +50,16 @@ def side_by_side(source: Source) -> Table | None:
     if not models:
         return None
     if agree(models):  # one original stands for all
-        first = next((one for one in models if one.baseline), None)
-        models = [one for one in models if not one.baseline or one is first]
+        first = next((model for model in models if model.baseline), None)
+        models = [model for model in models if not model.baseline or model is first]
     best = {phase: _unbeaten(models, phase) for phase in PHASES}
     columns: Columns = {
         **LOSSES,
-        "Prefill time": lambda one: _times(one, "prefill"),
-        "Decode time": lambda one: _times(one, "decode"),
-        "Weights": lambda one: _multiple(one, "parameter_bytes"),
-        "Cache per token": lambda one: _multiple(one, "kv_bytes_per_token"),
-        "On the frontier": lambda one: ", ".join(phase for phase in PHASES if one in best[phase]) or NOTHING,
+        "Prefill time": lambda model: _times(model, "prefill"),
+        "Decode time": lambda model: _times(model, "decode"),
+        "Weights": lambda model: _multiple(model, "parameter_bytes"),
+        "Cache per token": lambda model: _multiple(model, "kv_bytes_per_token"),
+        "On the frontier": lambda model: ", ".join(phase for phase in PHASES if model in best[phase]) or NOTHING,
     }
     note = (
         f"{_source(models)}Times are multiples of the original’s, with the least "
@@ -72,7 +72,7 @@ def side_by_side(source: Source) -> Table | None:
 
 def _source(models: Sequence[BenchmarkedModel]) -> str:
     """Where the losses of exports come from, as the beginning of a note."""
-    stated = [short(one.name, 40) for one in models if one.stated and not one.baseline]
+    stated = [short(model.name, 40) for model in models if model.stated and not model.baseline]
     if not stated:
         return ""
     return f"Not measured here: the loss of {', '.join(stated)} is the plan’s, healed if the plan is. "
@@ -84,7 +84,7 @@ def _unbeaten(models: Sequence[BenchmarkedModel], phase: str) -> list[Benchmarke
 
 
 def _by_model(title: str, columns: Columns, models: Sequence[BenchmarkedModel], note: str = "") -> Table:
-    return by_subject(title, "Model", [(model_name(one, short, 60), one) for one in models], columns, note)
+    return by_subject(title, "Model", [(model_name(model, short, 60), model) for model in models], columns, note)
 
 
 def _saved_over_grid(models: Sequence[BenchmarkedModel], phase: str) -> Table:
@@ -96,7 +96,7 @@ def _saved_over_grid(models: Sequence[BenchmarkedModel], phase: str) -> Table:
         "Saved over predicted": _over("time_saved_ratio", "toggled", phase, lambda value: minus(value, ".2f")),
         "Saved by each block": _over("time_saved_per_block", "median", phase, _percent),
     }
-    shares = [one.over_grid("attention_share", "median", phase) for one in models if one.baseline]
+    shares = [model.over_grid("attention_share", "median", phase) for model in models if model.baseline]
     attention = (
         f" Attention takes {_spread(shares[0], _percent)} of it in the original." if shares and shares[0] else ""
     )
@@ -104,7 +104,7 @@ def _saved_over_grid(models: Sequence[BenchmarkedModel], phase: str) -> Table:
         "Medians over the grid, in brackets the least and the most. In place: the original with the same blocks "
         f"skipped, timed in the same rounds; operations: what both multiply. Saved over predicted: in place.{attention}"
     )
-    exports = [one for one in models if not one.baseline]
+    exports = [model for model in models if not model.baseline]
     return _by_model(f"{phase.capitalize()} time saved", columns, exports, note)
 
 
@@ -119,8 +119,8 @@ def _memory(models: Sequence[BenchmarkedModel]) -> Table:
     return _by_model("Memory and size", columns, models, note)
 
 
-def _parameters(one: BenchmarkedModel) -> str:
-    count = (one.entry.get("model") or {}).get("parameters")
+def _parameters(model: BenchmarkedModel) -> str:
+    count = (model.entry.get("model") or {}).get("parameters")
     return scaled(count) if isinstance(count, int) else NOTHING
 
 
@@ -134,16 +134,16 @@ def _grid(models: Sequence[BenchmarkedModel]) -> Table:
         "KV cache per token",
     ]
     rows = []
-    places = list(dict.fromkeys(cell for one in models for cell in one.cells))
+    places = list(dict.fromkeys(cell for model in models for cell in model.cells))
     for cell in places:
-        for one in (one for one in models if cell in one.cells):
-            saved = [one.saved(phase, cell) for phase in PHASES]
-            guessed = [one.in_cell("predicted_time_saved", "toggled", phase, cell) for phase in PHASES]
-            held = [one.in_cell(name, "value", "model", cell) for name in ("peak_memory", "kv_bytes_per_token")]
+        for model in (model for model in models if cell in model.cells):
+            saved = [model.saved(phase, cell) for phase in PHASES]
+            guessed = [model.in_cell("predicted_time_saved", "toggled", phase, cell) for phase in PHASES]
+            held = [model.in_cell(name, "value", "model", cell) for name in ("peak_memory", "kv_bytes_per_token")]
             rows.append(
                 [
-                    f"{cell.name[:1].upper()}{cell.name[1:]}: {model_name(one, short, 60)}",
-                    *(_spread(one.time(phase, cell), seconds) for phase in PHASES),
+                    f"{cell.name[:1].upper()}{cell.name[1:]}: {model_name(model, short, 60)}",
+                    *(_spread(model.time(phase, cell), seconds) for phase in PHASES),
                     *(_spread(share, _percent) for share in saved),
                     *(NOTHING if share is None else _percent(share) for share in guessed),
                     *(NOTHING if count is None else _size(count) for count in held),
@@ -158,8 +158,8 @@ def _orders(models: Sequence[BenchmarkedModel]) -> Table:
     columns: Columns = {
         **LOSSES,
         "Weights": _bytes("parameter_bytes"),
-        "Prefill": lambda one: _absolute(one, "prefill"),
-        "Decode of a token": lambda one: _absolute(one, "decode"),
+        "Prefill": lambda model: _absolute(model, "prefill"),
+        "Decode of a token": lambda model: _absolute(model, "decode"),
     }
     note = "Times are medians over the rounds, in brackets the fastest and the slowest."
     return _by_model("All corners", columns, models, note)
@@ -205,26 +205,26 @@ def _spread(spread: Spread | None, written: Callable[[float], str]) -> str:
     return f"{middle} ({low.removesuffix(unit)} to {high.removesuffix(unit)})"
 
 
-def _times(one: BenchmarkedModel, phase: str) -> str:
+def _times(model: BenchmarkedModel, phase: str) -> str:
     """Multiples of the original's."""
-    if one.baseline:
-        return NOTHING if one.relative(phase) is None else "1×"
-    return _spread(one.relative(phase), lambda value: f"{value:.2f}×")
+    if model.baseline:
+        return NOTHING if model.relative(phase) is None else "1×"
+    return _spread(model.relative(phase), lambda value: f"{value:.2f}×")
 
 
-def _absolute(one: BenchmarkedModel, phase: str) -> str:
-    cells = one.cells
-    return _spread(one.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(one, phase)
+def _absolute(model: BenchmarkedModel, phase: str) -> str:
+    cells = model.cells
+    return _spread(model.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(model, phase)
 
 
 def _over(
     measure: str, statistic: str, phase: str, written: Callable[[float], str]
 ) -> Callable[[BenchmarkedModel], str]:
-    return lambda one: _spread(one.over_grid(measure, statistic, phase), written)
+    return lambda model: _spread(model.over_grid(measure, statistic, phase), written)
 
 
 def _bytes(measure: str) -> Callable[[BenchmarkedModel], str]:
-    return lambda one: NOTHING if (value := one.single(measure)) is None else _size(value)
+    return lambda model: NOTHING if (value := model.single(measure)) is None else _size(value)
 
 
 def _size(value: float) -> str:
@@ -232,10 +232,10 @@ def _size(value: float) -> str:
     return f"{value:,.0f} B" if value < 2**14 else f"{value / 2**10:,.0f} KiB" if value < 2**20 else size(value)
 
 
-def _multiple(one: BenchmarkedModel, measure: str) -> str:
+def _multiple(model: BenchmarkedModel, measure: str) -> str:
     """Bytes as a multiple of the original's."""
-    own = one.single(measure)
-    base = one.of_original(measure)
+    own = model.single(measure)
+    base = model.of_original(measure)
     if own is None or not base or not math.isfinite(own):
         return NOTHING
-    return _size(own) if one.baseline else f"{own / base:.2f}×"
+    return _size(own) if model.baseline else f"{own / base:.2f}×"
