@@ -61,12 +61,12 @@ class Grid:
 def _retrieval_weight(source: Source) -> Figures:
     shares, masses = (_retrieval(source.table, statistic) for statistic in ("share", "mean"))
     signed = shares.differs(masses)  # a router whose weights are no distribution
-    made: Figures = {}
-    if shares:
-        made[""] = _retrieval_map(shares, "Share of absolute weight" if signed else "")
-    if masses and signed:
-        made["mean"] = _retrieval_map(masses, "Signed weight")
-    return made
+    return readings(
+        [
+            ("share", _retrieval_map(shares, "Share of absolute weight" if signed else "") if shares else None),
+            ("mean", _retrieval_map(masses, "Signed weight") if masses and signed else None),
+        ]
+    )
 
 
 def _self_retrieval_map(source: Source) -> go.Figure | None:
@@ -149,9 +149,9 @@ def _stream_map(grid: Grid, statistic: str) -> go.Figure:
     )
 
 
-def _range(what: str, grid: Grid) -> str:
+def _range(title: str, grid: Grid) -> str:
     """One sentence on the smallest and the largest value."""
-    return f"{what}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
+    return f"{title}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
 
 
 def _grid_map(grid: Grid, *, title: str, alt: str, **about: Any) -> go.Figure:

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, number, select
 from fulldepth.figures.draw import band, legend_entry, line
-from fulldepth.figures.record import SKIP, Figure, Method, Source
+from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
 from fulldepth.figures.skip_results import Part, Removal, by_removed, planned, removals, removed_axis, what_went
 from fulldepth.figures.style import (
     CATEGORICAL,
@@ -114,8 +114,7 @@ def _base(curve: RemovalCurve, curves: Sequence[RemovalCurve]) -> float | None:
 
 def _losses(source: Source) -> Figures:
     curves = removal_curves(source.parts)
-    drawn = {"": _loss(curves), "added": _loss(curves, added=True)}
-    return {key: one for key, one in drawn.items() if one is not None}
+    return readings([("loss", _loss(curves)), ("added", _loss(curves, added=True))])
 
 
 def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | None:

@@ -25,13 +25,12 @@ SUBTITLES = {
 
 def _readings(table: pd.DataFrame, measure: str) -> Figures:
     """The map of one model in every reading."""
-    made = []
-    for suffix, tail in (("", ""), (NO_FIRST, ", no first token")):
-        for statistic, reading in READINGS[measure].items():
-            if cells := matrix(table, measure, statistic + suffix):
-                drawn = similarity_map(cells, measure, statistic, variant=reading + tail)
-                made.append((statistic + suffix, drawn))
-    return readings(made)
+    return readings(
+        (statistic + suffix, similarity_map(cells, measure, statistic, variant=reading + tail))
+        for suffix, tail in (("", ""), (NO_FIRST, ", no first token"))
+        for statistic, reading in READINGS[measure].items()
+        if (cells := matrix(table, measure, statistic + suffix))
+    )
 
 
 def _of_models(source: Source, measure: str) -> Figures:

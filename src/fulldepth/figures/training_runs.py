@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.displacement import PER_LAYER, PERCENT
 from fulldepth.figures.draw import add_level
-from fulldepth.figures.record import TRAININGS, Figure, Run, Source
+from fulldepth.figures.record import TRAININGS, Figure, Run, Source, readings
 from fulldepth.figures.steps import Track, over_steps, step_line, track
 from fulldepth.figures.style import Figures, axis, figure, minus
 from fulldepth.figures.training_run import LATER, penalty_figure, terms
@@ -64,12 +64,14 @@ def _at_last_common_step(form: str) -> Callable[[Sequence[Track]], str]:
 def _losses(source: Source) -> Figures:
     """On the validation data, of all steps and of the later ones, and on the training data."""
     validation, training = (_tracks(source.runs, measure) for measure in ("validation_loss", "train_loss"))
-    drawn = {
-        "": _loss(validation, "Validation"),
-        "later": _loss([run.later() for run in validation], LATER),
-        "training": _loss(training, "Training", "Mean training loss since the previous evaluation, without penalties"),
-    }
-    return {key: one for key, one in drawn.items() if one is not None}
+    subtitle = "Mean training loss since the previous evaluation, without penalties"
+    return readings(
+        [
+            ("validation", _loss(validation, "Validation")),
+            ("later", _loss([run.later() for run in validation], LATER)),
+            ("training", _loss(training, "Training", subtitle)),
+        ]
+    )
 
 
 def _loss(
