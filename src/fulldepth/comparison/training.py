@@ -70,8 +70,8 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
     evaluated = [_steps(run.table) for run in runs]
     common = set.intersection(*map(set, evaluated))
     if not common:
-        seen = "; ".join(f"{label}: {_listed(steps)}" for label, steps in zip(labels, evaluated, strict=True))
-        raise FulldepthError(f"The runs have no evaluated step in common ({seen}).")
+        listing = "; ".join(f"{label}: {_listed(steps)}" for label, steps in zip(labels, evaluated, strict=True))
+        raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
     return max(common)
 
 

@@ -18,10 +18,10 @@ SITES = {"residual": "Residual stream", "value": "Value states"}
 
 def logarithmic(values: list[float | None], title: str) -> dict[str, object]:
     """A log axis where every value is positive; else a linear one, so that nothing vanishes."""
-    known = [value for value in values if value is not None]
-    if min(known, default=0) <= 0:
+    finite = [value for value in values if value is not None]
+    if min(finite, default=0) <= 0:
         return axis(title, **ZERO)
-    marks = (1, 2, 5) if max(known) / min(known) < 1e3 else (1,)
+    marks = (1, 2, 5) if max(finite) / min(finite) < 1e3 else (1,)
     ticks = [mark * 10.0**power for power in range(-12, 13) for mark in marks]
     return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
@@ -59,18 +59,18 @@ def _entropy(source: Source) -> Iterator[tuple[str, go.Figure | None]]:
 
 def _entropies(table: pd.DataFrame) -> tuple[Quantity, ...]:
     """A curve for each site, preset and order."""
-    found = []
+    quantities = []
     entropies = select(table, "renyi_entropy")[["statistic", "site"]].drop_duplicates()
     for statistic, site in entropies.itertuples(index=False):
-        kind, _, rest = str(statistic).partition(":")
-        preset, colon, alpha = rest.partition(":")
+        kind, _, reading = str(statistic).partition(":")
+        preset, colon, alpha = reading.partition(":")
         if kind == "mean" and colon and ":" not in alpha and site in SITES:
             variant = f"{SITES[site]}, {label(preset, 24)}, α = {label(alpha, 8)}"
             key = f"{site}:{preset}:{alpha}"
-            found.append(
+            quantities.append(
                 Quantity("renyi_entropy", statistic, "Matrix entropy", "Entropy (nats)", site, key=key, variant=variant)
             )
-    return tuple(found)
+    return tuple(quantities)
 
 
 def _projections(table: pd.DataFrame) -> tuple[Quantity, ...]:

@@ -53,13 +53,13 @@ def median_layer(cumulative: Curve) -> float | None:
 
 
 def _effective_depth(source: Source) -> go.Figure | None:
-    traces, words = [], []
+    traces, texts = [], []
     for color, (prefix, (symbol, meaning)) in zip(CATEGORICAL, TOLERANCES.items(), strict=False):
         depths = tolerances(source.table, prefix)
         bars = {f"ε = {eps}": depth for eps, depth in depths.items()}
         traces.append(_depth_bars(meaning, bars, color, source.layers))
-        words += [f"{depth:.0f} of {source.layers} at {symbol} = {eps}" for eps, depth in depths.items()]
-    return _depths(traces, source.layers, f"Layers needed: {', '.join(words)}.")
+        texts += [f"{depth:.0f} of {source.layers} at {symbol} = {eps}" for eps, depth in depths.items()]
+    return _depths(traces, source.layers, f"Layers needed: {', '.join(texts)}.")
 
 
 def _depth_of_models(source: Source) -> go.Figure | None:
@@ -71,8 +71,8 @@ def _depth_of_models(source: Source) -> go.Figure | None:
             for eps, depth in tolerances(run.table, prefix).items()
         }
         traces.append(_depth_bars(run.name, depths, run.style["color"], run.layers))
-    words = [f"{trace.name}: {', '.join(f'{depth:.0f}' for depth in trace.y)} layers" for trace in traces if trace.y]
-    return _depths(traces, max((run.layers for run in source.runs), default=1), "; ".join(words) + ".", showlegend=True)
+    texts = [f"{trace.name}: {', '.join(f'{depth:.0f}' for depth in trace.y)} layers" for trace in traces if trace.y]
+    return _depths(traces, max((run.layers for run in source.runs), default=1), "; ".join(texts) + ".", showlegend=True)
 
 
 def _depth_bars(name: str, depths: Mapping[str, float], color: str, layers: int) -> go.Bar:
@@ -102,12 +102,12 @@ def _depths(traces: Sequence[go.Bar], layers: int, alt: str, **layout: Any) -> g
 def tolerances(table: pd.DataFrame, prefix: str) -> dict[str, float]:
     """Tolerance (as written, ascending) -> effective depth, of the statistics that start with `prefix`."""
     rows = select(table, "effective_depth")
-    found = {}
+    depths = {}
     for statistic, value in zip(rows["statistic"], rows["value"], strict=True):
         depth = number(value)
         if str(statistic).startswith(prefix) and depth is not None:
-            found[str(statistic).removeprefix(prefix)] = depth
-    return {label(eps, 12): found[eps] for eps in sorted(found, key=_as_number)}
+            depths[str(statistic).removeprefix(prefix)] = depth
+    return {label(eps, 12): depths[eps] for eps in sorted(depths, key=_as_number)}
 
 
 def _as_number(text: str) -> float:

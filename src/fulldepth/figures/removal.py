@@ -121,7 +121,7 @@ def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | No
     """Losses over the number of removed blocks, or what they are above the model's own."""
     traces: list[Any] = []
     shapes: list[dict[str, Any]] = []
-    words: list[str] = []
+    texts: list[str] = []
     single = sum(bool(curve.mean) for curve in curves) == 1
     pointed = sum(curve.healed is not None or curve.scalars_only is not None for curve in curves)
     for index, curve in enumerate(curves):
@@ -130,7 +130,7 @@ def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | No
         mean, low, high = curve.added() if added else (curve.mean, curve.low, curve.high)
         if mean:
             traces += _with_band(mean, low, high, name, style)
-            words.append(_words(name, mean, added))
+            texts.append(_first_and_last(name, mean, added))
         base = _base(curve, curves)
         if added and base is None:
             continue
@@ -146,7 +146,7 @@ def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | No
     return _over_removed(
         traces,
         subtitle,
-        alt=" ".join(words),
+        alt=" ".join(texts),
         yaxis=axis("Loss added (nats)" if added else "Loss (nats)"),
         variant="Added" if added else "Loss",
         shapes=shapes,
@@ -167,11 +167,11 @@ def _with_band(
 
 def _over_removed(traces: Sequence[go.Scatter], subtitle: str, **settings: Any) -> go.Figure:
     """A figure over the number of removed blocks."""
-    most = max((int(x) for trace in traces for x in trace.x if x is not None), default=0)
+    largest = max((int(x) for trace in traces for x in trace.x if x is not None), default=0)
     return figure(
         traces,
         subtitle=f"{subtitle}. {BAND}" if any(trace.fill for trace in traces) else subtitle,
-        xaxis=removed_axis(max(most, 1)),
+        xaxis=removed_axis(max(largest, 1)),
         legend={"traceorder": "normal"},
         **settings,
     )
@@ -184,12 +184,12 @@ def _name(curve: RemovalCurve, single: bool) -> str:
 
 def _points(curve: RemovalCurve, base: float, color: str, single: bool) -> list[go.Scatter]:
     """The healed loss and the control, as marks."""
-    whose = "" if single or not curve.removal.name else f" ({label(curve.removal.name, 40)})"
+    suffix = "" if single or not curve.removal.name else f" ({label(curve.removal.name, 40)})"
     return [
         go.Scatter(
             x=[removed],
             y=[value - base],
-            name=name + whose,
+            name=name + suffix,
             mode="markers",
             marker={"color": color, "size": 11, **mark},
             hovertemplate="%{y:.4f}",
@@ -221,17 +221,17 @@ def _break_point(part: Part, color: str, single: bool, name: str) -> tuple[list[
     return shapes, [legend_entry(text if single else f"{text}, {name}", "lines", line=stroke)]
 
 
-def _words(name: str, mean: Curve, added: bool) -> str:
-    known = [(count, value) for count, value in zip(mean.layers, mean.values, strict=True) if value is not None]
-    (first, start), (last, end) = known[0], known[-1]
+def _first_and_last(name: str, mean: Curve, added: bool) -> str:
+    points = [(count, value) for count, value in zip(mean.layers, mean.values, strict=True) if value is not None]
+    (first, start), (last, end) = points[0], points[-1]
     form = "+.4f" if added else ".4f"
     return f"{name}: {minus(start, form)} nats with {first} removed, {minus(end, form)} with {last}."
 
 
 def _steps(source: Source) -> Figures:
     """A figure for each set of blocks: what each removal added."""
-    known = [removal for removal in removals(source.parts) if None not in removal.added]
-    return {str(at) if at else "": _step_bars(removal, len(known) == 1) for at, removal in enumerate(known)}
+    complete = [removal for removal in removals(source.parts) if None not in removal.added]
+    return {str(at) if at else "": _step_bars(removal, len(complete) == 1) for at, removal in enumerate(complete)}
 
 
 def _step_bars(removal: Removal, alone: bool) -> go.Figure:
@@ -276,13 +276,13 @@ def _predictions(
 ) -> go.Figure | None:
     """A measure of the predictions of curves over the number of removed blocks."""
     drawn = [(part, curves) for part in source.parts if (curves := _with_range(part, measure))[0]]
-    single, traces, words = len(drawn) == 1, [], []
+    single, traces, texts = len(drawn) == 1, [], []
     for index, (part, (mean, low, high)) in enumerate(drawn):
         name = "Mean" if single else label(part.label, 40)
         traces += _with_band(mean, low, high, name, categorical(index), form)
         count, end = [pair for pair in zip(mean.layers, mean.values, strict=True) if pair[1] is not None][-1]
-        words.append(f"{'At the end' if single else name}: {minus(end or 0.0, form)} with {count} removed.")
-    return _over_removed(traces, subtitle, alt=" ".join(words), yaxis=yaxis, showlegend=not single) if drawn else None
+        texts.append(f"{'At the end' if single else name}: {minus(end or 0.0, form)} with {count} removed.")
+    return _over_removed(traces, subtitle, alt=" ".join(texts), yaxis=yaxis, showlegend=not single) if drawn else None
 
 
 FIGURES = (

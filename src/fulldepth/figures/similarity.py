@@ -64,13 +64,13 @@ def _differences(source: Source, measure: str) -> Figures:
 
 def _largest(cells: Matrix) -> str:
     """Where a difference map departs most from zero."""
-    known = [
+    finite = [
         (abs(value), value, row, column)
         for row, values in zip(cells.layers, cells.values, strict=True)
         for column, value in zip(cells.layers, values, strict=True)
         if value is not None
     ]
-    _, value, row, column = max(known)
+    _, value, row, column = max(finite)
     pair = f"{layer_name(row).lower()} and {layer_name(column).lower()}"
     return f"Largest difference: {minus(value, '+.2f')}, between {pair}."
 
@@ -92,14 +92,14 @@ def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, be
 def _neighbours(cells: Matrix) -> str:
     """What the map says, from its first off-diagonal and its far corner."""
     adjacent = [row[index + 1] for index, row in enumerate(cells.values[:-1])]
-    known = [value for value in adjacent if value is not None]
-    corner = cells.values[0][-1]
-    words = []
-    if known:
-        words.append(f"Neighbouring layers: {minus(min(known), '.2f')} to {minus(max(known), '.2f')}")
-    if corner is not None:
-        words.append(f"first against last: {minus(corner, '.2f')}")
-    return "; ".join(words)[:1].upper() + "; ".join(words)[1:] + "."
+    finite = [value for value in adjacent if value is not None]
+    far_corner = cells.values[0][-1]
+    texts = []
+    if finite:
+        texts.append(f"Neighbouring layers: {minus(min(finite), '.2f')} to {minus(max(finite), '.2f')}")
+    if far_corner is not None:
+        texts.append(f"first against last: {minus(far_corner, '.2f')}")
+    return "; ".join(texts)[:1].upper() + "; ".join(texts)[1:] + "."
 
 
 def _to_last(source: Source) -> go.Figure | None:

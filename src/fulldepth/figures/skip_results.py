@@ -150,25 +150,25 @@ def by_removed(table: pd.DataFrame, measure: str, statistic: str = "mean", state
     )
 
 
-def removed_axis(most: int) -> dict[str, Any]:
+def removed_axis(largest: int) -> dict[str, Any]:
     """The x axis of a figure over the number of removed blocks, 0..most."""
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if most / s <= 13)
-    ticks = list(range(0, most + 1, step))
-    margin = max(0.4, most * 0.03)
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
+    ticks = list(range(0, largest + 1, step))
+    margin = max(0.4, largest * 0.03)
     return axis(
         "Blocks removed",
         unifiedhovertitle={"text": "%{x} removed"},
-        range=[-margin, most + margin],
+        range=[-margin, largest + margin],
         tickvals=ticks,
         ticktext=[str(tick) for tick in ticks],
     )
 
 
-def listed(numbers: Sequence[int], most: int = 8) -> str:
+def listed(numbers: Sequence[int], limit: int = 8) -> str:
     """`3, 7 and 8`, shortened after so many."""
-    shown = [str(number) for number in numbers[:most]]
-    if len(numbers) > most:
-        return f"{', '.join(shown)} and {len(numbers) - most} more"
+    shown = [str(number) for number in numbers[:limit]]
+    if len(numbers) > limit:
+        return f"{', '.join(shown)} and {len(numbers) - limit} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 

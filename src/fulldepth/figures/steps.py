@@ -116,17 +116,17 @@ def step_line(
 
 def change(name: str, steps: Sequence[int], values: Sequence[float | None], form: str) -> str:
     """One sentence: from the first step's value to the last one's."""
-    known = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-    if not known:
+    points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+    if not points:
         return f"{name}: no finite value."
-    (start, first), (end, last) = known[0], known[-1]
+    (start, first), (end, last) = points[0], points[-1]
     if start == end:
         return f"{name}: {minus(first, form)} at step {start:,}."
     return f"{name}: {minus(first, form)} at step {start:,}, {minus(last, form)} at step {end:,}."
 
 
-def thin(steps: list[int], most: int) -> list[int]:
+def thin(steps: list[int], limit: int) -> list[int]:
     """At most `most` of the steps, evenly spread, the first and the last among them."""
-    if len(steps) <= most:
+    if len(steps) <= limit:
         return steps
-    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
+    return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]

@@ -50,7 +50,7 @@ def _losses(source: Source) -> Figures:
         track(source.table, "validation_loss", name="Validation"),
         track(source.table, "train_loss", name="Training", color=CATEGORICAL[1], dash="dash"),
     ]
-    later = [one.later() for one in tracks]
+    later = [run_track.later() for run_track in tracks]
     return readings(
         (key, _loss(part, variant)) for key, part, variant in (("", tracks, "All steps"), ("later", later, LATER))
     )
@@ -69,7 +69,7 @@ def _loss(tracks: Sequence[Track], variant: str) -> go.Figure | None:
 
 def _penalties(source: Source) -> Figures:
     """One small figure a term: their sizes have nothing to do with one another."""
-    known = terms(source.table)
+    logged_terms = terms(source.table)
     return readings(
         (
             term,
@@ -78,10 +78,10 @@ def _penalties(source: Source) -> Figures:
                 term,
                 first_track("{}", ".4g"),
                 _weight(source.meta, term),
-                beside=len(known) > 1,
+                beside=len(logged_terms) > 1,
             ),
         )
-        for index, term in enumerate(known)
+        for index, term in enumerate(logged_terms)
     )
 
 

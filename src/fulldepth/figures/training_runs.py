@@ -32,15 +32,15 @@ def _displacement(source: Source, column: str) -> Figures:
     return drawings
 
 
-def _extent(what: str, values: Mapping[str, float | None], form: str) -> str:
+def _extent(subject: str, values: Mapping[str, float | None], form: str) -> str:
     """One sentence on which run is lowest and which is highest."""
-    known = sorted((value, name) for name, value in values.items() if value is not None)
-    if not known:
-        return f"{what}: no finite value."
-    (low, lowest), (high, highest) = known[0], known[-1]
+    ranked = sorted((value, name) for name, value in values.items() if value is not None)
+    if not ranked:
+        return f"{subject}: no finite value."
+    (low, lowest), (high, highest) = ranked[0], ranked[-1]
     if minus(low, form) == minus(high, form):
-        return f"{what}: {minus(low, form)} in {lowest if len(known) == 1 else 'every run'}."
-    return f"{what}: from {minus(low, form)} in {lowest} to {minus(high, form)} in {highest}."
+        return f"{subject}: {minus(low, form)} in {lowest if len(ranked) == 1 else 'every run'}."
+    return f"{subject}: from {minus(low, form)} in {lowest} to {minus(high, form)} in {highest}."
 
 
 def _tracks(runs: Sequence[Run], measure: str, **rows: Any) -> list[Track]:
@@ -147,13 +147,13 @@ def _jump_rate(runs: Sequence[Run], back: int) -> go.Figure | None:
 
 def _penalties(source: Source) -> Figures:
     """One figure a term, with the runs that log it."""
-    known = list(dict.fromkeys(term for run in source.runs for term in terms(run.table)))
+    logged_terms = list(dict.fromkeys(term for run in source.runs for term in terms(run.table)))
     drawn = {}
-    for term in known:
+    for term in logged_terms:
         logged = [run for run in _tracks(source.runs, "penalty", site=term) if run]
         alt = _at_last_common_step(".4g")
         if logged:
-            drawn[term] = penalty_figure(logged, term, alt, beside=len(known) > 1, showlegend=True)
+            drawn[term] = penalty_figure(logged, term, alt, beside=len(logged_terms) > 1, showlegend=True)
     return drawn
 
 

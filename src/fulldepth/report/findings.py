@@ -69,13 +69,13 @@ def sentences(findings: Sequence[Shown], most: int | None = None) -> tuple[list[
 
     All of them open the page if they are at most `most`, or if every one is marked as later.
     """
-    told = [
+    marked = [
         (shown.later, shown.prefix + short(shown.entry["sentence"], 600))
         for shown in findings
         if shown.entry.get("sentence")
     ]
-    texts = [text for _, text in told]
-    first = [text for later, text in told if not later] or texts
+    texts = [text for _, text in marked]
+    first = [text for later, text in marked if not later] or texts
     if most is not None:
         first = texts if len(texts) <= most else first[:most]
     return first, [text for text in texts if text not in first]

@@ -226,13 +226,13 @@ def _data(data: Meta) -> str:
 
 def _grid(settings: Meta) -> str:
     texts = [
-        f"{what} {', '.join(short(number, 12) for number in settings[key])}"
-        for key, what in (("batches", "batch"), ("contexts", "context"))
+        f"{unit} {', '.join(short(number, 12) for number in settings[key])}"
+        for key, unit in (("batches", "batch"), ("contexts", "context"))
         if isinstance(settings.get(key), list)
     ]
-    for key, what in (("new_tokens", "new tokens"), ("repeats", "rounds"), ("warmup", "warm-up rounds")):
+    for key, unit in (("new_tokens", "new tokens"), ("repeats", "rounds"), ("warmup", "warm-up rounds")):
         if isinstance(settings.get(key), int):
-            texts.append(f"{settings[key]:,} {what.removesuffix('s') if settings[key] == 1 else what}")
+            texts.append(f"{settings[key]:,} {unit.removesuffix('s') if settings[key] == 1 else unit}")
     return dotted(*texts)
 
 

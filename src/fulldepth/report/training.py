@@ -105,8 +105,8 @@ def _schedule(settings: Meta) -> str:
     steps, batch, length = (value if isinstance(value, int) else 0 for value in sizes)
     if not steps * batch * length:
         return ""
-    every = settings.get("eval_every")
-    evaluated = f" · evaluated every {every:,} steps" if isinstance(every, int) else ""
+    interval = settings.get("eval_every")
+    evaluated = f" · evaluated every {interval:,} steps" if isinstance(interval, int) else ""
     total = scaled(steps * batch * length)
     return f"{steps:,} steps × {batch:,} sequences × {length:,} tokens = {total} tokens{evaluated}"
 
@@ -115,14 +115,14 @@ def _optimiser(settings: Meta) -> str:
     if not isinstance(settings.get("learning_rate"), int | float):
         return ""
     parts = [f"AdamW, learning rate {settings['learning_rate']:g}"]
-    for key, what in (
+    for key, template in (
         ("min_learning_rate", "down to {:g}"),
         ("warmup_steps", "{:,} warm-up steps"),
         ("weight_decay", "weight decay {:g}"),
         ("clip", "gradients clipped at {:g}"),
     ):
         if isinstance(settings.get(key), int | float) and settings[key]:
-            parts.append(what.format(settings[key]))
+            parts.append(template.format(settings[key]))
     if settings.get("decay") not in (None, "matrices"):
         parts.append(f"decay of {short(settings['decay'], 30)}")
     parts += [short(settings[key], 30) for key in ("schedule", "precision") if settings.get(key)]
