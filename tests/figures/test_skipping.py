@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from figures import skip_folders as folders
 from fulldepth import figures
 from fulldepth.figures.benchmark import benchmarked_models, frontier
-from fulldepth.figures.skipped import TOGETHER, Part, layers_of, parts, removals
+from fulldepth.figures.skip_results import TOGETHER, Part, layers_of, parts, removals
 from fulldepth.results import Results
 
 STATE = {"skipped": "Skipped, not healed", "healed": "Healed with scalars"}

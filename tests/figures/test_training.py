@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fulldepth import figures
-from fulldepth.figures.training import PROFILES
+from fulldepth.figures.training_run import PROFILES
 
 
 @pytest.fixture(scope="module")

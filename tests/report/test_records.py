@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
 
 from fulldepth import figures
+from fulldepth.figures import record
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, SKIP, TRAINING, TRAININGS, Figure, Method, Quantity
 from fulldepth.figures.style import figure
-from fulldepth.report import render, sections
+from fulldepth.report import kinds, render, sections
 from fulldepth.report.payload import payload
+from fulldepth.report.tables import Table
 
 
 def drawing(source):
@@ -25,10 +28,13 @@ FAKE = Figure(
     drawing,
     title="A fake figure",
     subtitle="Higher is deeper",
-    methods=(Method("A fake number", ("displacement",), "Counts layers.", formula="<mi>L</mi>", source="Nobody."),),
+    methods=(Method("A fake number", ("displacement",), "Counts layers.", formula="L", source="Nobody."),),
     curves=(Quantity("displacement", "mean", "Fake", "Fake (1)"),),
     followed=True,
 )
+
+
+EMPTY = Table("Nothing", [], [])
 
 
 @pytest.fixture
@@ -73,7 +79,37 @@ def test_every_figure_of_a_kind_has_a_name_of_its_own_and_a_section_that_is_ther
     records = figures.records(kind)
     names = [record.name for record in records]
     assert len(set(names)) == len(names)
-    known = {section.id for section in (*sections.PAGES.get(kind, sections.OF_MODELS), sections.OVER_TRAINING)}
+    known = {section.id for section in (*kinds.PAGES[kind].sections, sections.OVER_TRAINING)}
     assert {record.name for record in records if record.section not in known} <= {
         name for name in names if kind == TRAINING and name.startswith("steps_")
     }
+
+
+def test_one_page_kind_is_a_page(synthetic, monkeypatch):
+    """A verb of its own kind: figures by one record, everything around them by one `PageKind`."""
+    monkeypatch.setitem(record.VERBS, "fake", "fake")
+    monkeypatch.setattr(figures, "FIGURES", (*figures.FIGURES, replace(FAKE, section="depth", kinds=("fake",))))
+    page = kinds.PageKind(
+        "Fake report",
+        byline=lambda source: f"{source.layers} layers",
+        about=lambda source: [("Kind", source.kind), ("Unknown", "")],
+        tables=lambda source: {"depth": [Table("Rows", ["Count"], [["all", str(len(source.table))]]), EMPTY]},
+        sections=(sections.Section("depth", "Depth"),),
+        lead=1,
+    )
+    monkeypatch.setitem(kinds.PAGES, "fake", page)
+    results = synthetic.language_model(layers=12)
+    results.meta |= {"kind": "fake", "warnings": ["Mind."], "left_out": [{"measure": "a", "reason": "b"}]}
+    made = payload(results)
+    assert list(made["figures"]) == ["fake"]
+    assert (made["kind"], made["kind_name"], made["byline"]) == ("fake", "Fake report", "12 layers")
+    assert made["about"] == [["Kind", "fake"]]
+    assert made["remarks"] == {"warnings": ["Mind."], "left_out": [["a", "b"]]}
+    (section,) = made["sections"]
+    assert (section["title"], section["slots"]) == ("Depth", [["fake"]])
+    assert [table["rows"] for table in section["tables"]] == [[["all", str(len(results.table))]]]
+    (view,) = made["views"]
+    headline = list(results.meta["headline"].values())
+    assert [*view["sentences"], *view["more_sentences"]] == [entry["sentence"] for entry in headline]
+    assert len(view["sentences"]) == 1
+    assert len(view["cards"]) == len(headline)

@@ -15,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
+from fulldepth.figures.record import Source
 from fulldepth.report import render, write
+from fulldepth.report.findings import Shown, cards, sentences, with_cards
 from fulldepth.report.lens import Vocabulary, pack
+from fulldepth.report.measured import differences, side_by_side, title
 from fulldepth.report.page import contrast, embed
 from fulldepth.report.payload import compact, difference, fix_range, payload, thin
 from fulldepth.report.phrases import figure_of, scaled, short, visible
+from fulldepth.report.rows import pack as pack_table
 from fulldepth.report.sections import arrange
-from fulldepth.report.tables import pack as pack_table
-from fulldepth.report.verdict import cards, sentences_of_comparison, side_by_side, title
 from fulldepth.results import Results
 
 
@@ -77,12 +79,12 @@ def test_standard_errors_stand_beside_their_numbers(synthetic):
     results = synthetic.language_model()
     results.meta["headline"]["zeta_L"]["standard_error"] = 0.01234
     results.meta["headline"]["mean_coherence"]["standard_error"] = None
-    errors = {card["name"]: card["error"] for card in cards(results.meta["headline"])}
+    errors = {card["name"]: card["error"] for card in cards(with_cards(results.meta["headline"]))}
     assert errors["Jump of the last layer"] == "± 0.012"
     assert errors["Mean coherence"] == ""
     compared = synthetic.comparison()
     compared.meta["models"][0]["headline"]["zeta_L"]["standard_error"] = 0.5
-    rows = {name: cells for name, *cells in side_by_side(compared.meta)["rows"]}
+    rows = {name: cells for name, *cells in side_by_side(Source(compared.table, compared.meta)).rows}
     assert rows["Jump of the last layer"][0].endswith("± 0.5 %")
     assert "±" not in rows["Jump of the last layer"][1]
 
@@ -239,8 +241,15 @@ def test_words():
 def test_a_comparison_says_first_what_its_table_does_not():
     told = {"zeta_L:b": {"sentence": "told"}}
     news = {"redundancy_change:b": {"sentence": "new"}}
-    assert sentences_of_comparison({**told, **news}) == (["new"], ["told"])
-    assert sentences_of_comparison(told) == (["told"], [])
+    assert sentences(differences({"headline": {**told, **news}}, None)) == (["new"], ["told"])
+    assert sentences(differences({"headline": told}, None)) == (["told"], [])
+
+
+def test_long_lists_of_sentences_are_folded():
+    findings = [Shown({"sentence": text}, later=text == "b") for text in "abcd"]
+    assert sentences(findings) == (["a", "c", "d"], ["b"])
+    assert sentences(findings, most=4) == (["a", "b", "c", "d"], [])
+    assert sentences(findings, most=2) == (["a", "c"], ["b", "d"])
 
 
 def test_the_title_is_the_end_of_a_path():

@@ -70,10 +70,10 @@ def _grid(rows: pd.DataFrame, layers: int) -> Array:
     return grid
 
 
-def _clamp(grid: Array, axis: int, place: Array) -> Array:
+def _clamp(grid: Array, axis: int, position: Array) -> Array:
     """Positions moved to the nearest layer that the series has."""
     present = np.flatnonzero(np.isfinite(grid).any(axis=1 - axis))
-    return place.clip(present[0], present[-1]) if len(present) else place
+    return position.clip(present[0], present[-1]) if len(present) else position
 
 
 def _interpolate(grid: Array, first: Array, second: Array) -> Array:
@@ -90,7 +90,7 @@ def _interpolate(grid: Array, first: Array, second: Array) -> Array:
     return value
 
 
-def _index(place: Array, step: int, size: int) -> NDArray[np.int64]:
+def _index(position: Array, step: int, size: int) -> NDArray[np.int64]:
     """Index of the layer below (or, with `step` 1, above) each place; `size`, the padding, where there is none."""
-    index = np.floor(place).astype(np.int64) + step
+    index = np.floor(position).astype(np.int64) + step
     return np.where((index >= 0) & (index < size), index, size)

@@ -59,8 +59,8 @@ def compare(
     loaded = [_readable(item) for item in results]
     labels = _labels(results, settings.names)
     are_runs, first = _are_runs(loaded, labels), _position(settings.baseline, labels)
-    same = len({_depth(found) for found in loaded}) == 1
-    resolved: Depth = settings.depth or ("layer" if same else "relative")
+    depths = {_depth(results) for results in loaded}
+    resolved: Depth = settings.depth or ("layer" if len(depths) == 1 else "relative")
     compared = {"baseline": labels[first], "depth": resolved}
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -69,9 +69,9 @@ def compare(
     }
     if not are_runs:
         loaded = [_last_step(item) for item in loaded]
-    table, found = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
-    found["warnings"] += _own_warnings(loaded, labels)
-    return Results(table, finite(document | found))
+    table, entries = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
+    entries["warnings"] += _own_warnings(loaded, labels)
+    return Results(table, finite(document | entries))
 
 
 def _compare_measurements(
@@ -79,42 +79,44 @@ def _compare_measurements(
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table, and what the document says of it."""
     table = _table(measured, labels, first, depth)
-    models = [_entry(found.meta, label, label == labels[first]) for found, label in zip(measured, labels, strict=True)]
-    said = {"headline": verdict.headline(table, models), "warnings": verdict.warnings(table, models)}
-    return table, {"models": models, **said}
+    models = [
+        _entry(results.meta, label, label == labels[first]) for results, label in zip(measured, labels, strict=True)
+    ]
+    texts = {"headline": verdict.headline(table, models), "warnings": verdict.warnings(table, models)}
+    return table, {"models": models, **texts}
 
 
 def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
     """The rows of every model under one another, with `model` and `difference`."""
     baseline = measured[first]
     tables = []
-    for index, (found, label) in enumerate(zip(measured, labels, strict=True)):
-        table = found.table[COLUMNS].assign(model=label, difference=float("nan"))
+    for index, (results, label) in enumerate(zip(measured, labels, strict=True)):
+        table = results.table[COLUMNS].assign(model=label, difference=float("nan"))
         if index != first:
-            table["difference"] = differences(table, _depth(found), baseline.table, _depth(baseline), depth)
+            table["difference"] = differences(table, _depth(results), baseline.table, _depth(baseline), depth)
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
 
-def _depth(found: Results) -> int:
-    return int(found.meta["model"]["num_layers"])
+def _depth(results: Results) -> int:
+    return int(results.meta["model"]["num_layers"])
 
 
 def _readable(item: Results | str | Path) -> Results:
     """Loads a measurement or a training run, and refuses anything else."""
-    found = item if isinstance(item, Results) else Results.load(item)
+    results = item if isinstance(item, Results) else Results.load(item)
     where = "The result" if isinstance(item, Results) else str(item)
-    if found.is_comparison:
+    if results.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
-    layers = (found.meta.get("model") or {}).get("num_layers")
-    if found.meta.get("kind") not in ("measure", "training") or not isinstance(layers, int):
-        raise FulldepthError(f"{where} is not a measurement: its kind is {found.meta.get('kind')!r}.")
-    return found
+    layers = (results.meta.get("model") or {}).get("num_layers")
+    if results.meta.get("kind") not in ("measure", "training") or not isinstance(layers, int):
+        raise FulldepthError(f"{where} is not a measurement: its kind is {results.meta.get('kind')!r}.")
+    return results
 
 
 def _are_runs(loaded: list[Results], labels: list[str]) -> bool:
     """Whether all are training runs; refuses runs beside measurements."""
-    runs = [label for found, label in zip(loaded, labels, strict=True) if found.meta["kind"] == "training"]
+    runs = [label for results, label in zip(loaded, labels, strict=True) if results.meta["kind"] == "training"]
     others = [label for label in labels if label not in runs]
     if runs and others:
         raise FulldepthError(
@@ -129,17 +131,17 @@ def _is(names: list[str], what: str) -> str:
     return f"is {what}" if len(names) == 1 else f"are {what.removeprefix('a ')}s"
 
 
-def _last_step(found: Results) -> Results:
+def _last_step(series: Results) -> Results:
     """A series as a measurement of its last checkpoint, which it says in its warnings."""
-    if not found.is_series:
-        return found
-    step = found.table["step"].max()
-    last: dict[str, Any] = next((entry for entry in found.meta.get("steps") or [] if entry["step"] == step), {})
+    if not series.is_series:
+        return series
+    step = series.table["step"].max()
+    last: dict[str, Any] = next((entry for entry in series.meta.get("steps") or [] if entry["step"] == step), {})
     note = f"a series of checkpoints; the last one, step {step}, is compared."
     known = {key: value for key, value in last.items() if value is not None}
-    known["model"] = found.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}
-    meta = {**found.meta, **known, "warnings": [*(found.meta.get("warnings") or []), note]}
-    return Results(found.table[found.table["step"] == step], meta)
+    known["model"] = series.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}
+    meta = {**series.meta, **known, "warnings": [*(series.meta.get("warnings") or []), note]}
+    return Results(series.table[series.table["step"] == step], meta)
 
 
 def _labels(results: Sequence[Results | str | Path], names: list[str] | None) -> list[str]:
@@ -195,9 +197,9 @@ def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any
 def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
     """What each measurement warned of, under its label."""
     lines = []
-    for found, label in zip(measured, labels, strict=True):
-        if not found.meta.get("complete", True):
-            what = "run" if found.meta["kind"] == "training" else "measurement"
+    for results, label in zip(measured, labels, strict=True):
+        if not results.meta.get("complete", True):
+            what = "run" if results.meta["kind"] == "training" else "measurement"
             lines.append(f"{label}: the {what} is not complete.")
-        lines += [f"{label}: {warning}" for warning in found.meta.get("warnings") or []]
+        lines += [f"{label}: {warning}" for warning in results.meta.get("warnings") or []]
     return lines

@@ -9,13 +9,12 @@ import pandas as pd
 
 from fulldepth.comparison import training_verdict, verdict
 from fulldepth.comparison.align import Depth, differences
+from fulldepth.comparison.verdict import Entry
 from fulldepth.errors import FulldepthError
 from fulldepth.results import COLUMNS, Finding, Results
 
 WINDOWED = ("train_loss", "penalty", "throughput")
 """Means since the previous evaluation: they differ meaningfully only where that evaluation was at the same step."""
-
-Entry = training_verdict.Entry
 
 
 def compare_runs(
@@ -71,8 +70,8 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
     evaluated = [_steps(run.table) for run in runs]
     common = set.intersection(*map(set, evaluated))
     if not common:
-        seen = "; ".join(f"{label}: {_listed(steps)}" for label, steps in zip(labels, evaluated, strict=True))
-        raise FulldepthError(f"The runs have no evaluated step in common ({seen}).")
+        listing = "; ".join(f"{label}: {_listed(steps)}" for label, steps in zip(labels, evaluated, strict=True))
+        raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
     return max(common)
 
 
@@ -88,16 +87,16 @@ def _listed(steps: list[int]) -> str:
 
 def _differences(table: pd.DataFrame, run: Results, baseline: Results, depth: Depth) -> np.ndarray[Any, Any]:
     result = np.full(len(table), np.nan)
-    ours, theirs = _before(run.table), _before(baseline.table)
-    for step in ours:
-        rows, there = table[table["step"] == step], baseline.table[baseline.table["step"] == step]
-        if ours.get(step) != theirs.get(step):
-            there = there[~there["measure"].isin(WINDOWED)]
-        result[rows.index] = differences(rows, _depth(run), there, _depth(baseline), depth)
+    previous, of_baseline = _previous(run.table), _previous(baseline.table)
+    for step in previous:
+        rows, base_rows = table[table["step"] == step], baseline.table[baseline.table["step"] == step]
+        if previous[step] != of_baseline.get(step):
+            base_rows = base_rows[~base_rows["measure"].isin(WINDOWED)]
+        result[rows.index] = differences(rows, _depth(run), base_rows, _depth(baseline), depth)
     return result
 
 
-def _before(table: pd.DataFrame) -> dict[int, int | None]:
+def _previous(table: pd.DataFrame) -> dict[int, int | None]:
     """Each step of a run -> the one evaluated before it."""
     steps = sorted({int(step) for step in table["step"]})
     return dict(zip(steps, [None, *steps[:-1]], strict=True))
@@ -110,11 +109,11 @@ def _depth(run: Results) -> int:
 def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
     """What the comparison keeps of a run beside its rows; `headline` holds its numbers at the common step."""
     meta = run.meta
-    kept = {key: meta.get(key) or {} for key in ("model", "data", "settings")}
+    parts = {key: meta.get(key) or {} for key in ("model", "data", "settings")}
     return {
         "label": label,
         "baseline": is_baseline,
-        **kept,
+        **parts,
         "recipe": meta.get("recipe"),
         "last_step": max(_steps(run.table)),
         "targets": _targets(run.table),
@@ -130,7 +129,7 @@ def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
     """The numbers of one run at a step; those that it has not are left out."""
     so_far = table[table["step"] <= step]
     at_step = table[table["step"] == step]
-    found = {
+    numbers = {
         "validation_loss": (_last(at_step, "validation_loss"), "nats"),
         "zeta_L": (_last(at_step, "jump_rate", layers), "%"),
         "zeta_L-1": (_last(at_step, "jump_rate", layers - 1), "%"),
@@ -140,7 +139,7 @@ def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
         "throughput": (_middle(so_far, "throughput"), "tokens/s"),
         "peak_memory": (_last(so_far, "peak_memory"), "MiB"),
     }
-    return {name: Finding(value, unit).document() for name, (value, unit) in found.items() if value is not None}
+    return {name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if value is not None}
 
 
 def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.DataFrame:

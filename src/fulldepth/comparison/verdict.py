@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,23 +22,44 @@ NUMBERS = {
 """Headline numbers of a measurement -> how a sentence calls them."""
 
 
-def headline(table: pd.DataFrame, models: list[dict[str, Any]]) -> dict[str, Finding]:
+NOT_COMPARABLE = (
+    ("the data differ", "data", "hash", "name"),
+    ("the token policies differ", "token_policy", "name"),
+    ("the numbers of sequences that begin with the BOS token differ", "token_policy", "begin_with_bos"),
+    ("the sequence lengths differ", "data", "sequence_length"),
+    ("the numbers of sequences differ", "data", "sequences"),
+)
+"""What makes two measurements not of the same thing, see `unlike`."""
+OTHER_REASONS = (
+    ("the precisions differ", "model", "dtype"),
+    ("the seeds differ", "run", "seed"),
+    ("the numbers of counted tokens differ", "sampling", "counted_tokens"),
+    ("the token samples differ in size", "sampling", "reservoir_tokens"),
+    ("the lens reads different numbers of positions", "sampling", "lens_positions"),
+    ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
+    ("the versions of fulldepth differ", "versions", "fulldepth"),
+)
+"""What else decides the numbers of a measurement."""
+Entry = dict[str, Any]
+"""One of the models of a comparison."""
+
+
+def headline(table: pd.DataFrame, models: list[Entry]) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
     Args:
         table: the comparison's table.
         models: the entries of `meta["models"]`.
     """
-    baseline = next(model for model in models if model["baseline"])
-    found = {}
-    for model in models:
-        if not model["baseline"]:
-            pairs = (*_redundancy(table, model, baseline), *_numbers(model, baseline))
-            found.update({f"{name}:{model['label']}": finding for name, finding in pairs})
-    return found
+    baseline, others = baseline_of(models)
+    return {
+        f"{name}:{model['label']}": finding
+        for model in others
+        for name, finding in (*_redundancy(table, model, baseline), *_numbers(model, baseline))
+    }
 
 
-def _redundancy(table: pd.DataFrame, model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[str, Finding]]:
+def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
     """The redundancy change (JREG, Eq. 7): difference of the mean displacements, mean over layers and greatest."""
     rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
     change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"]
@@ -64,21 +85,21 @@ def _redundancy(table: pd.DataFrame, model: dict[str, Any], baseline: dict[str, 
     yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence)
 
 
-def _numbers(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[tuple[str, Finding]]:
+def _numbers(model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
     """Differences of the headline numbers that both measurements have."""
     for name, title in NUMBERS.items():
-        ours, theirs = model["headline"].get(name), baseline["headline"].get(name)
-        if not ours or not theirs or ours.get("value") is None or theirs.get("value") is None:
+        finding, base = (entry["headline"].get(name) or {} for entry in (model, baseline))
+        if finding.get("value") is None or base.get("value") is None:
             continue
-        difference = float(ours["value"]) - float(theirs["value"])
+        difference = float(finding["value"]) - float(base["value"])
         sentence = (
-            f"{title}: {_amount(ours, model)} in {model['label']} against {_amount(theirs, baseline)} in "
-            f"{baseline['label']} ({_difference(difference, ours['value'])})."
+            f"{title}: {_amount(finding, model)} in {model['label']} against {_amount(base, baseline)} in "
+            f"{baseline['label']} ({_difference(difference, finding['value'])})."
         )
-        yield name, Finding(difference, ours.get("unit", "1"), sentence)
+        yield name, Finding(difference, finding.get("unit", "1"), sentence)
 
 
-def _amount(entry: dict[str, Any], model: dict[str, Any]) -> str:
+def _amount(entry: Entry, model: Entry) -> str:
     number, unit = f"{entry['value']:.3g}", entry.get("unit", "1")
     if entry.get("standard_error") is not None:
         number += f" ± {entry['standard_error']:.2g}"
@@ -103,27 +124,30 @@ def _word(value: float, positive: str, negative: str, zero: str) -> str:
     return positive if rounded > 0 else negative if rounded < 0 else zero
 
 
-def warnings(table: pd.DataFrame, models: list[dict[str, Any]]) -> list[str]:
+def baseline_of(models: list[Entry]) -> tuple[Entry, list[Entry]]:
+    """The baseline, and the other models."""
+    return next(model for model in models if model["baseline"]), [model for model in models if not model["baseline"]]
+
+
+def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
     """One line for each reason to distrust a difference."""
-    baseline = next(model for model in models if model["baseline"])
-    measured = {model["label"]: set(table.measure[table.model == model["label"]]) for model in models}
+    baseline, others = baseline_of(models)
+    measures = {model["label"]: set(table.measure[table.model == model["label"]]) for model in models}
     lines = []
-    for model in models:
-        if model["baseline"]:
-            continue
+    for model in others:
         pair = f"{model['label']} and {baseline['label']}"
-        if reasons := list(_unlike(model, baseline)):
+        if reasons := list(unlike(model, baseline, NOT_COMPARABLE)):
             lines.append(f"{pair}: the numbers are not comparable because {'; '.join(reasons)}.")
-        if reasons := list(_apart(model, baseline)):
+        if reasons := list(unlike(model, baseline, OTHER_REASONS, where_stated=True)):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {'; '.join(reasons)}.")
         lines += depth_warning(model, baseline)
-        for one, other in ((model, baseline), (baseline, model)):
-            if lacking := sorted(measured[other["label"]] - measured[one["label"]]):
-                lines.append(f"{one['label']} has no {', '.join(lacking)}; {other['label']} has.")
+        for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
+            if lacking := sorted(measures[other] - measures[label]):
+                lines.append(f"{label} has no {', '.join(lacking)}; {other} has.")
     return lines
 
 
-def depth_warning(model: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+def depth_warning(model: Entry, baseline: Entry) -> list[str]:
     """The line on models of unequal depth; none where they are equal."""
     layers = [entry["model"]["num_layers"] for entry in (model, baseline)]
     if layers[0] == layers[1]:
@@ -134,38 +158,20 @@ def depth_warning(model: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
     ]
 
 
-def _unlike(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:
-    """Why the numbers of two measurements are not of the same thing."""
-    for what, part, key, shown in (
-        ("the data differ", "data", "hash", "name"),
-        ("the token policies differ", "token_policy", "name", "name"),
-        ("the numbers of sequences that begin with the BOS token differ", "token_policy", *["begin_with_bos"] * 2),
-        ("the sequence lengths differ", "data", "sequence_length", "sequence_length"),
-        ("the numbers of sequences differ", "data", "sequences", "sequences"),
-    ):
-        values = [entry[part].get(key) for entry in (model, baseline)]
-        if values[0] != values[1]:
-            yield _told(what, model, baseline, [entry[part].get(shown) for entry in (model, baseline)])
+def unlike(
+    model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False
+) -> Iterator[str]:
+    """Each cause that sets two models apart, with what each of the two has, if that tells them apart.
 
-
-def _apart(model: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:
-    """What else decides the numbers and differs, where both measurements say it."""
-    for what, part, key in (
-        ("the precisions differ", "model", "dtype"),
-        ("the seeds differ", "run", "seed"),
-        ("the numbers of counted tokens differ", "sampling", "counted_tokens"),
-        ("the token samples differ in size", "sampling", "reservoir_tokens"),
-        ("the lens reads different numbers of positions", "sampling", "lens_positions"),
-        ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
-        ("the versions of fulldepth differ", "versions", "fulldepth"),
-    ):
-        values = [(entry.get(part) or {}).get(key) for entry in (model, baseline)]
-        if None not in values and values[0] != values[1]:
-            yield _told(what, model, baseline, values)
-
-
-def _told(what: str, model: dict[str, Any], baseline: dict[str, Any], seen: list[Any]) -> str:
-    """A reason, with what each of the two has, if that tells them apart."""
-    if seen[0] == seen[1]:
-        return what
-    return f"{what} ({model['label']}: {seen[0]}, {baseline['label']}: {seen[1]})"
+    Args:
+        model: a model.
+        baseline: the one that it is compared with.
+        causes: text, part of the entry (empty for the entry itself), key, and the key to show if it is another one.
+        where_stated: whether a value counts only where both state it.
+    """
+    for text, part, *keys in causes:
+        parts = [(entry.get(part) or {}) if part else entry for entry in (model, baseline)]
+        values, shown = ([entry.get(key) for entry in parts] for key in (keys[0], keys[-1]))
+        if values[0] != values[1] and not (where_stated and None in values):
+            stated = f" ({model['label']}: {shown[0]}, {baseline['label']}: {shown[1]})"
+            yield text + (stated if shown[0] != shown[1] else "")

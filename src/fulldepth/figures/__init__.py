@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures import (
+    checkpoints,
     coherence,
     displacement,
     geometry,
@@ -21,26 +22,25 @@ from fulldepth.figures import (
     memory,
     pareto,
     removal,
-    series,
     similarity,
-    training,
-    trainings,
+    training_run,
+    training_runs,
 )
+from fulldepth.figures.checkpoints import followed
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, Figure, Method, Quantity, Source
-from fulldepth.figures.series import followed
 
 FIGURES: tuple[Figure, ...] = (
-    *training.FIGURES,
-    *trainings.FIGURES,
-    *series.FIGURES,
+    *training_run.FIGURES,
+    *training_runs.FIGURES,
+    *checkpoints.FIGURES,
     *displacement.FIGURES,
     *similarity.FIGURES,
     *lens.FIGURES,
     *coherence.FIGURES,
     *geometry.FIGURES,
     *memory.FIGURES,
-    *series.OF_TRAINING,
+    *checkpoints.OF_TRAINING,
     *removal.FIGURES,
     *healing.FIGURES,
     *pareto.FIGURES,
@@ -99,10 +99,10 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """
     source = Source(table, meta)
     last = Source(table[table["step"] == table["step"].max()], meta) if source.kind == SERIES else source
-    made: dict[str, go.Figure] = {}
+    drawn: dict[str, go.Figure] = {}
     for record in records(source.kind):
-        made |= record.drawn(last if SINGLE in record.kinds else source)
-    return made
+        drawn |= record.drawn(last if SINGLE in record.kinds else source)
+    return drawn
 
 
 __all__ = ["FIGURES", "Figure", "Method", "Quantity", "Source", "build", "records"]

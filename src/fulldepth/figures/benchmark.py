@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from fulldepth.figures.rows import number
-from fulldepth.figures.skipped import Part
+from fulldepth.figures.curves import number
+from fulldepth.figures.skip_results import Part
 
 PHASES = ("prefill", "decode")
 SORTS = {"bench": "benchmark", "quantise": "quantisation"}
-SAME = 1e-4
+TOLERANCE = 1e-4
 """Losses of the original that differ by more (relative) were read on other data."""
 
 
@@ -40,6 +40,7 @@ class Spread(NamedTuple):
     high: float
 
 
+LOSS = ("loss", "model", "mean")
 Numbers = dict[tuple[str, str, str], dict[Cell, float]]
 """(measure, site, statistic) -> cell -> value, in the order of the rows; what is not finite is not there."""
 
@@ -67,7 +68,7 @@ class BenchmarkedModel:
     def cells(self) -> list[Cell]:
         """Where it was timed, in the order of measuring."""
         timed = (self.numbers.get((f"{phase}_time", phase, "median"), {}) for phase in PHASES)
-        return list(dict.fromkeys(cell for found in timed for cell in found))
+        return list(dict.fromkeys(cell for times in timed for cell in times))
 
     def time(self, phase: str, cell: Cell) -> Spread | None:
         """Seconds in one cell: median, least and most over the rounds."""
@@ -78,20 +79,16 @@ class BenchmarkedModel:
 
         In one cell alone the range is that of the rounds.
         """
-        found = []
+        ratios = []
         for cell in self.cells:
-            own, base = self.time(phase, cell), _spread(self.original, f"{phase}_time", phase, cell)
-            if own is not None and base is not None and base.value > 0:
-                found.append(Spread(*(value / base.value for value in own)))
-        if len(found) == 1:
-            return found[0]
-        ratios = [ratio.value for ratio in found]
-        return Spread(median(ratios), min(ratios), max(ratios)) if ratios else None
+            time, base = self.time(phase, cell), _spread(self.original, f"{phase}_time", phase, cell)
+            if time is not None and base is not None and base.value > 0:
+                ratios.append(Spread(*(value / base.value for value in time)))
+        return ratios[0] if len(ratios) == 1 else _over([ratio.value for ratio in ratios])
 
     def over_grid(self, measure: str, statistic: str, phase: str) -> Spread | None:
         """A number that every cell has: median over the grid, least and most."""
-        known = list(self.numbers.get((measure, phase, statistic), {}).values())
-        return Spread(median(known), min(known), max(known)) if known else None
+        return _over(list(self.numbers.get((measure, phase, statistic), {}).values()))
 
     def in_cell(self, measure: str, statistic: str, site: str, cell: Cell) -> float | None:
         """A number of one cell."""
@@ -110,70 +107,68 @@ class BenchmarkedModel:
         return _single(self.original, measure)
 
 
-def benchmarked_models(found: Iterable[Part]) -> list[BenchmarkedModel]:
+def benchmarked_models(parts: Iterable[Part]) -> list[BenchmarkedModel]:
     """Every model of the benchmarks, then of the quantisations; the original of each folder first."""
-    every = [part for part in found if part.kind in ("bench", "quantise")]
-    made = []
-    for part in every:
-        entries = _entries(part)
-        rows = {name: numbers(part.table[part.table["model"] == name]) for name in entries}
-        losses = {name: _loss(rows[name], entry) for name, entry in entries.items()}
-        first = next((name for name, entry in entries.items() if entry.get("baseline")), next(iter(entries), ""))
-        known = [losses.get(first), *(_base(entry) for entry in entries.values())]
-        base = next((one for one in known if one is not None), None)
-        several = sum(other.kind == part.kind for other in every) > 1
-        for name, entry in entries.items():
-            stated = not _read_losses(rows[name])
-            own = _base(entry) if stated and part.kind == "bench" and name != first else base
-            loss = base if name == first else losses[name]
-            stated = stated and loss is not None
-            shown = part.named(name) if several else name
-            made.append(BenchmarkedModel(shown, part, name == first, rows[name], rows[first], loss, own, stated, entry))
-    names = [one.name for one in made]
-    return [
-        one if names.count(one.name) == 1 else replace(one, name=f"{one.name} ({SORTS[one.part.kind]})") for one in made
+    timed = [part for part in parts if part.kind in SORTS]
+    models = [
+        replace(model, name=part.named(model.name)) if sum(other.kind == part.kind for other in timed) > 1 else model
+        for part in timed
+        for model in _models(part)
     ]
+    names = [model.name for model in models]
+    return [
+        model if names.count(model.name) == 1 else replace(model, name=f"{model.name} ({SORTS[model.part.kind]})")
+        for model in models
+    ]
+
+
+def _models(part: Part) -> list[BenchmarkedModel]:
+    """The models of one folder."""
+    entries = _entries(part)
+    rows = {name: numbers(part.table[part.table["model"] == name]) for name in entries}
+    first = next((name for name, entry in entries.items() if entry.get("baseline")), next(iter(entries), ""))
+    losses = {name: _loss(rows[name], entry) for name, entry in entries.items()}
+    bases = [losses.get(first), *(_base(entry) for entry in entries.values())]
+    base = next((loss for loss in bases if loss is not None), None)
+    losses[first] = base
+    models = []
+    for name, entry in entries.items():
+        stated = not rows[name].get(LOSS)
+        own = _base(entry) if stated and part.kind == "bench" and name != first else base
+        stated = stated and losses[name] is not None
+        models.append(
+            BenchmarkedModel(name, part, name == first, rows[name], rows[first], losses[name], own, stated, entry)
+        )
+    return models
 
 
 def _entries(part: Part) -> dict[str, Mapping[str, Any]]:
     """Name -> what the document says of the model; the original first."""
-    stated = {}
-    for entry in part.meta.get("models") or []:
-        described = entry if isinstance(entry, Mapping) else {"label": entry}
-        stated[str(described.get("label", described.get("name", "?")))] = described
+    stated = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
     names = [str(name) for name in part.table["model"].dropna().unique()] if "model" in part.table.columns else []
-    found = {name: stated.get(name, {}) for name in [*(name for name in stated if name in names), *names]}
-    return dict(sorted(found.items(), key=lambda item: not (item[1].get("baseline") or item[0] == "original")))
+    entries = {name: stated.get(name, {}) for name in [*(name for name in stated if name in names), *names]}
+    return dict(sorted(entries.items(), key=lambda item: not (item[1].get("baseline") or item[0] == "original")))
 
 
 def _loss(measured: Numbers, entry: Mapping[str, Any]) -> float | None:
     """A model's loss: measured, or what the plan of the export says."""
-    if known := _read_losses(measured):
-        return known[0]
-    losses = entry.get("losses") or []
-    healed = number(entry.get("healed_loss"))
-    return healed if healed is not None else (number(losses[-1]) if losses else None)
-
-
-def _read_losses(measured: Numbers) -> list[float]:
-    """The loss that was read with the model, if any."""
-    return list(measured.get(("loss", "model", "mean"), {}).values())
+    stated = [*(entry.get("losses") or [None])[-1:], *([healed] if (healed := entry.get("healed_loss")) else [])]
+    return next(iter(measured.get(LOSS, {}).values()), number(stated[-1]))
 
 
 def _base(entry: Mapping[str, Any]) -> float | None:
-    losses = entry.get("losses") or []
-    return number(losses[0]) if losses else None
+    return number((entry.get("losses") or [None])[0])
 
 
 def numbers(rows: pd.DataFrame) -> Numbers:
     """The rows of one model, by what they are."""
-    found: Numbers = {}
+    values: Numbers = {}
     keys = zip(*(rows[name].astype(str) for name in ("measure", "site", "statistic")), strict=True)
     where = map(Cell, _column(rows, "batch"), _column(rows, "context"))
     for key, cell, value in zip(keys, where, rows["value"], strict=True):
         if (finite := number(value)) is not None:
-            found.setdefault(key, {})[cell] = finite
-    return found
+            values.setdefault(key, {})[cell] = finite
+    return values
 
 
 def _column(rows: pd.DataFrame, name: str) -> list[int | None]:
@@ -182,23 +177,27 @@ def _column(rows: pd.DataFrame, name: str) -> list[int | None]:
     return [None if pd.isna(value) else int(value) for value in rows[name]]
 
 
-def _single(found: Numbers, measure: str) -> float | None:
-    known = [value for key, values in found.items() if key[0] == measure for value in values.values()]
+def _single(numbers: Numbers, measure: str) -> float | None:
+    known = [value for key, values in numbers.items() if key[0] == measure for value in values.values()]
     return median(known) if known else None
 
 
-def _spread(found: Numbers, measure: str, site: str, cell: Cell) -> Spread | None:
+def _over(values: list[float]) -> Spread | None:
+    return Spread(median(values), min(values), max(values)) if values else None
+
+
+def _spread(numbers: Numbers, measure: str, site: str, cell: Cell) -> Spread | None:
     """Median, least and most; what is missing of the range is the median."""
-    middle, low, high = (found.get((measure, site, name), {}).get(cell) for name in ("median", "min", "max"))
+    middle, low, high = (numbers.get((measure, site, name), {}).get(cell) for name in ("median", "min", "max"))
     if middle is None:
         return None
     return Spread(middle, middle if low is None else low, middle if high is None else high)
 
 
-def agree(found: Sequence[BenchmarkedModel]) -> bool:
+def agree(models: Sequence[BenchmarkedModel]) -> bool:
     """Whether all losses were read on data on which the originals' losses are the same."""
-    bases = [one.base for one in found if one.base is not None]
-    return not bases or max(bases) - min(bases) <= SAME * max(map(abs, bases))
+    bases = [model.base for model in models if model.base is not None]
+    return not bases or max(bases) - min(bases) <= TOLERANCE * max(map(abs, bases))
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -208,11 +207,11 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
         Indices by ascending first number; points that are equal are all in or all out.
     """
     order = sorted(range(len(points)), key=lambda index: points[index])
-    kept: list[int] = []
+    unbeaten: list[int] = []
     best = float("inf")
     for index in order:
         second = points[index][1]
-        if second < best or (kept and points[index] == points[kept[-1]]):
-            kept.append(index)
+        if second < best or (unbeaten and points[index] == points[unbeaten[-1]]):
+            unbeaten.append(index)
             best = min(best, second)
-    return kept
+    return unbeaten

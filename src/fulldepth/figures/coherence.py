@@ -4,63 +4,35 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import bars, line, shade_key
+from fulldepth.figures.curves import curve
+from fulldepth.figures.draw import Line, first_line, of_layers, over_layers, shade_key
 from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
-from fulldepth.figures.rows import curve
-from fulldepth.figures.style import CATEGORICAL, SEQUENTIAL, extremes, figure, layer_axis
+from fulldepth.figures.style import CATEGORICAL, SEQUENTIAL, ZERO, axis, extremes
 
 SITES = {"residual": "Whole layer", "attention": "Attention sub-layer"}
 BINS = 10
 
 
-def _means(source: Source) -> go.Figure | None:
-    traces = []
-    for index, (site, name) in enumerate(SITES.items()):
-        for statistic, tail, dash in (("mean", "", "solid"), ("mean_corrected", ", bias-corrected", "dot")):
-            if found := curve(source.table, "coherence", statistic, site):
-                traces.append(line(found, name + tail, CATEGORICAL[index], dash))
-    if not traces:
-        return None
-    shown = curve(source.table, "coherence", "mean") or curve(source.table, "coherence", "mean", "attention")
-    return figure(
-        traces,
-        alt=extremes("Mean coherence", shown.layers, shown.values, ".2f"),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Coherence"}, "range": [0, 1.04]},
-    )
-
-
-def _effective(source: Source) -> go.Figure | None:
-    curves = {name: curve(source.table, "coherence", "share_0.3_0.7", site) for site, name in SITES.items()}
-    traces = [
-        line(found, name, CATEGORICAL[index], form=".1%") for index, (name, found) in enumerate(curves.items()) if found
-    ]
-    if not traces:
-        return None
-    shown = next(found for found in curves.values() if found)
-    return figure(
-        traces,
-        alt=extremes("Share of effective cells", shown.layers, shown.values, ".1%"),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Share of cells"}, "rangemode": "tozero", "tickformat": ".0%"},
-    )
-
-
 def _bins(source: Source, site: str) -> go.Figure | None:
-    stacked = [(index, curve(source.table, "coherence", f"bin_{index}", site)) for index in range(BINS)]
-    traces = [
-        bars(found, f"{index / BINS:.1f}–{(index + 1) / BINS:.1f}", SEQUENTIAL[index + 1], ".1%")
-        for index, found in stacked
-        if found
-    ]
-    if not traces:
-        return None
-    top = dict(stacked)[BINS - 1]
-    return figure(
-        [*traces, shade_key("Coherence", SEQUENTIAL[1:], 0, 1, stepped=True)],
-        alt=extremes("Share of cells above 0.9", top.layers, top.values, ".0%"),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Share of cells"}, "range": [0, 1], "tickformat": ".0%"},
+    top = curve(source.table, "coherence", f"bin_{BINS - 1}", site)
+    return over_layers(
+        source.table,
+        source.layers,
+        [
+            Line(
+                "coherence",
+                f"{index / BINS:.1f}–{(index + 1) / BINS:.1f}",
+                f"bin_{index}",
+                site,
+                SEQUENTIAL[index + 1],
+                form=".1%",
+                bar=True,
+            )
+            for index in range(BINS)
+        ],
+        after=[shade_key("Coherence", SEQUENTIAL[1:], 0, 1, stepped=True)],
+        alt=lambda _: extremes("Share of cells above 0.9", top.layers, top.values, ".0%"),
+        yaxis=axis("Share of cells", range=[0, 1], tickformat=".0%"),
         variant=SITES[site],
         showlegend=False,
         barmode="stack",
@@ -73,7 +45,15 @@ FIGURES = (
     Figure(
         "coherence",
         "coherence",
-        _means,
+        of_layers(
+            *(
+                Line("coherence", name + suffix, statistic, site, color, dash)
+                for color, (site, name) in zip(CATEGORICAL, SITES.items(), strict=False)
+                for statistic, suffix, dash in (("mean", "", "solid"), ("mean_corrected", ", bias-corrected", "dot"))
+            ),
+            alt=first_line("Mean coherence", ".2f"),
+            yaxis=axis("Coherence", **UNIT),
+        ),
         title="Coherence per layer",
         subtitle="1 = the layer copies, 0 = unrelated; mean over channels and frequencies",
         methods=(
@@ -87,14 +67,7 @@ FIGURES = (
                     "effective. The value is biased up by about one over the number of sequences; the corrected "
                     "reading takes that out."
                 ),
-                formula=(
-                    "<msup><mi>γ</mi><mn>2</mn></msup><mo>(</mo><mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo><mo>=</mo>"
-                    "<mfrac><msup><mrow><mo>|</mo><msub><mi>S</mi><mrow><mi>x</mi><mi>y</mi></mrow></msub><mo>(</mo>"
-                    "<mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo><mo>|</mo></mrow><mn>2</mn></msup><mrow><msub><mi>S</mi>"
-                    "<mrow><mi>x</mi><mi>x</mi></mrow></msub><mo>(</mo><mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo>"
-                    '<mspace width="0.2em"></mspace><msub><mi>S</mi><mrow><mi>y</mi><mi>y</mi></mrow></msub>'
-                    "<mo>(</mo><mi>d</mi><mo>,</mo><mi>k</mi><mo>)</mo></mrow></mfrac>"
-                ),
+                formula=r"γ^2(d, k) = \frac{{|S_{x y}(d, k)|}^2}{S_{x x}(d, k) \space S_{y y}(d, k)}",
                 source="<cite>CR-Guided Transformers</cite>, Sec. 3.1 and App. A.3.",
             ),
         ),
@@ -116,7 +89,14 @@ FIGURES = (
     Figure(
         "coherence_effective",
         "coherence",
-        _effective,
+        of_layers(
+            *(
+                Line("coherence", name, "share_0.3_0.7", site, color, form=".1%")
+                for color, (site, name) in zip(CATEGORICAL, SITES.items(), strict=False)
+            ),
+            alt=first_line("Share of effective cells", ".1%"),
+            yaxis=axis("Share of cells", **ZERO, tickformat=".0%"),
+        ),
         title="Share of effective cells",
         subtitle="Channel-frequency cells with a coherence between 0.3 and 0.7",
     ),

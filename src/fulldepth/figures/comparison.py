@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import line
+from fulldepth.figures.draw import add_level, line
 from fulldepth.figures.record import Quantity, Source, readings
-from fulldepth.figures.style import MUTED, Figures, extremes, figure, layer_axis
+from fulldepth.figures.style import Figures, axis, extremes, figure, layer_axis
 
 
 def overlays(source: Source, quantities: Iterable[Quantity], column: str = "value") -> Figures:
@@ -17,37 +17,30 @@ def overlays(source: Source, quantities: Iterable[Quantity], column: str = "valu
 
 
 def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | None:
-    models, relative = source.runs, source.meta.get("depth") == "relative"
+    relative = source.meta.get("depth") == "relative"
     difference = column == "difference"
     traces, words = [], []
-    for run in models:
-        if difference and (run.baseline or "difference" not in run.table.columns):
-            continue
-        found = quantity.curve(run.table, run.layers, column)
-        if not found:
-            continue
-        form = f"+{quantity.form}" if difference else quantity.form
-        traces.append(line(found, run.name, form=form, depth=run.layers if relative else None, **run.style))
-        words.append(extremes(run.name, found.layers, found.values))
+    form = f"+{quantity.form}" if difference else quantity.form
+    for run in source.compared if difference else source.runs:
+        if values := quantity.curve(run.table, run.layers, column):
+            traces.append(line(values, run.name, form=form, depth=run.layers if relative else None, **run.style))
+            words.append(extremes(run.name, values.layers, values.values))
     if not traces:
         return None
-    baseline = next((run.name for run in models if run.baseline), "the baseline")
-    depth = max(run.layers for run in models)
+    depth = max(run.layers for run in source.runs)
     settings = quantity.settings
     if difference:
         settings = {key: settings[key] for key in ("tickformat", "ticksuffix") if key in settings}
-    first = 0 if any(0 in quantity.curve(run.table, run.layers).layers for run in models) else 1
+    first = 0 if any(0 in quantity.curve(run.table, run.layers).layers for run in source.runs) else 1
     drawn = figure(
         traces,
-        title=f"{quantity.title}: difference from {baseline}" if difference else f"{quantity.title} per layer",
+        title=f"{quantity.title}: difference from {source.baseline}" if difference else f"{quantity.title} per layer",
         subtitle="Value minus the baseline’s at the same depth" if difference else "One line a model",
         alt=" ".join(words),
         xaxis=layer_axis(depth, first=first, relative=relative),
-        yaxis={"title": {"text": f"Δ {quantity.axis}" if difference else quantity.axis}, **settings},
+        yaxis=axis(f"Δ {quantity.axis}" if difference else quantity.axis, **settings),
         variant=quantity.variant,
         showlegend=True,
         hovermode="closest" if relative else "x unified",
     )
-    if difference:
-        drawn.add_hline(0, line={"color": MUTED, "width": 1})
-    return drawn
+    return add_level(drawn, 0) if difference else drawn

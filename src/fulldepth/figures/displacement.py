@@ -4,50 +4,31 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import band, bars, line
-from fulldepth.figures.record import ZERO, Figure, Method, Quantity, Source
-from fulldepth.figures.rows import NO_FIRST, curve
-from fulldepth.figures.style import CATEGORICAL, MUTED, extremes, figure, layer_axis
+from fulldepth.figures.curves import NO_FIRST, curve
+from fulldepth.figures.draw import Line, band, first_line, of_layers, over_layers
+from fulldepth.figures.record import Figure, Method, Quantity, Source
+from fulldepth.figures.style import CATEGORICAL, ZERO, axis
 from fulldepth.thresholds import LARGE_JUMP
+
+DIAMOND = {"mode": "markers", "marker": {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}}
+LINES = (
+    Line("displacement", "Mean"),
+    Line("displacement", "Mean without first token", "mean" + NO_FIRST, color=CATEGORICAL[1], dash="dash"),
+    Line("displacement", "Last layer after the final norm", site="final_normed", color=CATEGORICAL[3], trace=DIAMOND),
+)
+PERCENT = axis("ζ (%)", **ZERO, ticksuffix=" %")
 
 
 def _displacement(source: Source) -> go.Figure | None:
-    mean = curve(source.table, "displacement", "mean")
-    normed = curve(source.table, "displacement", "mean", "final_normed")
-    without = curve(source.table, "displacement", "mean" + NO_FIRST)
-    low, high = curve(source.table, "displacement", "p05"), curve(source.table, "displacement", "p95")
-    traces = []
-    if low and high:
-        traces += band(low, high, "p05–p95", CATEGORICAL[0])
-    if mean:
-        traces.append(line(mean, "Mean", CATEGORICAL[0]))
-    if without:
-        traces.append(line(without, "Mean without first token", CATEGORICAL[1], "dash"))
-    if normed:
-        last = line(normed, "Last layer after the final norm", CATEGORICAL[3])
-        traces.append(last.update(mode="markers", marker={"symbol": "diamond-open", "size": 10, "line": {"width": 2}}))
-    if not traces:
-        return None
-    return figure(
-        traces,
-        alt=extremes("Mean displacement", mean.layers, mean.values),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Displacement Ψ"}, "rangemode": "tozero"},
+    low, high = (curve(source.table, "displacement", statistic) for statistic in ("p05", "p95"))
+    return over_layers(
+        source.table,
+        source.layers,
+        LINES,
+        behind=band(low, high, "p05–p95", CATEGORICAL[0]),
+        alt=first_line("Mean displacement"),
+        yaxis=axis("Displacement Ψ", **ZERO),
     )
-
-
-def _jump_rate(source: Source) -> go.Figure | None:
-    rate = curve(source.table, "jump_rate", "value")
-    if not rate:
-        return None
-    drawn = figure(
-        [bars(rate, "ζ", CATEGORICAL[0], ".2f")],
-        alt=extremes("Jump rate in per cent", rate.layers, rate.values, ".1f"),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "ζ (%)"}, "rangemode": "tozero", "ticksuffix": " %"},
-    )
-    drawn.add_hline(LARGE_JUMP, line={"color": MUTED, "dash": "dot", "width": 1})
-    return drawn
 
 
 PER_LAYER = (Quantity("displacement", "mean", "Displacement", "Displacement Ψ"),)
@@ -68,11 +49,7 @@ FIGURES = (
                     "that hardly works. The open diamond reads the last layer after the final norm, as some published "
                     "numbers do."
                 ),
-                formula=(
-                    "<msub><mi>Ψ</mi><mi>l</mi></msub><mo>=</mo><mn>1</mn><mo>−</mo><mfrac><mrow><mn>1</mn><mo>+</mo>"
-                    "<mi>cos</mi><mo>(</mo><msub><mi>h</mi><mrow><mi>l</mi><mo>−</mo><mn>1</mn></mrow></msub><mo>,</mo>"
-                    "<msub><mi>h</mi><mi>l</mi></msub><mo>)</mo></mrow><mn>2</mn></mfrac>"
-                ),
+                formula=r"Ψ_l = 1 − \frac{1 + cos(h_{l − 1}, h_l)}{2}",
                 source=(
                     "Shibata et al., <cite>Suppressing Final Layer Hidden State Jumps in Transformer "
                     "Pretraining</cite>, Eq. 2."
@@ -85,7 +62,12 @@ FIGURES = (
     Figure(
         "jump_rate",
         "displacement",
-        _jump_rate,
+        of_layers(
+            Line("jump_rate", "ζ", "value", form=".2f", bar=True),
+            alt=first_line("Jump rate in per cent", ".1f"),
+            yaxis=PERCENT,
+            level=LARGE_JUMP,
+        ),
         title="Jump rate from each layer on",
         subtitle="Accumulated growth of the mean displacement up to the last layer; "
         f"large from {LARGE_JUMP:g} % (dotted)",
@@ -98,12 +80,7 @@ FIGURES = (
                     f"{LARGE_JUMP:g} % or more is a large jump: "
                     "work that piles up at the end instead of being spread over the depth."
                 ),
-                formula=(
-                    "<msub><mi>ζ</mi><mi>l</mi></msub><mo>=</mo><mn>100</mn><munderover><mo>∑</mo><mrow><mi>k</mi>"
-                    "<mo>=</mo><mi>l</mi></mrow><mi>L</mi></munderover><mi>max</mi><mo>(</mo><mn>0</mn><mo>,</mo><msub>"
-                    "<mover><mi>Ψ</mi><mo>¯</mo></mover><mi>k</mi></msub><mo>−</mo><msub><mover><mi>Ψ</mi><mo>¯</mo>"
-                    "</mover><mrow><mi>k</mi><mo>−</mo><mn>1</mn></mrow></msub><mo>)</mo>"
-                ),
+                formula=r"ζ_l = 100 ∑_{k = l}^L max(0, \bar{Ψ}_k − \bar{Ψ}_{k − 1})",
                 source=(
                     "Shibata et al., <cite>Suppressing Final Layer Hidden State Jumps in Transformer "
                     "Pretraining</cite>, Eq. 3."

@@ -1,24 +1,154 @@
-"""The few marks that figures are made of: lines, bands, bars, heat maps."""
+"""What figures are made of: lines and bars over layers, bands, heat maps, colour keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.rows import Curve, Matrix
-from fulldepth.figures.style import MUTED, SIGNED_SCALE, UNIT_SCALE, figure, layer_axis, translucent
+from fulldepth.figures.curves import Curve, Matrix, curve
+from fulldepth.figures.record import Source
+from fulldepth.figures.style import (
+    CATEGORICAL,
+    GRID,
+    MUTED,
+    SIGNED_SCALE,
+    UNIT_SCALE,
+    axis,
+    extremes,
+    figure,
+    layer_axis,
+    translucent,
+)
+
+COLOR_BAR = {
+    "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
+    "tickfont": {"size": 11, "color": MUTED},
+}  # fmt: skip
+BARE = {"ticks": "", "showgrid": False, "showline": False}
+"""Settings of an axis of a heat map."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One statistic of a measure over layers, and how it is drawn."""
+
+    measure: str
+    name: str
+    statistic: str = "mean"
+    site: str | None = "residual"
+    color: str = CATEGORICAL[0]
+    dash: str = "solid"
+    form: str = ".4f"
+    """d3 number format of hover boxes."""
+    spread: str = ""
+    """Statistic whose values are drawn as error bars."""
+    state: str = ""
+    """The state of the model whose rows are meant, where rows have one."""
+    bar: bool = False
+    """Whether each layer has a bar rather than a point on a line."""
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the trace."""
+
+    def curve(self, table: pd.DataFrame, other: int | None = None) -> Curve:
+        """The values in a table of one model at one step; to layer `other` where the rows are pairs."""
+        if self.state and "state" in table.columns:
+            table = table[(table["state"] == self.state).fillna(False).astype(bool)]
+        return curve(table, self.measure, self.statistic, self.site, other)
+
+    def drawn(self, values: Curve, spread: Curve | None = None) -> go.Scatter | go.Bar:
+        """The trace of these values."""
+        if self.bar:
+            trace = bars(values, self.name, self.color, self.form)
+        else:
+            trace = line(values, self.name, self.color, self.dash, self.form)
+        if spread:
+            widths = dict(zip(spread.layers, spread.values, strict=True))
+            heights = [widths.get(layer) or 0 for layer in values.layers]
+            trace.error_y = {"array": heights, "color": self.color, "thickness": 1.5, "width": 3}
+        return trace.update(**self.trace)
+
+
+Drawn = Sequence[tuple[Line, Curve]]
+"""The lines of a figure that have values."""
+
+
+def first_line(what: str, form: str = ".3f") -> Callable[[Drawn], str]:
+    """Alternative text: where the first line is lowest and highest. `form` is a Python number format."""
+
+    def words(drawn: Drawn) -> str:
+        values = drawn[0][1] if drawn else Curve([], [], [])
+        return extremes(what, values.layers, values.values, form)
+
+    return words
+
+
+def each_line(form: str = ".3f", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
+    """Alternative text: where every line is lowest and highest."""
+    return lambda drawn: " ".join(extremes(name(line), values.layers, values.values, form) for line, values in drawn)
+
+
+def over_layers(
+    table: pd.DataFrame,
+    layers: int,
+    lines: Iterable[Line],
+    *,
+    alt: Callable[[Drawn], str],
+    yaxis: dict[str, Any] | Callable[[list[float | None]], dict[str, Any]],
+    first: int = 1,
+    other: int | None = None,
+    read: Callable[[Curve], Curve] = lambda values: values,
+    behind: Sequence[go.Scatter] = (),
+    after: Sequence[go.Scatter] = (),
+    level: float | None = None,
+    dash: str = "dot",
+    **layout: Any,
+) -> go.Figure | None:
+    """Lines and bars over the layers of one model; None where the table has nothing to draw.
+
+    Args:
+        table: rows of one model at one step.
+        layers: L.
+        lines: what is drawn; those without a finite value are left out.
+        alt: see `figure`; called with the lines that are drawn.
+        yaxis: settings of the value axis, or how they follow from all values that are drawn.
+        first: the first layer of the axis.
+        other: the second layer where the rows are pairs.
+        read: applied to every curve before it is drawn.
+        behind: traces behind the lines; they count as something to draw.
+        after: traces after the lines; they do not.
+        level: value at which a horizontal line is drawn.
+        dash: of that line.
+        layout: passed on to `figure`.
+    """
+    drawn = [(line, values) for line in lines if (values := line.curve(table, other))]
+    traces = [*behind]
+    for line, values in drawn:
+        spread = curve(table, line.measure, line.spread, line.site) if line.spread else None
+        traces.append(line.drawn(read(values), spread))
+    if not traces:
+        return None
+    if callable(yaxis):
+        yaxis = yaxis([value for trace in traces for value in trace.y])
+    result = figure([*traces, *after], alt=alt(drawn), xaxis=layer_axis(layers, first=first), yaxis=yaxis, **layout)
+    return result if level is None else add_level(result, level, dash)
+
+
+def of_layers(*lines: Line, **settings: Any) -> Callable[[Source], go.Figure | None]:
+    """Draws the lines of one model, see `over_layers`."""
+    return lambda source: over_layers(source.table, source.layers, lines, **settings)
+
+
+def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
+    """Adds a thin horizontal line at a value."""
+    return drawn.add_hline(level, line={"color": MUTED, "width": 1, **({} if dash == "solid" else {"dash": dash})})
 
 
 def line(
-    curve: Curve,
-    name: str,
-    color: str,
-    dash: str = "solid",
-    form: str = ".4f",
-    depth: int | None = None,
-    **extra: Any,
+    curve: Curve, name: str, color: str, dash: str = "solid", form: str = ".4f", depth: int | None = None, **extra: Any
 ) -> go.Scatter:
     """A curve over layers. `depth` = L draws it over relative depth l/L instead. `form` is a d3 number format."""
     across = curve.layers if depth is None else [layer / depth for layer in curve.layers]
@@ -38,7 +168,12 @@ def line(
 
 
 def band(low: Curve, high: Curve, name: str, color: str, form: str = ".4f") -> list[go.Scatter]:
-    """The area between two curves: two traces, the upper one first, the lower one filled up to it."""
+    """The area between two curves: two traces, the upper one first, the lower one filled up to it.
+
+    Empty where one of the curves has no values.
+    """
+    if not (low and high):
+        return []
     edge = {"mode": "lines", "line": {"width": 0, "color": color}, "legendgroup": name, "name": name}
     upper = dict(zip(high.layers, high.values, strict=True))
     ends = [[upper.get(layer)] for layer in low.layers]
@@ -75,7 +210,28 @@ def bars(curve: Curve, name: str, color: str, form: str = ".4f", **extra: Any) -
     )
 
 
-def heat(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: Any) -> go.Figure:
+def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, **layout: Any) -> go.Figure:
+    """A heat map with the common colours and colour bar.
+
+    Args:
+        trace: `x`, `y`, `z`, range and hover box of the map.
+        signed: whether the colours are those of numbers below and above zero.
+        alt: see `figure`.
+        layout: passed on to `figure`.
+    """
+    gap = 1 if max(len(trace["x"]), len(trace["y"])) <= 40 else 0
+    shown = go.Heatmap(
+        colorscale=SIGNED_SCALE if signed else UNIT_SCALE,
+        xgap=gap,
+        ygap=gap,
+        hoverongaps=False,
+        colorbar=COLOR_BAR,
+        **trace,
+    )
+    return figure([shown], alt=alt, height=480, hovermode="closest", **layout)
+
+
+def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: Any) -> go.Figure:
     """A square map over pairs of layers with a fixed range, [-1, 1] when signed, else [0, 1].
 
     Args:
@@ -85,42 +241,32 @@ def heat(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: Any) 
         alt: see `figure`.
         about: passed on to `figure` (title, subtitle, variant, beside).
     """
-    named = layer_axis(cells.layers[-1], first=0)
-    ticks = {key: named[key] for key in ("tickvals", "ticktext")} | {"ticks": "", "showgrid": False, "showline": False}
+    settings = {**axis("Layer"), "constrain": "domain", **map_ticks(cells.layers[-1], first=0)}
     counts = {count for row in cells.counts for count in row}
     observed = counts.pop() if len(counts) == 1 else "%{customdata}"
-    gap = 1 if len(cells.layers) <= 40 else 0
-    trace = go.Heatmap(
-        x=cells.layers,
-        y=cells.layers,
-        z=cells.values,
-        customdata=cells.counts if counts else None,
-        zmin=-1 if signed else 0,
-        zmax=1,
-        colorscale=SIGNED_SCALE if signed else UNIT_SCALE,
-        xgap=gap,
-        ygap=gap,
-        hoverongaps=False,
-        hovertemplate=f"Layers %{{y}} and %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>n = {observed}<extra></extra>",
-        colorbar={
-            "thickness": 10,
-            "len": 1,
-            "outlinewidth": 0,
-            "xpad": 8,
-            "ticklen": 3,
-            "nticks": 6,
-            "tickfont": {"size": 11, "color": MUTED},
+    return heat(
+        {
+            "x": cells.layers,
+            "y": cells.layers,
+            "z": cells.values,
+            "customdata": cells.counts if counts else None,
+            "zmin": -1 if signed else 0,
+            "zmax": 1,
+            "hovertemplate": f"Layers %{{y}} and %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>n = {observed}"
+            "<extra></extra>",
         },
-    )
-    return figure(
-        [trace],
+        signed=signed,
         alt=alt,
-        xaxis={"title": {"text": "Layer"}, "constrain": "domain", **ticks},
-        yaxis={"title": {"text": "Layer"}, "scaleanchor": "x", "constrain": "domain", **ticks},
-        height=480,
-        hovermode="closest",
+        xaxis=settings,
+        yaxis={**settings, "scaleanchor": "x"},
         **about,
     )
+
+
+def map_ticks(layers: int, first: int = 1) -> dict[str, Any]:
+    """Settings of the axis of a heat map over layers."""
+    named = layer_axis(layers, first=first)
+    return {"tickvals": named["tickvals"], "ticktext": named["ticktext"], **BARE}
 
 
 def shade_key(title: str, shades: Sequence[str], low: float, high: float, stepped: bool = False) -> go.Scatter:
@@ -138,15 +284,30 @@ def shade_key(title: str, shades: Sequence[str], low: float, high: float, steppe
         scale = [[(i + end) / count, shade] for i, shade in enumerate(shades) for end in (0, 1)]
     else:
         scale = [[i / (count - 1), shade] for i, shade in enumerate(shades)]
-    bar = {
-        "title": {"text": title, "font": {"size": 11, "color": MUTED}},
-        "thickness": 10,
-        "len": 1,
-        "outlinewidth": 0,
-        "xpad": 8,
-        "ticklen": 3,
-        "nticks": 6,
-        "tickfont": {"size": 11, "color": MUTED},
-    }
+    bar = {"title": {"text": title, "font": {"size": 11, "color": MUTED}}, **COLOR_BAR}
     marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "colorbar": bar, "showscale": True}
-    return go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, hoverinfo="skip", marker=marker)
+    return legend_entry(None, marker=marker, showlegend=False)
+
+
+def legend_entry(name: str | None, mode: str = "markers", **settings: Any) -> go.Scatter:
+    """A trace that draws nothing but its entry in the legend."""
+    return go.Scatter(x=[None], y=[None], name=name, mode=mode, hoverinfo="skip", **settings)
+
+
+def marked_layers(layers: Iterable[int], name: str) -> tuple[list[dict[str, Any]], list[go.Scatter]]:
+    """Shapes behind a figure over layers, a grey column at each of `layers`; and their entry in the legend."""
+    shapes = [
+        {
+            "type": "rect", "xref": "x", "yref": "paper", "x0": layer - 0.5, "x1": layer + 0.5, "y0": 0, "y1": 1,
+            "fillcolor": GRID, "line": {"width": 0}, "layer": "below",
+        }
+        for layer in layers
+    ]  # fmt: skip
+    return shapes, [legend_entry(name, marker={"symbol": "square", "size": 11, "color": GRID})] if shapes else []
+
+
+def error_bars(points: Iterable[tuple[float, float, float]], color: str) -> dict[str, Any]:
+    """Settings `error_x` or `error_y` of points (value, low, high): a bar from low to high."""
+    above, below = zip(*((high - value, value - low) for value, low, high in points), strict=True)
+    settings = {"type": "data", "symmetric": False, "color": color, "thickness": 1.2, "width": 4}
+    return {**settings, "array": above, "arrayminus": below}

@@ -3,96 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import line
-from fulldepth.figures.record import SHARE, Figure, Method, Quantity, Source, readings
-from fulldepth.figures.rows import NO_FIRST, Curve, curve, select
-from fulldepth.figures.style import CATEGORICAL, MUTED, categorical, extremes, figure, label, layer_axis
+from fulldepth.figures.curves import NO_FIRST, select
+from fulldepth.figures.draw import Drawn, Line, first_line, of_layers, over_layers
+from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
+from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, categorical, label
 
 SITES = {"residual": "Residual stream", "value": "Value states"}
 
 
 def logarithmic(values: list[float | None], title: str) -> dict[str, object]:
     """A log axis where every value is positive; else a linear one, so that nothing vanishes."""
-    known = [value for value in values if value is not None]
-    if min(known, default=0) <= 0:
-        return {"title": {"text": title}, "rangemode": "tozero"}
-    marks = (1, 2, 5) if max(known) / min(known) < 1e3 else (1,)
+    finite = [value for value in values if value is not None]
+    if min(finite, default=0) <= 0:
+        return axis(title, **ZERO)
+    marks = (1, 2, 5) if max(finite) / min(finite) < 1e3 else (1,)
     ticks = [mark * 10.0**power for power in range(-12, 13) for mark in marks]
-    return {"title": {"text": title}, "type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
-def _norm_ratio(source: Source) -> go.Figure | None:
-    ratio, without = curve(source.table, "norm_ratio", "mean"), curve(source.table, "norm_ratio", "mean" + NO_FIRST)
-    traces = [line(ratio, "All counted tokens", CATEGORICAL[0], form=".3f")] if ratio else []
-    if without:
-        traces.append(line(without, "Without first token", CATEGORICAL[1], "dash", form=".3f"))
-    if not traces:
-        return None
-    drawn = figure(
-        traces,
-        alt=extremes("Norm ratio", ratio.layers, ratio.values, ".2f"),
-        xaxis=layer_axis(source.layers),
-        yaxis=logarithmic(ratio.values + without.values, "‖h‖ / ‖update‖"),
-    )
-    drawn.add_hline(1, line={"color": MUTED, "dash": "dot", "width": 1})
-    return drawn
-
-
-def _entropy(table: pd.DataFrame, layers: int) -> Iterator[tuple[str, go.Figure]]:
-    statistics = [str(s).split(":") for s in select(table, "renyi_entropy")["statistic"].unique()]
+def _entropy(source: Source) -> Iterator[tuple[str, go.Figure | None]]:
+    statistics = [str(s).split(":") for s in select(source.table, "renyi_entropy")["statistic"].unique()]
     triples = [parts for parts in statistics if len(parts) == 3 and parts[0] == "mean"]
     for preset in dict.fromkeys(parts[1] for parts in triples):
         alphas = sorted({parts[2] for parts in triples if parts[1] == preset})
-        found = {
-            (site, alpha): curve(table, "renyi_entropy", f"mean:{preset}:{alpha}", site)
-            for site in SITES
-            for alpha in alphas
-        }
-        traces = [
-            line(
-                entropy,
-                f"{SITES[site]}, α = {label(alpha, 8)}",
-                CATEGORICAL[list(SITES).index(site)],
-                categorical(6 * alphas.index(alpha))["dash"],
+        lines = [
+            Line(
+                "renyi_entropy",
+                f"{name}, α = {label(alpha, 8)}",
+                f"mean:{preset}:{alpha}",
+                site,
+                color,
+                categorical(6 * turn)["dash"],
             )
-            for (site, alpha), entropy in found.items()
-            if entropy
+            for color, (site, name) in zip(CATEGORICAL, SITES.items(), strict=False)
+            for turn, alpha in enumerate(alphas)
         ]
-        if not traces:
-            continue
-        shown = next(entropy for entropy in found.values() if entropy)
-        yield (
-            preset,
-            figure(
-                traces,
-                title="Matrix entropy per layer",
-                subtitle="Rényi entropy of a sequence’s Gram matrix; low = collapsed onto few directions",
-                alt=extremes("Entropy in nats", shown.layers, shown.values, ".2f"),
-                xaxis=layer_axis(layers, first=0),
-                yaxis={"title": {"text": "Entropy (nats)"}, "rangemode": "tozero"},
-                variant=f"Preset {label(preset, 24)}",
-            ),
+        drawn = over_layers(
+            source.table,
+            source.layers,
+            lines,
+            title="Matrix entropy per layer",
+            subtitle="Rényi entropy of a sequence’s Gram matrix; low = collapsed onto few directions",
+            alt=first_line("Entropy in nats", ".2f"),
+            first=0,
+            yaxis=axis("Entropy (nats)", **ZERO),
+            variant=f"Preset {label(preset, 24)}",
         )
+        yield preset, drawn
 
 
 def _entropies(table: pd.DataFrame) -> tuple[Quantity, ...]:
     """A curve for each site, preset and order."""
-    found = []
+    quantities = []
     entropies = select(table, "renyi_entropy")[["statistic", "site"]].drop_duplicates()
     for statistic, site in entropies.itertuples(index=False):
-        kind, _, rest = str(statistic).partition(":")
-        preset, colon, alpha = rest.partition(":")
+        kind, _, reading = str(statistic).partition(":")
+        preset, colon, alpha = reading.partition(":")
         if kind == "mean" and colon and ":" not in alpha and site in SITES:
             variant = f"{SITES[site]}, {label(preset, 24)}, α = {label(alpha, 8)}"
             key = f"{site}:{preset}:{alpha}"
-            found.append(
+            quantities.append(
                 Quantity("renyi_entropy", statistic, "Matrix entropy", "Entropy (nats)", site, key=key, variant=variant)
             )
-    return tuple(found)
+    return tuple(quantities)
 
 
 def _projections(table: pd.DataFrame) -> tuple[Quantity, ...]:
@@ -116,82 +94,39 @@ def _projections(table: pd.DataFrame) -> tuple[Quantity, ...]:
 
 def _spectral_norm(source: Source) -> go.Figure | None:
     sites = [site for site in select(source.table, "spectral_norm")["site"].unique() if site is not None]
-    norms = {site: curve(source.table, "spectral_norm", "value", site) for site in sites}
-    norms |= {f"{site}, mean of experts": curve(source.table, "spectral_norm", "mean", site) for site in sites}
-    norms = {site: norm for site, norm in norms.items() if norm}
-    if not norms:
-        return None
-    traces = []
-    for index, (site, norm) in enumerate(norms.items()):
-        style = categorical(index)
-        traces.append(line(norm, label(site, 48), style["color"], style["dash"], ".3f"))
-    largest = max((max(v for v in norm.values if v is not None), site) for site, norm in norms.items())
-    return figure(
-        traces,
-        alt=f"{len(norms)} projections; the largest norm, {largest[0]:.2f}, is in {label(largest[1], 48)}.",
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "‖W‖₂"}, "rangemode": "tozero"},
+    lines = [
+        line
+        for statistic, suffix in (("value", ""), ("mean", ", mean of experts"))
+        for site in sites
+        if (line := Line("spectral_norm", label(site + suffix, 48), statistic, site, form=".3f")).curve(source.table)
+    ]
+    return over_layers(
+        source.table,
+        source.layers,
+        [replace(line, **categorical(index)) for index, line in enumerate(lines)],
+        alt=_largest_norm,
+        yaxis=axis("‖W‖₂", **ZERO),
         hoverlabel={"font": {"size": 11}},
         height=420,
     )
 
 
-def _nc1(source: Source) -> go.Figure | None:
-    collapse = curve(source.table, "nc1", "value")
-    if not collapse:
-        return None
-    return figure(
-        [line(collapse, "NC1", CATEGORICAL[0], form=".3~g")],
-        alt=extremes("NC1", collapse.layers, collapse.values, ".3g"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis=logarithmic(collapse.values, "NC1"),
-    )
-
-
-def _separability(source: Source) -> go.Figure | None:
-    traces = []
-    shown: Curve | None = None
-    for index, (site, name) in enumerate(SITES.items()):
-        mean, spread = (
-            curve(source.table, "separability", "mean", site),
-            curve(source.table, "separability", "std", site),
-        )
-        if not mean:
-            continue
-        shown = shown or mean
-        drawn = line(mean, name, CATEGORICAL[index], form=".1%")
-        widths = dict(zip(spread.layers, spread.values, strict=True))
-        if spread:
-            heights = [widths.get(layer) or 0 for layer in mean.layers]
-            drawn.error_y = {"array": heights, "color": CATEGORICAL[index], "thickness": 1.5, "width": 3}
-        traces.append(drawn)
-    if shown is None:
-        return None
-    return figure(
-        traces,
-        alt=extremes("Separability", shown.layers, shown.values, ".1%"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis={"title": {"text": "Accuracy"}, "range": [0, 1.04], "tickformat": ".0%"},
-    )
-
-
-def _mmd(source: Source) -> go.Figure | None:
-    distance = curve(source.table, "mmd", "value")
-    if not distance:
-        return None
-    return figure(
-        [line(distance, "MMD²", CATEGORICAL[0], form=".4~g")],
-        alt=extremes("MMD²", distance.layers, distance.values, ".3g"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis={"title": {"text": "MMD²"}, "rangemode": "tozero"},
-    )
+def _largest_norm(drawn: Drawn) -> str:
+    norm, name = max((max(value for value in values.values if value is not None), line.name) for line, values in drawn)
+    return f"{len(drawn)} projections; the largest norm, {norm:.2f}, is in {name}."
 
 
 FIGURES = (
     Figure(
         "norm_ratio",
         "geometry",
-        _norm_ratio,
+        of_layers(
+            Line("norm_ratio", "All counted tokens", form=".3f"),
+            Line("norm_ratio", "Without first token", "mean" + NO_FIRST, color=CATEGORICAL[1], dash="dash", form=".3f"),
+            alt=first_line("Norm ratio", ".2f"),
+            yaxis=lambda values: logarithmic(values, "‖h‖ / ‖update‖"),
+            level=1,
+        ),
         title="Residual dominance per layer",
         subtitle="Norm of the incoming stream over the norm of what the layer adds (log scale)",
         methods=(
@@ -199,12 +134,7 @@ FIGURES = (
                 "Residual dominance",
                 ("norm_ratio",),
                 "Per token, then averaged. Above 1 the stream outweighs what the layer adds to it.",
-                formula=(
-                    "<msub><mi>r</mi><mi>l</mi></msub><mo>=</mo><mfrac><mrow><mo>‖</mo><msub><mi>h</mi><mrow><mi>l</mi>"
-                    "<mo>−</mo><mn>1</mn></mrow></msub><mo>‖</mo></mrow><mrow><mo>‖</mo><msub><mi>h</mi><mi>l</mi>"
-                    "</msub><mo>−</mo><msub><mi>h</mi><mrow><mi>l</mi><mo>−</mo><mn>1</mn></mrow></msub><mo>‖</mo>"
-                    "</mrow></mfrac>"
-                ),
+                formula=r"r_l = \frac{‖h_{l − 1}‖}{‖h_l − h_{l − 1}‖}",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Fig. 11.",
             ),
         ),
@@ -214,7 +144,7 @@ FIGURES = (
     Figure(
         "renyi_entropy",
         "geometry",
-        lambda source: readings(_entropy(source.table, source.layers)),
+        lambda source: readings(_entropy(source)),
         methods=(
             Method(
                 "Matrix entropy",
@@ -224,13 +154,7 @@ FIGURES = (
                     "is roughly how many directions the tokens of one sequence fill. Presets differ in how states are "
                     "prepared and cannot be compared."
                 ),
-                formula=(
-                    "<msub><mi>S</mi><mi>α</mi></msub><mo>=</mo><mfrac><mn>1</mn><mrow><mn>1</mn><mo>−</mo><mi>α</mi>"
-                    "</mrow></mfrac><mi>log</mi><munder><mo>∑</mo><mi>i</mi></munder><msup><mrow><mo>(</mo><mfrac>"
-                    "<msub><mi>λ</mi><mi>i</mi></msub><mrow><mi>tr</mi><mi>K</mi></mrow></mfrac><mo>)</mo></mrow>"
-                    '<mi>α</mi></msup><mo>,</mo><mspace width="0.8em"></mspace><mi>K</mi><mo>=</mo><mi>Z</mi><msup>'
-                    "<mi>Z</mi><mi>T</mi></msup>"
-                ),
+                formula=r"S_α = \frac{1}{1 − α} log ∑_i {(\frac{λ_i}{tr K})}^α, \quad K = Z Z^T",
                 source=(
                     "Gerasimov et al., <cite>You Do Not Fully Utilize Transformer’s Representation Capacity</cite>, "
                     "Sec. 5.3."
@@ -259,7 +183,12 @@ FIGURES = (
     Figure(
         "nc1",
         "geometry",
-        _nc1,
+        of_layers(
+            Line("nc1", "NC1", "value", form=".3~g"),
+            alt=first_line("NC1", ".3g"),
+            yaxis=lambda values: logarithmic(values, "NC1"),
+            first=0,
+        ),
         title="Class collapse per layer (NC1)",
         subtitle="Within-class over between-class spread; small = classes have collapsed to points (log scale)",
         methods=(
@@ -270,10 +199,7 @@ FIGURES = (
                     "Spread within the K classes against the spread between them. It falls towards zero as every "
                     "class gathers at its mean."
                 ),
-                formula=(
-                    "<mi>NC1</mi><mo>=</mo><mfrac><mn>1</mn><mi>K</mi></mfrac><mi>tr</mi><mo>(</mo><msub><mi>Σ</mi>"
-                    "<mi>W</mi></msub><msubsup><mi>Σ</mi><mi>B</mi><mo>+</mo></msubsup><mo>)</mo>"
-                ),
+                formula=r"NC1 = \frac{1}{K} tr(Σ_W Σ_B^+)",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, footnote 5.",
             ),
         ),
@@ -283,7 +209,15 @@ FIGURES = (
     Figure(
         "separability",
         "geometry",
-        _separability,
+        of_layers(
+            *(
+                Line("separability", name, site=site, color=color, form=".1%", spread="std")
+                for color, (site, name) in zip(CATEGORICAL, SITES.items(), strict=False)
+            ),
+            alt=first_line("Separability", ".1%"),
+            yaxis=axis("Accuracy", **SHARE),
+            first=0,
+        ),
         title="Linear separability of look-alike words",
         subtitle="Cross-validated accuracy of a logistic regression; bars: one standard deviation over folds",
         methods=(
@@ -307,7 +241,12 @@ FIGURES = (
     Figure(
         "mmd",
         "geometry",
-        _mmd,
+        of_layers(
+            Line("mmd", "MMD²", "value", form=".4~g"),
+            alt=first_line("MMD²", ".3g"),
+            yaxis=axis("MMD²", **ZERO),
+            first=0,
+        ),
         title="Distance from the reference model",
         subtitle="Squared maximum mean discrepancy of the hidden states, RBF kernel",
         methods=(
@@ -318,13 +257,7 @@ FIGURES = (
                     "Distance between the states of this model and of the reference at the same layer, with a Gaussian "
                     "kernel as wide as the median distance between points. 0 means that the two are distributed alike."
                 ),
-                formula=(
-                    '<msup><mi>MMD</mi><mn>2</mn></msup><mo>=</mo><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi>'
-                    "<mo>(</mo><mi>x</mi><mo>,</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><mi>E</mi>"
-                    '<mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo><mi>y</mi><mo>,</mo><msup><mi>y</mi><mo>′</mo>'
-                    '</msup><mo>)</mo><mo>−</mo><mn>2</mn><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo>'
-                    "<mi>x</mi><mo>,</mo><mi>y</mi><mo>)</mo>"
-                ),
+                formula=r"MMD^2 = E \thin k(x, x^′) + E \thin k(y, y^′) − 2 E \thin k(x, y)",
                 source=(
                     "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, analysis; "
                     "V-statistic."

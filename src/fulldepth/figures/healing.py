@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import line
+from fulldepth.figures.curves import Curve, select
+from fulldepth.figures.draw import Line, each_line, marked_layers, over_layers
 from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
-from fulldepth.figures.rows import Curve, curve, select
-from fulldepth.figures.skipped import Part, Removal, marked_layers, planned
-from fulldepth.figures.style import (
-    CATEGORICAL,
-    GRID,
-    MUTED,
-    Figures,
-    categorical,
-    extremes,
-    figure,
-    label,
-    layer_axis,
-)
+from fulldepth.figures.skip_results import Part, Removal, planned
+from fulldepth.figures.style import CATEGORICAL, ZERO, Figures, axis, categorical, label
 
 SCALARS = (
     ("attention", "b", "b_att: what attention adds", CATEGORICAL[0], "solid"),
@@ -30,27 +21,17 @@ SCALARS = (
 )
 """Site, statistic, name, colour, dash."""
 STATES = {"skipped": ("Skipped, not healed", CATEGORICAL[1]), "healed": ("Healed with scalars", CATEGORICAL[2])}
+Drawings = Iterable[tuple[str, go.Figure | None]]
+"""Key -> figure of one search."""
 
 
-def _searches(source: Source) -> list[tuple[Part, Removal | None, str]]:
-    """(folder, its removal, its name where there are several) of every search."""
-    every = [part for part in source.parts if part.kind == "skip"]
-    return [(part, planned(part), label(part.label, 40) if len(every) > 1 else "") for part in every]
-
-
-def _by_search(source: Source, draw: Callable[[Part, Removal | None, int, str], go.Figure | None]) -> Figures:
-    """A figure for each search."""
+def _by_search(source: Source, draw: Callable[[Part, Removal | None, int, str], Drawings]) -> Figures:
+    """The figures of each search; named after it where there are several."""
+    searches = [part for part in source.parts if part.kind == "skip"]
     return readings(
-        (part.label, draw(part, removal, source.layers, reading)) for part, removal, reading in _searches(source)
-    )
-
-
-def _spectral_norm(source: Source) -> Figures:
-    """A figure for each search and kind of projection."""
-    return readings(
-        (f"{part.label}:{group}", drawn)
-        for part, removal, reading in _searches(source)
-        for group, drawn in _norms(part, removal, source.layers, reading)
+        (f"{part.label}:{key}" if key else part.label, drawn)
+        for part in searches
+        for key, drawn in draw(part, planned(part), source.layers, label(part.label, 40) if len(searches) > 1 else "")
     )
 
 
@@ -59,117 +40,88 @@ def removed(removal: Removal | None) -> tuple[int, ...]:
     return () if removal is None else tuple(sorted(removal.blocks))
 
 
-def key_of_gone(removal: Removal | None) -> list[go.Scatter]:
-    """The legend's entry for the grey columns."""
-    if not removed(removal):
-        return []
-    mark = {"symbol": "square", "size": 11, "color": GRID}
-    return [go.Scatter(x=[None], y=[None], name="Removed here", mode="markers", marker=mark, hoverinfo="skip")]
+def _over_layers(*arguments: Any, removal: Removal | None, **settings: Any) -> go.Figure | None:
+    """Lines over layers, with grey columns at those where a block was removed."""
+    shapes, key = marked_layers(removed(removal), "Removed here")
+    return over_layers(*arguments, shapes=shapes, after=key, height=420, showlegend=True, **settings)
 
 
-def whole(found: Curve, layers: int, first: int = 1) -> Curve:
-    """The curve at every layer first..L, with gaps where it has none."""
-    known = dict(zip(found.layers, zip(found.values, found.counts, strict=True), strict=True))
-    across = range(first, layers + 1)
-    return Curve(
-        list(across), [known.get(at, (None, "?"))[0] for at in across], [known.get(at, (None, "?"))[1] for at in across]
+def _scalars(part: Part, removal: Removal | None, layers: int, variant: str) -> Drawings:
+    size = {"marker": {"size": 5 if layers <= 40 else 3}}
+    lines = [
+        Line("scalar", name, statistic, site, color, dash, spread=f"{statistic}_std", trace=size)
+        for site, statistic, name, color, dash in SCALARS
+    ]
+    drawn = _over_layers(
+        part.table,
+        layers,
+        lines,
+        removal=removal,
+        read=lambda values: with_gaps(values, layers),
+        alt=each_line(name=lambda line: line.name.split(":")[0]),
+        yaxis=axis("Factor"),
+        variant=variant,
+        level=1,
+        dash="solid",
     )
+    return [("", drawn)]
 
 
-def _scalars(part: Part, removal: Removal | None, layers: int, reading: str) -> go.Figure | None:
-    traces, words = [], []
-    for site, statistic, name, color, dash in SCALARS:
-        found = curve(part.table, "scalar", statistic, site)
-        if not found:
-            continue
-        drawn = line(whole(found, layers), name, color, dash)
-        drawn.marker.size = 5 if layers <= 40 else 3
-        spread = curve(part.table, "scalar", f"{statistic}_std", site)
-        if spread:
-            widths = whole(spread, layers).values
-            drawn.error_y = {"array": [width or 0 for width in widths], "color": color, "thickness": 1.2, "width": 2}
-        traces.append(drawn)
-        words.append(extremes(name.split(":")[0], found.layers, found.values))
-    if not traces:
-        return None
-    drawn = figure(
-        [*traces, *key_of_gone(removal)],
-        alt=" ".join(words),
-        xaxis=layer_axis(layers),
-        yaxis={"title": {"text": "Factor"}},
-        variant=reading,
-        shapes=marked_layers(removed(removal)),
-        height=420,
-        showlegend=True,
+def with_gaps(values: Curve, layers: int) -> Curve:
+    """The curve at every layer 1..L, with gaps where it has none."""
+    known = dict(zip(values.layers, zip(values.values, values.counts, strict=True), strict=True))
+    points = [known.get(layer, (None, "?")) for layer in range(1, layers + 1)]
+    return Curve(list(range(1, layers + 1)), [value for value, _ in points], [count for _, count in points])
+
+
+def _mmd(part: Part, removal: Removal | None, layers: int, variant: str) -> Drawings:
+    lines = [
+        Line("mmd", name, "value", color=color, form=".4~g", state=state) for state, (name, color) in STATES.items()
+    ]
+    drawn = _over_layers(
+        part.table,
+        layers,
+        lines,
+        removal=removal,
+        alt=each_line(".3g"),
+        first=0,
+        yaxis=axis("MMD²", **ZERO),
+        variant=variant,
     )
-    return drawn.add_hline(1, line={"color": MUTED, "width": 1})
-
-
-def _mmd(part: Part, removal: Removal | None, layers: int, reading: str) -> go.Figure | None:
-    traces, words = [], []
-    for state, (name, color) in STATES.items():
-        rows = part.table
-        if "state" in rows.columns:
-            rows = rows[(rows["state"] == state).fillna(False).astype(bool)]
-        found = curve(rows, "mmd", "value")
-        if found:
-            traces.append(line(found, name, color, form=".4~g"))
-            words.append(extremes(name, found.layers, found.values, ".3g"))
-    if not traces:
-        return None
-    return figure(
-        [*traces, *key_of_gone(removal)],
-        alt=" ".join(words),
-        xaxis=layer_axis(layers, first=0),
-        yaxis={"title": {"text": "MMD²"}, "rangemode": "tozero"},
-        variant=reading,
-        shapes=marked_layers(removed(removal)),
-        height=420,
-        showlegend=True,
-    )
+    return [("", drawn)]
 
 
 def groups(part: Part, removal: Removal | None) -> dict[str, list[str]]:
     """Kind of projection (`self_attn`, `mlp`) -> its projections; what was removed comes first."""
-    sites = [str(site) for site in select(part.table, "spectral_norm")["site"].dropna().unique()]
-    found: dict[str, list[str]] = {}
-    for site in sites:
-        found.setdefault(site.rpartition(".")[0] or site, []).append(site)
+    grouped: dict[str, list[str]] = {}
+    for site in map(str, select(part.table, "spectral_norm")["site"].dropna().unique()):
+        grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
     last = "mlp" if removal is None or removal.granularity != "mlp" else "att"
-    return dict(sorted(found.items(), key=lambda item: last in item[0].lower()))
+    return dict(sorted(grouped.items(), key=lambda item: last in item[0].lower()))
 
 
-def _norms(part: Part, removal: Removal | None, layers: int, reading: str) -> list[tuple[str, go.Figure]]:
-    made = []
-    found = groups(part, removal)
-    for group, sites in found.items():
-        norms = {site: curve(part.table, "spectral_norm", "value", site) for site in sites}
-        traces = [
-            line(norm, label(site.rpartition(".")[2], 36), categorical(index)["color"], form=".3f")
-            for index, (site, norm) in enumerate(norms.items())
-            if norm
+def _norms(part: Part, removal: Removal | None, layers: int, variant: str) -> Drawings:
+    """A figure for each kind of projection."""
+    grouped = groups(part, removal)
+    for group, sites in grouped.items():
+        lines = [
+            Line(
+                "spectral_norm", label(site.rpartition(".")[2], 36), "value", site, categorical(at)["color"], form=".3f"
+            )
+            for at, site in enumerate(sites)
         ]
-        if not traces:
-            continue
-        variant = " · ".join(filter(None, [reading, label(group, 36) if len(found) > 1 else ""]))
-        drawn = figure(
-            [*traces, *key_of_gone(removal)],
-            title="Spectral norm of the original’s projections",
-            subtitle="Largest singular value of each weight matrix, skipped layers against kept ones",
-            alt=" ".join(
-                extremes(label(site.rpartition(".")[2], 36), norm.layers, norm.values, ".2f")
-                for site, norm in norms.items()
-                if norm
+        yield (
+            group,
+            _over_layers(
+                part.table,
+                layers,
+                lines,
+                removal=removal,
+                alt=each_line(".2f"),
+                yaxis=axis("‖W‖₂", **ZERO),
+                variant=" · ".join(filter(None, [variant, label(group, 36) if len(grouped) > 1 else ""])),
             ),
-            xaxis=layer_axis(layers),
-            yaxis={"title": {"text": "‖W‖₂"}, "rangemode": "tozero"},
-            variant=variant,
-            shapes=marked_layers(removed(removal)),
-            height=420,
-            showlegend=True,
         )
-        made.append((group, drawn))
-    return made
 
 
 FIGURES = (
@@ -177,7 +129,7 @@ FIGURES = (
         "scalars",
         "healing",
         lambda source: _by_search(source, _scalars),
-        kinds=(SKIP,),
+        (SKIP,),
         title="Scalars per layer",
         subtitle="As fitted; 1 leaves everything as it was. A gap: what it would scale is gone",
         methods=(
@@ -191,13 +143,7 @@ FIGURES = (
                     "fitted; the control has scalars fitted and nothing removed, and tells how much of the gain is "
                     "not healing."
                 ),
-                formula=(
-                    "<msup><mi>x</mi><mo>′</mo></msup><mo>=</mo><msub><mi>b</mi><mtext>att</mtext></msub><mi>A</mi>"
-                    "<mo>(</mo><mi>x</mi><mo>)</mo><mo>+</mo><msub><mi>s</mi><mtext>att</mtext></msub><mi>x</mi>"
-                    '<mo>,</mo><mspace width="0.8em"></mspace><mi>y</mi><mo>=</mo><msub><mi>b</mi><mtext>mlp</mtext>'
-                    "</msub><mi>M</mi><mo>(</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><msub><mi>s</mi>"
-                    "<mtext>mlp</mtext></msub><msup><mi>x</mi><mo>′</mo></msup>"
-                ),
+                formula=r'x^′ = b_"att" A(x) + s_"att" x, \quad y = b_"mlp" M(x^′) + s_"mlp" x^′',
                 source=(
                     "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "
                     "2506.03303."
@@ -209,7 +155,7 @@ FIGURES = (
         "mmd",
         "states",
         lambda source: _by_search(source, _mmd),
-        kinds=(SKIP,),
+        (SKIP,),
         title="Distance from the original per layer",
         subtitle="Squared maximum mean discrepancy of the states after each layer, on held-out tokens",
         methods=(
@@ -222,13 +168,7 @@ FIGURES = (
                     "0 means that the two are distributed alike. Scalars that change the size of the stream raise it "
                     "even where the final norm takes that size away again."
                 ),
-                formula=(
-                    '<msup><mi>MMD</mi><mn>2</mn></msup><mo>=</mo><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi>'
-                    "<mo>(</mo><mi>x</mi><mo>,</mo><msup><mi>x</mi><mo>′</mo></msup><mo>)</mo><mo>+</mo><mi>E</mi>"
-                    '<mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo><mi>y</mi><mo>,</mo><msup><mi>y</mi><mo>′</mo>'
-                    '</msup><mo>)</mo><mo>−</mo><mn>2</mn><mi>E</mi><mspace width="0.1em"></mspace><mi>k</mi><mo>(</mo>'
-                    "<mi>x</mi><mo>,</mo><mi>y</mi><mo>)</mo>"
-                ),
+                formula=r"MMD^2 = E \thin k(x, x^′) + E \thin k(y, y^′) − 2 E \thin k(x, y)",
                 source=(
                     "Gretton et al., <cite>A Kernel Two-Sample Test</cite>, JMLR 13, 2012 (V-statistic); "
                     "<cite>Hopscotch</cite>, arXiv 2506.03303, analysis."
@@ -239,8 +179,10 @@ FIGURES = (
     Figure(
         "spectral_norm",
         "states",
-        _spectral_norm,
-        kinds=(SKIP,),
+        lambda source: _by_search(source, _norms),
+        (SKIP,),
+        "Spectral norm of the original’s projections",
+        "Largest singular value of each weight matrix, skipped layers against kept ones",
         methods=(
             Method(
                 "Spectral norm",

@@ -2,67 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import bars, line
-from fulldepth.figures.record import COMPARISON, SHARE, ZERO, Figure, Method, Quantity, Source
-from fulldepth.figures.rows import Curve, curve, number, select
-from fulldepth.figures.style import CATEGORICAL, extremes, figure, label, layer_axis
+from fulldepth.figures.curves import Curve, curve, number, select
+from fulldepth.figures.draw import Line, first_line, of_layers, over_layers
+from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source
+from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, extremes, figure, label
 
-TOLERANCES = {"eps=": "Accuracy ≥ 1 − ε", "relative_eps=": "Accuracy ≥ (1 − ε) of the last layer’s"}
-
-
-def _accuracy(source: Source) -> go.Figure | None:
-    accuracy = curve(source.table, "lens_accuracy", "mean")
-    if not accuracy:
-        return None
-    return figure(
-        [line(accuracy, "Accuracy", CATEGORICAL[0], form=".2%")],
-        alt=extremes("Accuracy", accuracy.layers, accuracy.values, ".1%"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis={"title": {"text": "Accuracy"}, "rangemode": "tozero", "tickformat": ".0%"},
-    )
-
-
-def _loss(source: Source) -> go.Figure | None:
-    loss = curve(source.table, "lens_loss", "mean")
-    if not loss:
-        return None
-    return figure(
-        [line(loss, "Loss", CATEGORICAL[0])],
-        alt=extremes("Cross-entropy in nats", loss.layers, loss.values, ".2f"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis={"title": {"text": "Loss (nats)"}, "rangemode": "tozero"},
-    )
+TOLERANCES = {
+    "eps=": ("ε", "Accuracy ≥ 1 − ε"),
+    "relative_eps=": ("relative ε", "Accuracy ≥ (1 − ε) of the last layer’s"),
+}
+"""Beginning of the statistic -> its symbol, and what it means."""
+SATURATION = (
+    Line("saturation", "Settle at this layer", "share", form=".1%", bar=True),
+    Line("saturation", "Settled so far", "cumulative", color=CATEGORICAL[1], form=".1%"),
+)
 
 
 def _saturation(source: Source) -> go.Figure | None:
-    share = curve(source.table, "saturation", "share")
-    cumulative = curve(source.table, "saturation", "cumulative")
-    count = curve(source.table, "saturation", "count")
-    traces: list[go.Bar | go.Scatter] = []
-    if share:
-        traces.append(bars(share, "Settle at this layer", CATEGORICAL[0], ".1%"))
-        if count:
-            exact = dict(zip(count.layers, count.values, strict=True))
-            custom = [
-                [name, f"{exact.get(layer) or 0:,.0f} of {positions}"]
-                for layer, (name, positions) in zip(share.layers, share.custom, strict=True)
-            ]
-            traces[-1].update(customdata=custom, hovertemplate="%{y:.1%}  (%{customdata[1]})")
-    if cumulative:
-        traces.append(line(cumulative, "Settled so far", CATEGORICAL[1], form=".1%"))
-    if not traces:
-        return None
+    share, cumulative = (line.curve(source.table) for line in SATURATION)
     half = median_layer(cumulative)
-    return figure(
-        traces,
-        alt=extremes("Share of positions that settle", share.layers, share.values, ".1%")
-        + (f" Half of all positions have settled by layer {half:.0f}." if half is not None else ""),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Share of positions"}, "range": [0, 1.04], "tickformat": ".0%"},
+    settled = f" Half of all positions have settled by layer {half:.0f}." if half is not None else ""
+    drawn = over_layers(
+        source.table,
+        source.layers,
+        SATURATION,
+        alt=lambda _: extremes("Share of positions that settle", share.layers, share.values, ".1%") + settled,
+        yaxis=axis("Share of positions", **SHARE),
     )
+    counts = curve(source.table, "saturation", "count")
+    if share and counts and drawn is not None:
+        exact = dict(zip(counts.layers, counts.values, strict=True))
+        custom = [
+            [name, f"{exact.get(layer) or 0:,.0f} of {positions}"]
+            for layer, (name, positions) in zip(share.layers, share.custom, strict=True)
+        ]
+        drawn.data[0].update(customdata=custom, hovertemplate="%{y:.1%}  (%{customdata[1]})")
+    return drawn
 
 
 def median_layer(cumulative: Curve) -> float | None:
@@ -72,70 +53,61 @@ def median_layer(cumulative: Curve) -> float | None:
 
 
 def _effective_depth(source: Source) -> go.Figure | None:
-    traces = []
-    parts = []
-    for color, (prefix, name) in zip(CATEGORICAL, TOLERANCES.items(), strict=False):
+    traces, texts = [], []
+    for color, (prefix, (symbol, meaning)) in zip(CATEGORICAL, TOLERANCES.items(), strict=False):
         depths = tolerances(source.table, prefix)
-        if not depths:
-            continue
-        traces.append(
-            go.Bar(
-                x=[f"ε = {eps}" for eps in depths],
-                y=list(depths.values()),
-                name=name,
-                marker={"color": color},
-                hovertemplate=f"%{{y:.0f}} of {source.layers} layers",
-            )
-        )
-        kind = "relative ε" if prefix.startswith("relative") else "ε"
-        parts += [f"{depth:.0f} of {source.layers} at {kind} = {eps}" for eps, depth in depths.items()]
-    if not traces:
-        return None
-    return figure(
-        traces,
-        alt=f"Layers needed: {', '.join(parts)}.",
-        xaxis={"title": {"text": "Tolerance"}, "type": "category"},
-        yaxis={"title": {"text": "Layers"}, "range": [0, source.layers * 1.05]},
-        barmode="group",
-    )
+        bars = {f"ε = {eps}": depth for eps, depth in depths.items()}
+        traces.append(_depth_bars(meaning, bars, color, source.layers))
+        texts += [f"{depth:.0f} of {source.layers} at {symbol} = {eps}" for eps, depth in depths.items()]
+    return _depths(traces, source.layers, f"Layers needed: {', '.join(texts)}.")
 
 
 def _depth_of_models(source: Source) -> go.Figure | None:
     traces = []
     for run in source.runs:
-        depths = {f"ε = {eps}": value for eps, value in tolerances(run.table, "eps=").items()}
-        depths |= {f"relative ε = {eps}": value for eps, value in tolerances(run.table, "relative_eps=").items()}
-        if depths:
-            traces.append(
-                go.Bar(
-                    x=list(depths),
-                    y=list(depths.values()),
-                    name=run.name,
-                    marker={"color": run.style["color"]},
-                    hovertemplate=f"%{{y:.0f}} of {run.layers} layers",
-                )
-            )
-    if not traces:
+        depths = {
+            f"{symbol} = {eps}": depth
+            for prefix, (symbol, _) in TOLERANCES.items()
+            for eps, depth in tolerances(run.table, prefix).items()
+        }
+        traces.append(_depth_bars(run.name, depths, run.style["color"], run.layers))
+    texts = [f"{trace.name}: {', '.join(f'{depth:.0f}' for depth in trace.y)} layers" for trace in traces if trace.y]
+    return _depths(traces, max((run.layers for run in source.runs), default=1), "; ".join(texts) + ".", showlegend=True)
+
+
+def _depth_bars(name: str, depths: Mapping[str, float], color: str, layers: int) -> go.Bar:
+    return go.Bar(
+        x=list(depths),
+        y=list(depths.values()),
+        name=name,
+        marker={"color": color},
+        hovertemplate=f"%{{y:.0f}} of {layers} layers",
+    )
+
+
+def _depths(traces: Sequence[go.Bar], layers: int, alt: str, **layout: Any) -> go.Figure | None:
+    drawn = [trace for trace in traces if trace.y]
+    if not drawn:
         return None
     return figure(
-        traces,
-        alt="; ".join(f"{trace.name}: {', '.join(f'{v:.0f}' for v in trace.y)} layers" for trace in traces) + ".",
-        xaxis={"title": {"text": "Tolerance"}, "type": "category"},
-        yaxis={"title": {"text": "Layers"}, "range": [0, max(run.layers for run in source.runs) * 1.05]},
+        drawn,
+        alt=alt,
+        xaxis=axis("Tolerance", type="category"),
+        yaxis=axis("Layers", range=[0, layers * 1.05]),
         barmode="group",
-        showlegend=True,
+        **layout,
     )
 
 
 def tolerances(table: pd.DataFrame, prefix: str) -> dict[str, float]:
     """Tolerance (as written, ascending) -> effective depth, of the statistics that start with `prefix`."""
     rows = select(table, "effective_depth")
-    found = {}
+    depths = {}
     for statistic, value in zip(rows["statistic"], rows["value"], strict=True):
         depth = number(value)
         if str(statistic).startswith(prefix) and depth is not None:
-            found[str(statistic).removeprefix(prefix)] = depth
-    return {label(eps, 12): found[eps] for eps in sorted(found, key=_as_number)}
+            depths[str(statistic).removeprefix(prefix)] = depth
+    return {label(eps, 12): depths[eps] for eps in sorted(depths, key=_as_number)}
 
 
 def _as_number(text: str) -> float:
@@ -159,7 +131,12 @@ FIGURES = (
     Figure(
         "lens_accuracy",
         "predictions",
-        _accuracy,
+        of_layers(
+            Line("lens_accuracy", "Accuracy", form=".2%"),
+            alt=first_line("Accuracy", ".1%"),
+            yaxis=axis("Accuracy", **ZERO, tickformat=".0%"),
+            first=0,
+        ),
         title="Accuracy per layer",
         subtitle="Final norm and head applied to every layer; share of correct top predictions",
         methods=(PER_LAYER,),
@@ -173,7 +150,12 @@ FIGURES = (
     Figure(
         "lens_loss",
         "predictions",
-        _loss,
+        of_layers(
+            Line("lens_loss", "Loss"),
+            alt=first_line("Cross-entropy in nats", ".2f"),
+            yaxis=axis("Loss (nats)", **ZERO),
+            first=0,
+        ),
         title="Loss per layer",
         subtitle="Cross-entropy if the model stopped at this layer",
         methods=(PER_LAYER,),
@@ -194,12 +176,7 @@ FIGURES = (
                     "The first layer from which a position’s top prediction stays what it is at the end, right or "
                     "wrong. Bars: share of positions that settle at each layer. Line: share that has settled so far."
                 ),
-                formula=(
-                    "<msub><mi>s</mi><mi>n</mi></msub><mo>=</mo><mi>min</mi><mo>{</mo><mi>l</mi><mo>:</mo><mi>g</mi>"
-                    "<mo>(</mo><msubsup><mi>h</mi><mi>n</mi><mi>l</mi></msubsup><mo>)</mo><mo>=</mo><mo>…</mo>"
-                    "<mo>=</mo><mi>g</mi><mo>(</mo><msubsup><mi>h</mi><mi>n</mi><mi>L</mi></msubsup><mo>)</mo>"
-                    "<mo>}</mo>"
-                ),
+                formula=r"s_n = min \{ l : g(h_n^l) = … = g(h_n^L) \}",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.2.",
             ),
         ),

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import line
+from fulldepth.figures.curves import Curve, counted, number, select
+from fulldepth.figures.draw import BARE, Line, first_line, heat, line, map_ticks, over_layers
 from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
-from fulldepth.figures.rows import Curve, counted, curve, number, select
-from fulldepth.figures.style import (
-    CATEGORICAL,
-    MUTED,
-    SIGNED_SCALE,
-    UNIT_SCALE,
-    Figures,
-    extremes,
-    figure,
-    layer_axis,
-    layer_name,
-    minus,
-)
+from fulldepth.figures.style import MUTED, ZERO, Figures, axis, extremes, layer_name, minus
 
 SITE = "routing"
+EXPECTED = Line("expected_retrieval", "Expected state", "value", SITE, form=".2f")
 HEAD = "head_"
 ROUNDING = 1e-3
 """Differences below this come from the precision in which a model gives its weights."""
@@ -70,19 +61,19 @@ class Grid:
 def _retrieval_weight(source: Source) -> Figures:
     shares, masses = (_retrieval(source.table, statistic) for statistic in ("share", "mean"))
     signed = shares.differs(masses)  # a router whose weights are no distribution
-    made: Figures = {}
-    if shares:
-        made[""] = _retrieval_map(shares, "Share of absolute weight" if signed else "")
-    if masses and signed:
-        made["mean"] = _retrieval_map(masses, "Signed weight")
-    return made
+    return readings(
+        [
+            ("share", _retrieval_map(shares, "Share of absolute weight" if signed else "") if shares else None),
+            ("mean", _retrieval_map(masses, "Signed weight") if masses and signed else None),
+        ]
+    )
 
 
 def _self_retrieval_map(source: Source) -> go.Figure | None:
     heads = _self_retrieval(source.table)
     if not heads:
         return None
-    return _grid_map(heads, axis="Head", quantity="weight", alt=_range("Self-retrieval", heads))
+    return _grid_map(heads, title="Head", alt=_range("Self-retrieval", heads))
 
 
 def _stream_mixing(source: Source) -> Figures:
@@ -90,40 +81,43 @@ def _stream_mixing(source: Source) -> Figures:
     return readings((statistic, _stream_map(grid, statistic)) for statistic, grid in grids if grid)
 
 
+def _grid(rows: pd.DataFrame, named_rows: Iterable[int], names: Sequence[str]) -> Grid:
+    """Values and counts of table rows, each in the named row of the grid that is its own."""
+    grid = Grid(sorted({int(layer) for layer in rows["layer"]}), list(names))
+    for row, layer, value, count in zip(named_rows, rows["layer"], rows["value"], rows["count"], strict=True):
+        grid.cells[row, int(layer)] = (number(value), counted(count))
+    return grid
+
+
 def _retrieval(table: pd.DataFrame, statistic: str) -> Grid:
     """Sources (rows) of the layers that retrieve."""
     rows = select(table, "retrieval_weight", statistic, SITE).dropna(subset=["layer", "other"])
-    layers = sorted({int(layer) for layer in rows["layer"]})
-    grid = Grid(layers, [layer_name(source, short=True) for source in range(max(layers, default=0))])
-    for layer, source, value, count in zip(rows["layer"], rows["other"], rows["value"], rows["count"], strict=True):
-        grid.cells[int(source), int(layer)] = (number(value), counted(count))
-    return grid
+    deepest = max((int(layer) for layer in rows["layer"]), default=0)
+    return _grid(rows, map(int, rows["other"]), [layer_name(source, short=True) for source in range(deepest)])
 
 
 def _retrieval_map(grid: Grid, variant: str) -> go.Figure:
     newest = [grid.cells.get((layer - 1, layer), (None, "?"))[0] for layer in grid.layers]
     return _grid_map(
         grid,
-        axis="Retrieved state m",
-        quantity="weight",
+        title="Retrieved state m",
         alt=extremes("Weight of the newest state", grid.layers, newest, ".2f"),
         variant=variant,
     )
 
 
 def _expected(source: Source) -> go.Figure | None:
-    expected = curve(source.table, "expected_retrieval", "value", SITE)
+    expected = EXPECTED.curve(source.table)
     if not expected:
         return None
     plain = Curve(expected.layers, [float(layer - 1) for layer in expected.layers], ["1"] * len(expected.layers))
-    return figure(
-        [
-            line(expected, "Expected state", CATEGORICAL[0], form=".2f"),
-            line(plain, "Attention without a memory, m = r − 1", MUTED, "dot", ".0f"),
-        ],
-        alt=extremes("Expected state", expected.layers, expected.values, ".2f"),
-        xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "State m"}, "rangemode": "tozero"},
+    return over_layers(
+        source.table,
+        source.layers,
+        [EXPECTED],
+        after=[line(plain, "Attention without a memory, m = r − 1", MUTED, "dot", ".0f")],
+        alt=first_line("Expected state", ".2f"),
+        yaxis=axis("State m", **ZERO),
     )
 
 
@@ -132,12 +126,7 @@ def _self_retrieval(table: pd.DataFrame) -> Grid:
     rows = select(table, "retrieval_weight", "share").dropna(subset=["layer", "site"])
     rows = rows[rows["site"].astype(str).str.fullmatch(rf"{HEAD}\d+")]
     heads = [int(str(site).removeprefix(HEAD)) for site in rows["site"]]
-    grid = Grid(
-        sorted({int(layer) for layer in rows["layer"]}), [str(head) for head in range(max(heads, default=-1) + 1)]
-    )
-    for head, layer, value, count in zip(heads, rows["layer"], rows["value"], rows["count"], strict=True):
-        grid.cells[head, int(layer)] = (number(value), counted(count))
-    return grid
+    return _grid(rows, heads, [str(head) for head in range(max(heads, default=-1) + 1)])
 
 
 def _streams(table: pd.DataFrame, statistic: str) -> Grid:
@@ -146,67 +135,46 @@ def _streams(table: pd.DataFrame, statistic: str) -> Grid:
     sites = sorted(rows["site"].unique(), key=lambda site: (str(site).split("_")[0], int(str(site).rpartition("_")[2])))
     names = {"attention": "Attention", "mlp": "MLP"}
     named = [f"{names.get(site.split('_')[0], '?')} {site.rpartition('_')[2]}" for site in map(str, sites)]
-    grid = Grid(sorted({int(layer) for layer in rows["layer"]}), named)
-    for site, layer, value, count in zip(rows["site"], rows["layer"], rows["value"], rows["count"], strict=True):
-        grid.cells[sites.index(site), int(layer)] = (number(value), counted(count))
-    return grid
+    return _grid(rows, map(sites.index, rows["site"]), named)
 
 
 def _stream_map(grid: Grid, statistic: str) -> go.Figure:
     reading, subtitle = READINGS[statistic]
     return _grid_map(
         grid,
-        axis="Branch and stream",
-        quantity="weight",
+        title="Branch and stream",
         subtitle=f"{subtitle}; mean over tokens",
         alt=_range(f"{reading} weights", grid),
         variant=reading,
     )
 
 
-def _range(what: str, grid: Grid) -> str:
+def _range(title: str, grid: Grid) -> str:
     """One sentence on the smallest and the largest value."""
-    return f"{what}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
+    return f"{title}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
 
 
-def _grid_map(grid: Grid, *, axis: str, quantity: str, alt: str, **about: Any) -> go.Figure:
+def _grid_map(grid: Grid, *, title: str, alt: str, **about: Any) -> go.Figure:
     """A map with layers to the right and rows upwards; from 0 to the largest value, or as far to both sides of it."""
     top = max(map(abs, grid.known)) or 1.0
     signed = min(grid.known) < 0
-    named = layer_axis(grid.layers[-1])
-    bare = {"ticks": "", "showgrid": False, "showline": False}
-    gap = 1 if max(len(grid.layers), len(grid.names)) <= 40 else 0
-    trace = go.Heatmap(
-        x=grid.layers,
-        y=grid.names,
-        z=grid.rows(0),
-        customdata=[[[name, count] for count in row] for name, row in zip(grid.names, grid.rows(1), strict=True)],
-        zmin=-top if signed else 0,
-        zmax=top,
-        colorscale=SIGNED_SCALE if signed else UNIT_SCALE,
-        xgap=gap,
-        ygap=gap,
-        hoverongaps=False,
-        hovertemplate=f"Layer %{{x}}, {axis.lower()} %{{customdata[0]}}<br>{quantity} <b>%{{z:.4f}}</b>"
-        "<br>n = %{customdata[1]}<extra></extra>",
-        colorbar={
-            "thickness": 10,
-            "len": 1,
-            "outlinewidth": 0,
-            "xpad": 8,
-            "ticklen": 3,
-            "nticks": 6,
-            "tickfont": {"size": 11, "color": MUTED},
+    return heat(
+        {
+            "x": grid.layers,
+            "y": grid.names,
+            "z": grid.rows(0),
+            "customdata": [
+                [[name, count] for count in row] for name, row in zip(grid.names, grid.rows(1), strict=True)
+            ],
+            "zmin": -top if signed else 0,
+            "zmax": top,
+            "hovertemplate": f"Layer %{{x}}, {title.lower()} %{{customdata[0]}}<br>weight <b>%{{z:.4f}}</b>"
+            "<br>n = %{customdata[1]}<extra></extra>",
         },
-    )
-    shown = grid.names[:: max(1, len(grid.names) // 16)]
-    return figure(
-        [trace],
+        signed=signed,
         alt=alt,
-        xaxis={"title": {"text": "Layer"}, "tickvals": named["tickvals"], "ticktext": named["ticktext"], **bare},
-        yaxis={"title": {"text": axis}, "type": "category", "tickvals": shown, **bare},
-        height=480,
-        hovermode="closest",
+        xaxis={**axis("Layer"), **map_ticks(grid.layers[-1])},
+        yaxis=axis(title, type="category", tickvals=grid.names[:: max(1, len(grid.names) // 16)], **BARE),
         **about,
     )
 
@@ -250,12 +218,7 @@ FIGURES = (
                     "head’s slice of the output projection over the sum of all. The further below r − 1, the more a "
                     "layer reads from early states."
                 ),
-                formula=(
-                    "<mi>E</mi><mo>[</mo><mi>m</mi><mo>|</mo><mi>r</mi><mo>]</mo><mo>=</mo><munder><mo>∑</mo><mi>h</mi>"
-                    "</munder><mi>p</mi><mo>(</mo><mi>h</mi><mo>|</mo><mi>r</mi><mo>)</mo><munder><mo>∑</mo><mi>m</mi>"
-                    "</munder><mi>p</mi><mo>(</mo><mi>m</mi><mo>|</mo><mi>h</mi><mo>,</mo><mi>r</mi><mo>)</mo><mspace "
-                    'width="0.1em"></mspace><mi>m</mi>'
-                ),
+                formula=r"E[m|r] = ∑_h p(h|r) ∑_m p(m|h, r) \thin m",
                 source=(
                     "Gerasimov et al., <cite>You Do Not Fully Utilize Transformer’s Representation Capacity</cite>, "
                     "Eq. 2."

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
 from fulldepth.figures.benchmark import BenchmarkedModel, Cell, Spread, agree, frontier
+from fulldepth.figures.draw import error_bars
 from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
-from fulldepth.figures.style import AXIS, INK, MUTED, Figures, categorical, figure, label, minus
+from fulldepth.figures.style import AXIS, INK, MUTED, Figures, axis, categorical, figure, label, minus
 
 SYMBOLS = {"bench": "circle", "quantise": "diamond"}
 MARKS = ("circle", "diamond", "square", "cross", "triangle-up", "x")
@@ -20,16 +21,15 @@ PREDICTED = {"toggled": "By skipping in place", "flops": "By operations"}
 
 def _planes(source: Source, phase: str) -> Figures:
     """Relative to the original over the grid, then each place of each folder's grid."""
-    every = source.benchmarked
-    if (relative := _plane(every, phase, None)) is None:
+    if (relative := _plane(source.benchmarked, phase, None)) is None:
         return {}
-    made = {"": relative}
+    drawings = {"": relative}
     for part in source.parts:
-        own = [one for one in every if one.part is part]
-        for cell in dict.fromkeys(cell for one in own for cell in one.cells):
-            if (drawn := _plane(own, phase, cell)) is not None:
-                made[f"{part.label}:{cell.batch}:{cell.context}"] = drawn
-    return made
+        models = [model for model in source.benchmarked if model.part is part]
+        for cell in dict.fromkeys(cell for model in models for cell in model.cells):
+            if (drawn := _plane(models, phase, cell)) is not None:
+                drawings[f"{part.label}:{cell.batch}:{cell.context}"] = drawn
+    return drawings
 
 
 def _time_saved(source: Source, phase: str) -> Figures:
@@ -37,30 +37,30 @@ def _time_saved(source: Source, phase: str) -> Figures:
 
 
 def placed(
-    every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None
+    models: Sequence[BenchmarkedModel], phase: str, cell: Cell | None
 ) -> list[tuple[BenchmarkedModel, Spread, float]]:
     """(model, time, loss) of all that have both.
 
     Times are multiples of the original's, or seconds in one cell; losses are what is added to the original's where
     the originals' losses differ. Among multiples one original stands for all.
     """
-    same, made = agree(every), []
+    same_data, points = agree(models), []
     originals = 0
-    for one in every:
-        time = one.relative(phase) if cell is None else one.time(phase, cell)
-        if time is None or one.loss is None or (not same and one.base is None):
+    for model in models:
+        time = model.relative(phase) if cell is None else model.time(phase, cell)
+        if time is None or model.loss is None or (not same_data and model.base is None):
             continue
-        loss = one.loss if same else one.loss - (one.base or 0.0)
-        originals += one.baseline
-        if cell is None and one.baseline and originals > 1:
+        loss = model.loss if same_data else model.loss - (model.base or 0.0)
+        originals += model.baseline
+        if cell is None and model.baseline and originals > 1:
             continue
-        made.append((one, time, loss))
-    return made
+        points.append((model, time, loss))
+    return points
 
 
-def _plane(every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> go.Figure | None:
-    points = placed(every, phase, cell)
-    if sum(not one.baseline for one, *_ in points) == 0:
+def _plane(models: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> go.Figure | None:
+    points = placed(models, phase, cell)
+    if sum(not model.baseline for model, *_ in points) == 0:
         return None
     scale, unit = (1.0, "") if cell is None else _unit([time.value for _, time, _ in points])
     best = frontier([(time.value, loss) for _, time, loss in points])
@@ -78,23 +78,20 @@ def _plane(every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> 
         )
     ]
     colors = iter(categorical(turn)["color"] for turn in range(len(points)))
-    for index, (one, time, loss) in enumerate(points):
-        color = INK if one.baseline else next(colors)
+    for index, (model, time, loss) in enumerate(points):
+        color = INK if model.baseline else next(colors)
         at = Spread(*(edge * scale for edge in time))
-        traces.append(_mark(one, at, loss, color, index in best, ".1%" if cell is None else ".4~g", unit))
-    shown = "; ".join(_name(points[at][0]) for at in best)
-    span = "over the rounds" if cell is not None or all(len(one.cells) == 1 for one in every) else "over the grid"
+        traces.append(_mark(model, at, loss, color, index in best, ".1%" if cell is None else ".4~g", unit))
+    shown = "; ".join(model_name(points[at][0]) for at in best)
+    span = "over the rounds" if cell is not None or all(len(model.cells) == 1 for model in models) else "over the grid"
     return figure(
         traces,
         title=f"Quality against {phase} time",
         subtitle=f"Lower left is better; bars: least to most {span}. Filled marks are on the frontier",
         alt=f"On the frontier: {shown}.",
         xaxis={**_time_axis(phase, cell, unit), "range": across},
-        yaxis={
-            "title": {"text": "Held-out loss (nats)" if agree(every) else "Loss added to the original’s (nats)"},
-            "range": up,
-        },
-        variant=_whole(every) if cell is None else _reading(every, cell),
+        yaxis=axis("Held-out loss (nats)" if agree(models) else "Loss added to the original’s (nats)", range=up),
+        variant=_all_places(models) if cell is None else _reading(models, cell),
         hovermode="closest",
         height=440,
         showlegend=True,
@@ -102,10 +99,10 @@ def _plane(every: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) -> 
 
 
 def _mark(
-    one: BenchmarkedModel, time: Spread, loss: float, color: str, filled: bool, form: str, unit: str
+    model: BenchmarkedModel, time: Spread, loss: float, color: str, filled: bool, form: str, unit: str
 ) -> go.Scatter:
     """A model, with a bar from its least to its most time."""
-    symbol = "square" if one.baseline else SYMBOLS[one.part.kind]
+    symbol = "square" if model.baseline else SYMBOLS[model.part.kind]
     mark: dict[str, Any] = {"color": color, "size": 11, "symbol": symbol if filled else f"{symbol}-open"}
     if not filled:
         mark["line"] = {"width": 2}
@@ -113,16 +110,13 @@ def _mark(
         x=[time.value],
         y=[loss],
         customdata=[[time.low, time.high]],
-        name=_name(one),
+        name=model_name(model),
         mode="markers",
         marker=mark,
-        error_x={
-            "type": "data", "symmetric": False, "array": [time.high - time.value],
-            "arrayminus": [time.value - time.low], "color": color, "thickness": 1.2, "width": 4,
-        },
+        error_x=error_bars([time], color),
         hovertemplate=f"%{{fullData.name}}<br>%{{x:{form}}}{unit} (%{{customdata[0]:{form}}} to "
         f"%{{customdata[1]:{form}}})<br><b>%{{y:.4f}}</b> nats<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _range(values: Sequence[float]) -> list[float]:
@@ -132,17 +126,18 @@ def _range(values: Sequence[float]) -> list[float]:
     return [low - margin, high + margin]
 
 
-def _name(one: BenchmarkedModel) -> str:
-    name = label(one.name, 40)
-    return f"{name} (original)" if one.baseline and not name.startswith("original") else name
+def model_name(model: BenchmarkedModel, written: Callable[[object, int], str] = label, limit: int = 40) -> str:
+    """Name of a model, at most `limit` characters made safe by `written`; the original is marked."""
+    name = written(model.name, limit)
+    return f"{name} (original)" if model.baseline and not name.startswith("original") else name
 
 
-def _whole(every: Sequence[BenchmarkedModel]) -> str:
-    return "Whole grid" if any(len(one.cells) > 1 for one in every) else "Share of the original’s"
+def _all_places(models: Sequence[BenchmarkedModel]) -> str:
+    return "Whole grid" if any(len(model.cells) > 1 for model in models) else "Share of the original’s"
 
 
-def _reading(every: Sequence[BenchmarkedModel], cell: Cell) -> str:
-    part = every[0].part
+def _reading(models: Sequence[BenchmarkedModel], cell: Cell) -> str:
+    part = models[0].part
     name = cell.name if part.kind == "bench" or cell.batch is not None else "quantisation, as measured"
     return label(part.named(name), 48) if part.label and part.kind != "bench" else name[:1].upper() + name[1:]
 
@@ -154,41 +149,38 @@ def _unit(seconds: Sequence[float]) -> tuple[float, str]:
 def _time_axis(phase: str, cell: Cell | None, unit: str) -> dict[str, Any]:
     step = "Prefill time" if phase == "prefill" else "Decode time of a token"
     if cell is None:
-        return {"title": {"text": f"{step}, share of the original’s"}, "tickformat": ".0%"}
-    return {"title": {"text": f"{step} ({unit.strip()})"}}
+        return axis(f"{step}, share of the original’s", tickformat=".0%")
+    return axis(f"{step} ({unit.strip()})")
 
 
-def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure | None:
+def _saved(models: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure | None:
     """Time saved over what was predicted, a mark for each cell."""
     traces: list[Any] = []
     values: list[float] = []
-    for index, one in enumerate(one for one in every if not one.baseline and one.part.kind == "bench"):
+    for index, model in enumerate(model for model in models if not model.baseline and model.part.kind == "bench"):
         points = []
-        for cell in one.cells:
-            predicted = one.in_cell("predicted_time_saved", how, phase, cell)
-            if predicted is not None and (saved := one.saved(phase, cell)) is not None:
+        for cell in model.cells:
+            predicted = model.in_cell("predicted_time_saved", how, phase, cell)
+            if predicted is not None and (saved := model.saved(phase, cell)) is not None:
                 points.append((predicted, saved, cell.name))
         if not points or all(predicted == 0 for predicted, *_ in points):
             continue  # it computes everything: nothing was predicted
-        style = categorical(index)
+        color = categorical(index)["color"]
+        predicted_shares, saved_shares, names = zip(*points, strict=True)
         traces.append(
             go.Scatter(
-                x=[predicted for predicted, *_ in points],
-                y=[saved.value for _, saved, _ in points],
-                customdata=[[name, saved.low, saved.high] for _, saved, name in points],
-                name=label(one.name, 40),
+                x=predicted_shares,
+                y=[saved.value for saved in saved_shares],
+                customdata=[[name, saved.low, saved.high] for saved, name in zip(saved_shares, names, strict=True)],
+                name=label(model.name, 40),
                 mode="markers",
-                marker={"color": style["color"], "size": 9, "symbol": MARKS[index % len(MARKS)]},
-                error_y={
-                    "type": "data", "symmetric": False, "array": [saved.high - saved.value for _, saved, _ in points],
-                    "arrayminus": [saved.value - saved.low for _, saved, _ in points], "color": style["color"],
-                    "thickness": 1.2, "width": 4,
-                },
+                marker={"color": color, "size": 9, "symbol": MARKS[index % len(MARKS)]},
+                error_y=error_bars(saved_shares, color),
                 hovertemplate="%{fullData.name}, %{customdata[0]}<br>saved <b>%{y:.1%}</b> (%{customdata[1]:.1%} to "
                 "%{customdata[2]:.1%})<br>predicted %{x:.1%}<extra></extra>",
             )
-        )  # fmt: skip
-        values += [predicted for predicted, *_ in points]
+        )
+        values += predicted_shares
     if not traces:
         return None
     low, high = min([0.0, *values]), max([0.02, *values])
@@ -197,7 +189,11 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
     return figure(
         [
             go.Scatter(
-                x=span, y=span, name="As predicted", mode="lines", hoverinfo="skip",
+                x=span,
+                y=span,
+                name="As predicted",
+                mode="lines",
+                hoverinfo="skip",
                 line={"color": MUTED, "width": 1, "dash": "dot"},
             ),
             *traces,
@@ -205,13 +201,13 @@ def _saved(every: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure
         title=f"Time saved in {phase}, measured and predicted",
         subtitle="A mark for each batch and context; on the line it saved what was predicted; bars: least to most",
         alt=f"Saved over predicted: {minus(min(ratios), '.2f')} to {minus(max(ratios), '.2f')}." if ratios else "",
-        xaxis={"title": {"text": "Predicted time saved"}, "tickformat": ".0%", "range": span},
-        yaxis={"title": {"text": "Time saved"}, "tickformat": ".0%"},
+        xaxis=axis("Predicted time saved", tickformat=".0%", range=span),
+        yaxis=axis("Time saved", tickformat=".0%"),
         variant=PREDICTED[how],
         hovermode="closest",
         height=440,
         showlegend=True,
-    )  # fmt: skip
+    )
 
 
 FRONTIER = Method(
@@ -224,19 +220,8 @@ FRONTIER = Method(
     ),
 )
 FIGURES = (
-    Figure(
-        "pareto_prefill",
-        "pareto",
-        lambda source: _planes(source, "prefill"),
-        kinds=(SKIP,),
-        methods=(FRONTIER,),
-    ),
-    Figure(
-        "pareto_decode",
-        "pareto",
-        lambda source: _planes(source, "decode"),
-        kinds=(SKIP,),
-    ),
+    Figure("pareto_prefill", "pareto", lambda source: _planes(source, "prefill"), kinds=(SKIP,), methods=(FRONTIER,)),
+    Figure("pareto_decode", "pareto", lambda source: _planes(source, "decode"), (SKIP,)),
     Figure(
         "time_saved_prefill",
         "cost",
@@ -253,10 +238,7 @@ FIGURES = (
                     "skipped in place, and the operations that are no longer done. Measured over predicted is 1 where "
                     "an export saves all that its blocks took."
                 ),
-                formula=(
-                    "<mi>s</mi><mo>=</mo><mn>1</mn><mo>−</mo><mfrac><msub><mi>t</mi><mtext>export</mtext></msub><msub>"
-                    "<mi>t</mi><mtext>original</mtext></msub></mfrac>"
-                ),
+                formula=r's = 1 − \frac{t_"export"}{t_"original"}',
             ),
             Method(
                 "Memory and size",
@@ -269,10 +251,5 @@ FIGURES = (
             ),
         ),
     ),
-    Figure(
-        "time_saved_decode",
-        "cost",
-        lambda source: _time_saved(source, "decode"),
-        kinds=(SKIP,),
-    ),
+    Figure("time_saved_decode", "cost", lambda source: _time_saved(source, "decode"), (SKIP,)),
 )

@@ -11,12 +11,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.benchmark import BenchmarkedModel, benchmarked_models
-from fulldepth.figures.rows import Curve, curve, num_layers
-from fulldepth.figures.skipped import KINDS, TOGETHER, Part, layers_of, parts
-from fulldepth.figures.style import Figures, categorical, label
+from fulldepth.figures.curves import Curve, curve, num_layers
+from fulldepth.figures.formulas import mathml
+from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, layers_of, parts
+from fulldepth.figures.style import ZERO, Figures, categorical, label
 
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
 TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
+VERBS = dict.fromkeys((*KINDS, TOGETHER), SKIP)
+"""Kind of a document that has figures of its own -> the kind of results that it is, see `Source.kind`."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Run:
     name: str
     table: pd.DataFrame
     layers: int
-    style: dict[str, str]
+    style: dict[str, Any]
     baseline: bool
 
 
@@ -41,8 +44,8 @@ class Source:
     def kind(self) -> str:
         """`single` (one model at one step), `series`, `comparison`, `training`, `trainings` or `skip`."""
         stated = self.meta.get("kind")
-        if stated in (*KINDS, TOGETHER):
-            return SKIP
+        if stated in VERBS:
+            return VERBS[str(stated)]
         steps = "step" in self.table.columns
         if "model" in self.table.columns:
             return TRAININGS if steps else COMPARISON
@@ -62,16 +65,26 @@ class Source:
     def runs(self) -> list[Run]:
         """The models of a comparison in the order of `meta["models"]`; those that only the table knows come last."""
         described = {str(entry.get("label")): entry for entry in self.meta.get("models") or []}
-        order = [*described, *(str(name) for name in self.table["model"].unique() if str(name) not in described)]
-        names = [label(name, 40) for name in order]
-        found: list[Run] = []
-        for index, name in enumerate(order):
-            rows = self.table[self.table["model"].astype(str) == name]
-            entry = described.get(name, {})
-            shown = names[index] if names.count(names[index]) == 1 else f"{names[index]} ({index + 1})"
+        labels = list(dict.fromkeys([*described, *map(str, self.table["model"].unique())]))
+        names = [label(text, 40) for text in labels]
+        runs: list[Run] = []
+        for index, (text, name) in enumerate(zip(labels, names, strict=True)):
+            rows = self.table[self.table["model"].astype(str) == text]
+            entry = described.get(text, {})
+            unique = name if names.count(name) == 1 else f"{name} ({index + 1})"
             layers = num_layers(rows, entry.get("model"))
-            found.append(Run(shown, rows, layers, categorical(index), bool(entry.get("baseline"))))
-        return found
+            runs.append(Run(unique, rows, layers, categorical(index), bool(entry.get("baseline"))))
+        return runs
+
+    @cached_property
+    def compared(self) -> list[Run]:
+        """The models with differences from the baseline."""
+        return [run for run in self.runs if not run.baseline and "difference" in run.table.columns]
+
+    @cached_property
+    def baseline(self) -> str:
+        """Name of the model that the others are compared with."""
+        return next((run.name for run in self.runs if run.baseline), "the baseline")
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -82,10 +95,6 @@ class Source:
     def benchmarked(self) -> list[BenchmarkedModel]:
         """The models that these folders timed."""
         return benchmarked_models(self.parts)
-
-
-SHARE = {"range": [0, 1.04], "tickformat": ".0%"}
-ZERO = {"rangemode": "tozero"}
 
 
 @dataclass(frozen=True)
@@ -123,14 +132,14 @@ class Method:
     text: str
     """HTML, inside a paragraph."""
     formula: str = ""
-    """MathML, inside `math`."""
+    """In the notation of `formulas.mathml`."""
     source: str = ""
     """HTML: the publication."""
 
     @property
     def html(self) -> str:
         """The folded note."""
-        formula = f'<math display="block">{self.formula}</math>\n' if self.formula else ""
+        formula = f'<math display="block">{mathml(self.formula)}</math>\n' if self.formula else ""
         source = f'\n<p class="source">{self.source}</p>' if self.source else ""
         opening = f'<details class="method" data-measures="{" ".join(self.measures)}">'
         return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"
@@ -167,26 +176,21 @@ class Figure:
 
     def drawn(self, source: Source) -> Figures:
         """Name -> figure."""
-        made = self.draw(source)
-        if made is None:
-            return {}
-        found = {"": made} if isinstance(made, go.Figure) else made
-        return {f"{self.name}:{key}" if key else self.name: self._titled(one) for key, one in found.items()}
+        drawn = self.draw(source) or {}
+        readings = {"": drawn} if isinstance(drawn, go.Figure) else drawn
+        return {f"{self.name}:{key}" if key else self.name: self._titled(one) for key, one in readings.items()}
 
     def _titled(self, drawn: go.Figure) -> go.Figure:
-        about = dict(drawn.layout.meta)
-        about["title"], about["subtitle"] = about["title"] or self.title, about["subtitle"] or self.subtitle
-        return drawn.update_layout(meta=about, title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
+        meta = dict(drawn.layout.meta)
+        meta["title"], meta["subtitle"] = meta["title"] or self.title, meta["subtitle"] or self.subtitle
+        return drawn.update_layout(meta=meta, title={"text": meta["title"], "subtitle": {"text": meta["subtitle"]}})
 
     def beside(self, name: str, draw: Draw, *kinds: str, **changed: Any) -> Figure:
         """The record of a figure that is derived from this one."""
         return replace(self, name=name, draw=draw, kinds=kinds, curves=(), followed=False, **changed)
 
 
-def readings(found: Iterable[tuple[str, go.Figure | None]]) -> Figures:
+def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
     """Key -> figure of those that have data; the first has the key "", so that it bears the figure's own name."""
-    made: Figures = {}
-    for key, drawn in found:
-        if drawn is not None:
-            made[key if made else ""] = drawn
-    return made
+    drawn = [(key, figure) for key, figure in drawings if figure is not None]
+    return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}

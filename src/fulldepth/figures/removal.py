@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.courses import Course, base_of, courses
-from fulldepth.figures.draw import band, line
-from fulldepth.figures.record import SKIP, Figure, Method, Source
-from fulldepth.figures.rows import Curve, number, select
-from fulldepth.figures.skipped import Part, Removal, by_removed, removals, removed_axis, what_went
+from fulldepth.figures.curves import Curve, number, select
+from fulldepth.figures.draw import band, legend_entry, line
+from fulldepth.figures.record import SKIP, Figure, Method, Source, readings
+from fulldepth.figures.skip_results import Part, Removal, by_removed, planned, removals, removed_axis, what_went
 from fulldepth.figures.style import (
     CATEGORICAL,
     INK,
     OPPOSITE,
     SEQUENTIAL,
+    ZERO,
     Figures,
+    axis,
     categorical,
     figure,
     label,
@@ -26,141 +28,216 @@ from fulldepth.figures.style import (
 )
 
 BAND = "Band: 95 % of resampled sequences"
+NO_CURVE = Curve([], [], [])
+
+
+@dataclass(frozen=True)
+class RemovalCurve:
+    """Losses over the number of removed blocks, with the points that stand beside them."""
+
+    part: Part | None
+    """The folder whose rows it is of; None where only a document knows the losses."""
+    removal: Removal
+    mean: Curve
+    healed: float | None
+    scalars_only: float | None
+    low: Curve = NO_CURVE
+    high: Curve = NO_CURVE
+
+    @property
+    def base(self) -> float | None:
+        """Loss of the model itself."""
+        return dict(zip(self.mean.layers, self.mean.values, strict=True)).get(0)
+
+    def added(self) -> tuple[Curve, Curve, Curve]:
+        """What is added: the paired rows where there are any, else differences from the first point."""
+        if self.part is not None and self.mean and (paired := _with_range(self.part, "loss_added"))[0]:
+            return paired
+        values = [None if value is None or self.base is None else value - self.base for value in self.mean.values]
+        return Curve(self.mean.layers, values, self.mean.counts), NO_CURVE, NO_CURVE
+
+
+def _with_range(part: Part, measure: str, states: Sequence[str] = ()) -> tuple[Curve, Curve, Curve]:
+    """A measure over the number of removed blocks, and the ends of its interval."""
+    low, high = (by_removed(part.table, measure, statistic) for statistic in ("low", "high"))
+    return by_removed(part.table, measure, states=states), low, high
+
+
+def removal_curves(parts: Sequence[Part]) -> list[RemovalCurve]:
+    """The curves of a page: those of kind `curve` first; none that runs along another one."""
+    curves: list[RemovalCurve] = []
+    searched = [part for part in parts if part.kind in ("curve", "skip")]
+    for part in sorted(searched, key=lambda part: part.kind != "curve"):
+        removal = planned(part)
+        if removal is None:
+            continue
+        mean, low, high = _with_range(part, "loss", ("original", "skipped"))
+        healed, control = (_point(part, state, getattr(removal, state)) for state in ("healed", "scalars_only"))
+        covered = any(removal.starts(other.removal) for other in curves)
+        if not mean or (covered and healed is None and control is None):
+            continue
+        if covered:
+            mean = NO_CURVE  # the longer line goes through the same points
+        curves.append(RemovalCurve(part, removal, mean, healed, control, low, high))
+    drawn = [curve.removal for curve in curves]
+    if curves:  # a quantised model's losses stand with the other combinations
+        parts = [part for part in parts if part.kind != "quantise"]
+    for removal in removals(part for part in parts if part.kind in ("bench", "quantise")):
+        losses = [*removal.losses]
+        if len(losses) == len(removal.blocks) + 1 and not any(_alike(removal, other) for other in drawn):
+            mean = Curve(list(range(len(losses))), list(losses), ["?"] * len(losses))
+            curves.append(RemovalCurve(None, removal, mean, removal.healed, removal.scalars_only))
+    return curves
+
+
+def _alike(removal: Removal, other: Removal) -> bool:
+    """Whether two removals go the same way as far as it is known (a benchmark does not know the data)."""
+    return (removal.granularity, removal.blocks) == (other.granularity, other.blocks[: len(removal.blocks)])
+
+
+def _point(part: Part, state: str, planned: float | None) -> float | None:
+    """A loss in another state, out of the rows, or else out of the plan."""
+    if "state" not in part.table.columns:
+        return planned
+    rows = select(part.table, "loss", "mean", "model")
+    rows = rows[(rows["state"] == state).fillna(False).astype(bool)]
+    return number(rows["value"].iloc[-1]) if len(rows) else planned
+
+
+def _base(curve: RemovalCurve, curves: Sequence[RemovalCurve]) -> float | None:
+    """Loss of the unmodified model; that of the curve it runs along where it has no points of its own."""
+    if curve.base is not None:
+        return curve.base
+    longer = (other.base for other in curves if curve.removal.starts(other.removal))
+    return next((base for base in longer if base is not None), None)
 
 
 def _losses(source: Source) -> Figures:
-    every = courses(source.parts)
-    made = {"": _loss(every), "added": _loss(every, added=True)}
-    return {key: drawn for key, drawn in made.items() if drawn is not None}
+    curves = removal_curves(source.parts)
+    return readings([("loss", _loss(curves)), ("added", _loss(curves, added=True))])
 
 
-def _loss(every: Sequence[Course], added: bool = False) -> go.Figure | None:
+def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | None:
     """Losses over the number of removed blocks, or what they are above the model's own."""
     traces: list[Any] = []
     shapes: list[dict[str, Any]] = []
-    most, words = 0, []
-    single = sum(bool(course.mean) for course in every) == 1
-    pointed = sum(course.healed is not None or course.scalars_only is not None for course in every)
-    for index, course in enumerate(every):
+    texts: list[str] = []
+    single = sum(bool(curve.mean) for curve in curves) == 1
+    pointed = sum(curve.healed is not None or curve.scalars_only is not None for curve in curves)
+    for index, curve in enumerate(curves):
         style = categorical(index)
-        name = _name(course, single)
-        mean, low, high = _added(course) if added else (course.mean, course.low, course.high)
+        name = _name(curve, single)
+        mean, low, high = curve.added() if added else (curve.mean, curve.low, curve.high)
         if mean:
-            if low and high:
-                traces += _band(low, high, name, style["color"])
-            traces.append(line(mean, name, style["color"], style["dash"]))
-            words.append(_words(name, mean, added))
-            most = max(most, *mean.layers)
-        base = base_of(course, every)
+            traces += _with_band(mean, low, high, name, style)
+            texts.append(_first_and_last(name, mean, added))
+        base = _base(curve, curves)
         if added and base is None:
             continue
-        removed = len(course.removal.blocks)
         color = CATEGORICAL[2] if single and pointed == 1 else style["color"]
-        points = _points(course, removed, (base or 0.0) if added else 0.0, color, pointed == 1)
-        traces += points
-        most = max(most, *(int(point.x[0]) for point in points), 0)
-        if course.part is not None:
-            lines, key = _break(course.part, style["color"], single, name)
+        traces += _points(curve, (base or 0.0) if added else 0.0, color, pointed == 1)
+        if curve.part is not None:
+            lines, key = _break_point(curve.part, style["color"], single, name)
             shapes += lines
             traces += key
     if not any(trace.y is not None and trace.hoverinfo != "skip" for trace in traces):
         return None
-    return figure(
+    subtitle = "Above the unmodified model’s, on the same sequences" if added else "Mean over predicted tokens"
+    return _over_removed(
         traces,
-        subtitle=("Above the unmodified model’s, on the same sequences" if added else "Mean over predicted tokens")
-        + (f". {BAND}" if any(trace.fill for trace in traces) else ""),
-        alt=" ".join(words),
-        xaxis=removed_axis(max(most, 1)),
-        yaxis={"title": {"text": "Loss added (nats)" if added else "Loss (nats)"}},
+        subtitle,
+        alt=" ".join(texts),
+        yaxis=axis("Loss added (nats)" if added else "Loss (nats)"),
         variant="Added" if added else "Loss",
         shapes=shapes,
-        legend={"traceorder": "normal"},
         showlegend=True,
         height=420,
     )
 
 
-def _band(low: Curve, high: Curve, name: str, color: str, form: str = ".4f") -> list[go.Scatter]:
-    """A band that the subtitle explains: no entry in the legend."""
-    return [trace.update(showlegend=False, legendgroup=None) for trace in band(low, high, f"{name}, 95 %", color, form)]
+def _with_band(
+    mean: Curve, low: Curve, high: Curve, name: str, style: dict[str, str], form: str = ".4f"
+) -> list[go.Scatter]:
+    """A line and its band, which the subtitle explains: no entry in the legend."""
+    behind = band(low, high, f"{name}, 95 %", style["color"], form)
+    for trace in behind:
+        trace.update(showlegend=False, legendgroup=None)
+    return [*behind, line(mean, name, style["color"], style["dash"], form)]
 
 
-def _name(course: Course, single: bool) -> str:
-    if single:
-        return "Not healed"
-    return f"{label(course.removal.name, 40)}, not healed" if course.removal.names else "Not healed"
+def _over_removed(traces: Sequence[go.Scatter], subtitle: str, **settings: Any) -> go.Figure:
+    """A figure over the number of removed blocks."""
+    largest = max((int(x) for trace in traces for x in trace.x if x is not None), default=0)
+    return figure(
+        traces,
+        subtitle=f"{subtitle}. {BAND}" if any(trace.fill for trace in traces) else subtitle,
+        xaxis=removed_axis(max(largest, 1)),
+        legend={"traceorder": "normal"},
+        **settings,
+    )
 
 
-def _added(course: Course) -> tuple[Curve, Curve, Curve]:
-    """What is added: the paired rows where there are any, else differences from the first point."""
-    if course.part is not None and (paired := by_removed(course.part.table, "loss_added")) and course.mean:
-        low, high = (by_removed(course.part.table, "loss_added", statistic) for statistic in ("low", "high"))
-        return paired, low, high
-    base, mean = course.base, course.mean
-    values = [None if value is None or base is None else value - base for value in mean.values]
-    return Curve(mean.layers, values, mean.counts), Curve([], [], []), Curve([], [], [])
+def _name(curve: RemovalCurve, single: bool) -> str:
+    named = not single and curve.removal.names
+    return f"{label(curve.removal.name, 40)}, not healed" if named else "Not healed"
 
 
-def _points(course: Course, removed: int, base: float, color: str, single: bool) -> list[go.Scatter]:
+def _points(curve: RemovalCurve, base: float, color: str, single: bool) -> list[go.Scatter]:
     """The healed loss and the control, as marks."""
-    of = "" if single or not course.removal.name else f" ({label(course.removal.name, 40)})"
-    made = []
-    for value, at, name, symbol in (
-        (course.healed, removed, "Healed", "diamond"),
-        (course.scalars_only, 0, "Control: scalars only", "circle-open"),
-    ):
-        if value is not None:
-            mark: dict[str, Any] = {"color": color, "size": 11, "symbol": symbol}
-            if symbol.endswith("open"):
-                mark["line"] = {"width": 2}
-            made.append(
-                go.Scatter(
-                    x=[at], y=[value - base], name=name + of, mode="markers", marker=mark, hovertemplate="%{y:.4f}"
-                )
-            )
-    return made
+    suffix = "" if single or not curve.removal.name else f" ({label(curve.removal.name, 40)})"
+    return [
+        go.Scatter(
+            x=[removed],
+            y=[value - base],
+            name=name + suffix,
+            mode="markers",
+            marker={"color": color, "size": 11, **mark},
+            hovertemplate="%{y:.4f}",
+        )
+        for value, removed, name, mark in (
+            (curve.healed, len(curve.removal.blocks), "Healed", {"symbol": "diamond"}),
+            (curve.scalars_only, 0, "Control: scalars only", {"symbol": "circle-open", "line": {"width": 2}}),
+        )
+        if value is not None
+    ]
 
 
-def _break(part: Part, color: str, single: bool, name: str) -> tuple[list[dict[str, Any]], list[go.Scatter]]:
+def _break_point(part: Part, color: str, single: bool, name: str) -> tuple[list[dict[str, Any]], list[go.Scatter]]:
     """The break point as a line with its interval, and its entry in the legend."""
     rows = select(part.table, "break_point").drop_duplicates("statistic", keep="last").set_index("statistic")["value"]
-    found = {key: number(rows[key]) for key in ("value", "low", "high") if key in rows.index}
-    at, low, high = (found.get(key) for key in ("value", "low", "high"))
+    at, low, high = (number(rows.get(key)) for key in ("value", "low", "high"))
     if at is None:
         return [], []
     across = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
     shapes: list[dict[str, Any]] = []
-    said = f"Break point: {at:.0f}"
+    text = f"Break point: {at:.0f}"
     if low is not None and high is not None:
-        said += f" (95 %: {low:.0f} to {high:.0f})"
+        text += f" (95 %: {low:.0f} to {high:.0f})"
         if high > low:
             fill = translucent(CATEGORICAL[4])
             shapes.append({"type": "rect", "x0": low, "x1": high, "fillcolor": fill, "line": {"width": 0}, **across})
     stroke = {"color": INK if single else color, "width": 1.5, "dash": "dot"}
     shapes.append({"type": "line", "x0": at, "x1": at, "line": stroke, **across})
-    key = go.Scatter(
-        x=[None], y=[None], name=said if single else f"{said}, {name}", mode="lines", line=stroke, hoverinfo="skip"
-    )
-    return shapes, [key]
+    return shapes, [legend_entry(text if single else f"{text}, {name}", "lines", line=stroke)]
 
 
-def _words(name: str, mean: Curve, added: bool) -> str:
-    known = [(count, value) for count, value in zip(mean.layers, mean.values, strict=True) if value is not None]
-    (first, start), (last, end) = known[0], known[-1]
+def _first_and_last(name: str, mean: Curve, added: bool) -> str:
+    points = [(count, value) for count, value in zip(mean.layers, mean.values, strict=True) if value is not None]
+    (first, start), (last, end) = points[0], points[-1]
     form = "+.4f" if added else ".4f"
     return f"{name}: {minus(start, form)} nats with {first} removed, {minus(end, form)} with {last}."
 
 
 def _steps(source: Source) -> Figures:
     """A figure for each set of blocks: what each removal added."""
-    known = [one for one in removals(source.parts) if len(one.losses) == len(one.blocks) + 1]
-    return {str(at) if at else "": _step_bars(one, alone=len(known) == 1) for at, one in enumerate(known)}
+    complete = [removal for removal in removals(source.parts) if None not in removal.added]
+    return {str(at) if at else "": _step_bars(removal, len(complete) == 1) for at, removal in enumerate(complete)}
 
 
-def _step_bars(one: Removal, alone: bool) -> go.Figure:
+def _step_bars(removal: Removal, alone: bool) -> go.Figure:
     """Bars in the order of removal, each under the number of its layer."""
-    orders = list(range(1, len(one.blocks) + 1))
-    added = [value if value is not None else 0.0 for value in one.added]
+    orders = list(range(1, len(removal.blocks) + 1))
+    added = [value or 0.0 for value in removal.added]
     colors = [SEQUENTIAL[6] if value >= 0 else OPPOSITE[6] for value in added]
     step = next(s for s in (1, 2, 5, 10, 20, 50, 1000) if len(orders) / s <= 16)
     ticks = [order for order in orders if order == 1 or (order - 1) % step == 0]
@@ -171,74 +248,41 @@ def _step_bars(one: Removal, alone: bool) -> go.Figure:
             go.Bar(
                 x=orders,
                 y=added,
-                customdata=[[block, loss] for block, loss in zip(one.blocks, one.losses[1:], strict=True)],
+                customdata=[[block, loss] for block, loss in zip(removal.blocks, removal.losses[1:], strict=True)],
                 name="Loss added",
                 marker={"color": colors, "line": {"width": 0}},
                 hovertemplate="Number %{x}: layer %{customdata[0]}<br><b>%{y:+.4f}</b> nats, then "
                 "%{customdata[1]:.4f}<extra></extra>",
             )
         ],
-        alt=f"All {len(orders)} together: {minus(total, '+.4f')} nats. Most came with layer {one.blocks[order - 1]}: "
-        f"{minus(worst, '+.4f')}.",
-        xaxis={
-            "title": {"text": "Layer, in the order of removal"},
-            "tickvals": ticks,
-            "ticktext": [str(one.blocks[tick - 1]) for tick in ticks],
-            "range": [0.4, len(orders) + 0.6],
-        },
-        yaxis={"title": {"text": "Loss added (nats)"}, "zeroline": True, "zerolinecolor": INK, "zerolinewidth": 1},
-        variant="" if alone else label(one.names[0] if one.names else what_went(one), 48),
+        alt=f"All {len(orders)} together: {minus(total, '+.4f')} nats. "
+        f"Most came with layer {removal.blocks[order - 1]}: {minus(worst, '+.4f')}.",
+        xaxis=axis(
+            "Layer, in the order of removal",
+            tickvals=ticks,
+            ticktext=[str(removal.blocks[tick - 1]) for tick in ticks],
+            range=[0.4, len(orders) + 0.6],
+        ),
+        yaxis=axis("Loss added (nats)", zeroline=True, zerolinecolor=INK, zerolinewidth=1),
+        variant="" if alone else label(removal.names[0] if removal.names else what_went(removal), 48),
         hovermode="closest",
         bargap=0.4,
         height=420,
     )
 
 
-BESIDE = {
-    "kl": (
-        "Divergence from the unmodified model",
-        "KL(unmodified ‖ modified) of the next token, mean over predicted tokens",
-        {"title": {"text": "KL (nats)"}, "rangemode": "tozero"},
-        ".4f",
-    ),
-    "greedy_agreement": (
-        "Greedy agreement",
-        "Share of positions where the likeliest next token is still the unmodified model’s",
-        {"title": {"text": "Agreement"}, "tickformat": ".0%"},
-        ".2%",
-    ),
-}
-"""Measure -> title, subtitle, value axis, d3 format."""
-
-
-def _beside(found: Sequence[Part], measure: str) -> go.Figure | None:
-    """A measure of curves over the number of removed blocks."""
-    title, subtitle, axis, form = BESIDE[measure]
-    drawn = [(part, curve) for part in found if (curve := by_removed(part.table, measure))]
-    if not drawn:
-        return None
-    single, traces, words = len(drawn) == 1, [], []
-    for index, (part, curve) in enumerate(drawn):
+def _predictions(
+    source: Source, measure: str, subtitle: str, yaxis: dict[str, Any], form: str = ".4f"
+) -> go.Figure | None:
+    """A measure of the predictions of curves over the number of removed blocks."""
+    drawn = [(part, curves) for part in source.parts if (curves := _with_range(part, measure))[0]]
+    single, traces, texts = len(drawn) == 1, [], []
+    for index, (part, (mean, low, high)) in enumerate(drawn):
         name = "Mean" if single else label(part.label, 40)
-        low, high = (by_removed(part.table, measure, statistic) for statistic in ("low", "high"))
-        style = categorical(index)
-        if low and high:
-            traces += _band(low, high, name, style["color"], form)
-        traces.append(line(curve, name, style["color"], style["dash"], form))
-        known = [(count, v) for count, v in zip(curve.layers, curve.values, strict=True) if v is not None]
-        end = minus(known[-1][1], form)
-        words.append(f"{'At the end' if single else name}: {end} with {known[-1][0]} removed.")
-    most = max(max(curve.layers) for _, curve in drawn)
-    return figure(
-        traces,
-        title=title,
-        subtitle=f"{subtitle}. {BAND}" if any(trace.fill for trace in traces) else subtitle,
-        alt=" ".join(words),
-        xaxis=removed_axis(max(most, 1)),
-        yaxis=axis,
-        showlegend=not single,
-        legend={"traceorder": "normal"},
-    )
+        traces += _with_band(mean, low, high, name, categorical(index), form)
+        count, end = [pair for pair in zip(mean.layers, mean.values, strict=True) if pair[1] is not None][-1]
+        texts.append(f"{'At the end' if single else name}: {minus(end or 0.0, form)} with {count} removed.")
+    return _over_removed(traces, subtitle, alt=" ".join(texts), yaxis=yaxis, showlegend=not single) if drawn else None
 
 
 FIGURES = (
@@ -259,11 +303,7 @@ FIGURES = (
                     "unmodified model’s, on the same tokens. The band holds 95 % of the means over sequences drawn "
                     "again with replacement."
                 ),
-                formula=(
-                    "<mi>ℓ</mi><mo>=</mo><mo>−</mo><mfrac><mn>1</mn><mi>N</mi></mfrac><munder><mo>∑</mo><mi>n</mi>"
-                    "</munder><mi>ln</mi><mi>p</mi><mo>(</mo><msub><mi>x</mi><mi>n</mi></msub><mo>|</mo><msub>"
-                    "<mi>x</mi><mrow><mo>&lt;</mo><mi>n</mi></mrow></msub><mo>)</mo>"
-                ),
+                formula=r"ℓ = − \frac{1}{N} ∑_n ln p(x_n | x_{< n})",
             ),
             Method(
                 "Block removed",
@@ -308,8 +348,14 @@ FIGURES = (
     Figure(
         "kl",
         "removal",
-        lambda source: _beside(source.parts, "kl"),
-        kinds=(SKIP,),
+        lambda source: _predictions(
+            source,
+            "kl",
+            "KL(unmodified ‖ modified) of the next token, mean over predicted tokens",
+            axis("KL (nats)", **ZERO),
+        ),
+        (SKIP,),
+        "Divergence from the unmodified model",
         methods=(
             Method(
                 "KL divergence",
@@ -319,19 +365,22 @@ FIGURES = (
                     "predicted tokens, in nats. 0 means that nothing has changed, whether or not the predictions were "
                     "right."
                 ),
-                formula=(
-                    "<mi>KL</mi><mo>(</mo><mi>p</mi><mo>‖</mo><mi>q</mi><mo>)</mo><mo>=</mo><munder><mo>∑</mo>"
-                    "<mi>v</mi></munder><mi>p</mi><mo>(</mo><mi>v</mi><mo>)</mo><mi>ln</mi><mfrac><mrow><mi>p</mi>"
-                    "<mo>(</mo><mi>v</mi><mo>)</mo></mrow><mrow><mi>q</mi><mo>(</mo><mi>v</mi><mo>)</mo></mrow></mfrac>"
-                ),
+                formula=r"KL(p ‖ q) = ∑_v p(v) ln \frac{p(v)}{q(v)}",
             ),
         ),
     ),
     Figure(
         "greedy_agreement",
         "removal",
-        lambda source: _beside(source.parts, "greedy_agreement"),
-        kinds=(SKIP,),
+        lambda source: _predictions(
+            source,
+            "greedy_agreement",
+            "Share of positions where the likeliest next token is still the unmodified model’s",
+            axis("Agreement", tickformat=".0%"),
+            ".2%",
+        ),
+        (SKIP,),
+        "Greedy agreement",
         methods=(
             Method(
                 "Greedy agreement",

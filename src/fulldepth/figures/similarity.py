@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import band, heat, line
+from fulldepth.figures.curves import NO_FIRST, Matrix, curve, matrix
+from fulldepth.figures.draw import Line, band, first_line, layer_map, over_layers
 from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source, readings
-from fulldepth.figures.rows import NO_FIRST, Matrix, curve, matrix
-from fulldepth.figures.style import CATEGORICAL, Figures, extremes, figure, layer_axis, layer_name, minus
+from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
 
-READINGS = {
-    "cosine": {"mean": "Centred", "mean_raw": "Raw"},
-    "cka": {"debiased": "Debiased", "biased": "Biased"},
-}
+READINGS = {"cosine": {"mean": "Centred", "mean_raw": "Raw"}, "cka": {"debiased": "Debiased", "biased": "Biased"}}
 """Measure -> statistic -> what the reading is called; the first is the default."""
 TITLES = {"cosine": "Cosine similarity of layers", "cka": "Linear CKA of layers"}
 SUBTITLES = {
@@ -26,13 +25,12 @@ SUBTITLES = {
 
 def _readings(table: pd.DataFrame, measure: str) -> Figures:
     """The map of one model in every reading."""
-    made = []
-    for suffix, tail in (("", ""), (NO_FIRST, ", no first token")):
-        for statistic, reading in READINGS[measure].items():
-            if cells := matrix(table, measure, statistic + suffix):
-                drawn = similarity_map(cells, measure, statistic, variant=reading + tail)
-                made.append((statistic + suffix, drawn))
-    return readings(made)
+    return readings(
+        (statistic + suffix, similarity_map(cells, measure, statistic, variant=reading + tail))
+        for suffix, tail in (("", ""), (NO_FIRST, ", no first token"))
+        for statistic, reading in READINGS[measure].items()
+        if (cells := matrix(table, measure, statistic + suffix))
+    )
 
 
 def _of_models(source: Source, measure: str) -> Figures:
@@ -48,9 +46,8 @@ def _of_models(source: Source, measure: str) -> Figures:
 def _differences(source: Source, measure: str) -> Figures:
     """What the map of every other model differs by from the baseline's."""
     statistic = next(iter(READINGS[measure]))
-    others = [run for run in source.runs if not run.baseline and "difference" in run.table.columns]
     return {
-        run.name: heat(
+        run.name: layer_map(
             cells,
             quantity="difference",
             signed=True,
@@ -60,27 +57,27 @@ def _differences(source: Source, measure: str) -> Figures:
             variant=run.name,
             beside=True,
         )
-        for run in others
+        for run in source.compared
         if (cells := matrix(run.table, measure, statistic, "difference"))
     }
 
 
 def _largest(cells: Matrix) -> str:
     """Where a difference map departs most from zero."""
-    known = [
+    finite = [
         (abs(value), value, row, column)
         for row, values in zip(cells.layers, cells.values, strict=True)
         for column, value in zip(cells.layers, values, strict=True)
         if value is not None
     ]
-    _, value, row, column = max(known)
+    _, value, row, column = max(finite)
     pair = f"{layer_name(row).lower()} and {layer_name(column).lower()}"
     return f"Largest difference: {minus(value, '+.2f')}, between {pair}."
 
 
 def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, beside: bool = False) -> go.Figure:
     """The map of one model, one reading."""
-    return heat(
+    return layer_map(
         cells,
         quantity="cosine" if measure == "cosine" else "CKA",
         signed=measure == "cosine",
@@ -95,41 +92,34 @@ def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, be
 def _neighbours(cells: Matrix) -> str:
     """What the map says, from its first off-diagonal and its far corner."""
     adjacent = [row[index + 1] for index, row in enumerate(cells.values[:-1])]
-    known = [value for value in adjacent if value is not None]
-    corner = cells.values[0][-1]
-    words = []
-    if known:
-        words.append(f"Neighbouring layers: {minus(min(known), '.2f')} to {minus(max(known), '.2f')}")
-    if corner is not None:
-        words.append(f"first against last: {minus(corner, '.2f')}")
-    return "; ".join(words)[:1].upper() + "; ".join(words)[1:] + "."
+    finite = [value for value in adjacent if value is not None]
+    far_corner = cells.values[0][-1]
+    texts = []
+    if finite:
+        texts.append(f"Neighbouring layers: {minus(min(finite), '.2f')} to {minus(max(finite), '.2f')}")
+    if far_corner is not None:
+        texts.append(f"first against last: {minus(far_corner, '.2f')}")
+    return "; ".join(texts)[:1].upper() + "; ".join(texts)[1:] + "."
 
 
 def _to_last(source: Source) -> go.Figure | None:
-    mean = curve(source.table, "cosine", "mean", other=source.layers)
-    raw = curve(source.table, "cosine", "mean_raw", other=source.layers)
     low, high = (curve(source.table, "cosine", statistic, other=source.layers) for statistic in ("p25", "p75"))
-    traces = []
-    if low and high:
-        traces += band(low, high, "p25–p75", CATEGORICAL[0])
-    if mean:
-        traces.append(line(mean, "Centred, mean", CATEGORICAL[0]))
-    if raw:
-        traces.append(line(raw, "Raw, mean", CATEGORICAL[1], "dash"))
-    if not traces:
-        return None
-    shown = mean if mean else raw
-    return figure(
-        traces,
-        alt=extremes("Mean cosine to the last layer", shown.layers, shown.values, ".2f"),
-        xaxis=layer_axis(source.layers, first=0),
-        yaxis={"title": {"text": "Cosine"}, "range": _cosine_range(low.values + mean.values + raw.values)},
+    return over_layers(
+        source.table,
+        source.layers,
+        [Line("cosine", "Centred, mean"), Line("cosine", "Raw, mean", "mean_raw", color=CATEGORICAL[1], dash="dash")],
+        other=source.layers,
+        behind=band(low, high, "p25–p75", CATEGORICAL[0]),
+        alt=first_line("Mean cosine to the last layer", ".2f"),
+        first=0,
+        yaxis=_cosine_axis,
     )
 
 
-def _cosine_range(values: list[float | None]) -> list[float]:
-    """[0, 1], or [-1, 1] as soon as something is negative."""
-    return [-1.04, 1.04] if any(value is not None and value < 0 for value in values) else [0, 1.04]
+def _cosine_axis(values: list[float | None]) -> dict[str, Any]:
+    """From 0 to 1, or from -1 to 1 as soon as something is negative."""
+    negative = any(value is not None and value < 0 for value in values)
+    return axis("Cosine", range=[-1.04 if negative else 0, 1.04])
 
 
 FIGURES = (
@@ -145,30 +135,13 @@ FIGURES = (
                     "One token’s state at two layers, each layer centred by its mean over all tokens. The raw reading "
                     "leaves the centring out; a direction that all tokens share then makes everything look alike."
                 ),
-                formula=(
-                    "<msub><mi>C</mi><mrow><mi>l</mi><msup><mi>l</mi><mo>′</mo></msup></mrow></msub><mo>=</mo><mfrac>"
-                    "<mn>1</mn><mi>N</mi></mfrac><munder><mo>∑</mo><mi>n</mi></munder><mi>cos</mi><mo>(</mo><msubsup>"
-                    "<mi>h</mi><mi>n</mi><mi>l</mi></msubsup><mo>−</mo><msup><mover><mi>h</mi><mo>¯</mo></mover>"
-                    "<mi>l</mi></msup><mo>,</mo><msubsup><mi>h</mi><mi>n</mi><msup><mi>l</mi><mo>′</mo></msup>"
-                    "</msubsup><mo>−</mo><msup><mover><mi>h</mi><mo>¯</mo></mover><msup><mi>l</mi><mo>′</mo></msup>"
-                    "</msup><mo>)</mo>"
-                ),
+                formula=r"C_{l l^′} = \frac{1}{N} ∑_n cos(h_n^l − \bar{h}^l, h_n^{l^′} − \bar{h}^{l^′})",
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.1.",
             ),
         ),
     ),
-    Figure(
-        "cosine",
-        "similarity",
-        lambda source: _of_models(source, "cosine"),
-        kinds=(COMPARISON,),
-    ),
-    Figure(
-        "difference_cosine",
-        "similarity",
-        lambda source: _differences(source, "cosine"),
-        kinds=(COMPARISON,),
-    ),
+    Figure("cosine", "similarity", lambda source: _of_models(source, "cosine"), (COMPARISON,)),
+    Figure("difference_cosine", "similarity", lambda source: _differences(source, "cosine"), (COMPARISON,)),
     Figure(
         "cka",
         "similarity",
@@ -182,14 +155,7 @@ FIGURES = (
                     "far too high unless tokens outnumber channels many times, and a few outlying tokens drive it to "
                     "one: read the debiased one, without the first token."
                 ),
-                formula=(
-                    "<mi>CKA</mi><mo>(</mo><mi>Z</mi><mo>,</mo><msup><mi>Z</mi><mo>′</mo></msup><mo>)</mo><mo>=</mo>"
-                    "<mfrac><msubsup><mrow><mo>‖</mo><msup><mi>Z</mi><mrow><mo>′</mo><mi>T</mi></mrow></msup>"
-                    "<mi>Z</mi><mo>‖</mo></mrow><mi>F</mi><mn>2</mn></msubsup><mrow><msub><mrow><mo>‖</mo><msup>"
-                    "<mi>Z</mi><mi>T</mi></msup><mi>Z</mi><mo>‖</mo></mrow><mi>F</mi></msub><msub><mrow><mo>‖</mo>"
-                    "<msup><mi>Z</mi><mrow><mo>′</mo><mi>T</mi></mrow></msup><msup><mi>Z</mi><mo>′</mo></msup>"
-                    "<mo>‖</mo></mrow><mi>F</mi></msub></mrow></mfrac>"
-                ),
+                formula=r"CKA(Z, Z^′) = \frac{{‖Z^{′ T} Z‖}_F^2}{{‖Z^T Z‖}_F {‖Z^{′ T} Z^′‖}_F}",
                 source=(
                     "Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 3; debiased with the unbiased "
                     "HSIC estimate."
@@ -197,18 +163,8 @@ FIGURES = (
             ),
         ),
     ),
-    Figure(
-        "cka",
-        "similarity",
-        lambda source: _of_models(source, "cka"),
-        kinds=(COMPARISON,),
-    ),
-    Figure(
-        "difference_cka",
-        "similarity",
-        lambda source: _differences(source, "cka"),
-        kinds=(COMPARISON,),
-    ),
+    Figure("cka", "similarity", lambda source: _of_models(source, "cka"), (COMPARISON,)),
+    Figure("difference_cka", "similarity", lambda source: _differences(source, "cka"), (COMPARISON,)),
     Figure(
         "cosine_to_last",
         "similarity",

@@ -105,7 +105,7 @@ def label(text: object, limit: int = 48) -> str:
     return escape(plain, quote=False).replace("{", "&#123;")
 
 
-def categorical(index: int) -> dict[str, str]:
+def categorical(index: int) -> dict[str, Any]:
     """Line colour and dash of series number `index`; dashes tell series apart once the colours are used up."""
     turn, colour = divmod(index, len(CATEGORICAL))
     return {"color": CATEGORICAL[colour], "dash": DASHES[turn % len(DASHES)]}
@@ -115,6 +115,17 @@ def by_depth(layer: int, layers: int) -> str:
     """Colour of a layer's line: the deeper the darker. Only colours of the scale, so that they can be restyled."""
     share = layer / max(layers, 1)
     return SEQUENTIAL[2 + round(share * (len(SEQUENTIAL) - 3))]
+
+
+ZERO = {"rangemode": "tozero"}
+"""Settings of a value axis that begins at zero."""
+SHARE = {"range": [0, 1.04], "tickformat": ".0%"}
+"""Settings of a value axis for shares."""
+
+
+def axis(title: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an axis with a title."""
+    return {"title": {"text": title}, **settings}
 
 
 def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str, Any]:
@@ -184,19 +195,19 @@ def figure(
     )
 
 
-def extremes(what: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
+def extremes(title: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
     """Where a curve over layers is lowest and highest, and at how many layers it has no value."""
-    known = [(value, layer) for value, layer in zip(values, layers, strict=True) if value is not None]
-    if not known:
-        return f"{what}: no finite value."
-    (low, at_low), (high, at_high) = min(known), max(known)
+    points = [(value, layer) for value, layer in zip(values, layers, strict=True) if value is not None]
+    if not points:
+        return f"{title}: no finite value."
+    (low, at_low), (high, at_high) = min(points), max(points)
     where = [layer_name(layer).lower() for layer in (at_low, at_high)]
-    missing = len(values) - len(known)
+    missing = len(values) - len(points)
     gap = f" No value at {missing} of {len(values)} layers." if missing else ""
     if minus(low, form) == minus(high, form):
-        place = "every layer that has one" if missing else "every layer"
-        return f"{what}: {minus(low, form)} at {where[0] if len(known) == 1 else place}.{gap}"
-    return f"{what}: lowest {minus(low, form)} at {where[0]}, highest {minus(high, form)} at {where[1]}.{gap}"
+        layers_with_it = "every layer that has one" if missing else "every layer"
+        return f"{title}: {minus(low, form)} at {where[0] if len(points) == 1 else layers_with_it}.{gap}"
+    return f"{title}: lowest {minus(low, form)} at {where[0]}, highest {minus(high, form)} at {where[1]}.{gap}"
 
 
 def minus(value: float, form: str) -> str:

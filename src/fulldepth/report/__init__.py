@@ -55,18 +55,18 @@ def write_together(folders: Sequence[str | Path], output: str | Path | None = No
         FulldepthError: if a folder holds no readable results, if they do not belong on one page, if `output` holds
             results that are not on the page, is held by another process, or cannot be written.
     """
-    places = [Path(folder) for folder in folders]
-    if not places:
+    paths = [Path(folder) for folder in folders]
+    if not paths:
         raise FulldepthError("A page needs at least one result folder.")
-    target = places[0] if output is None else Path(output)
-    own = any(target.resolve() == place.resolve() for place in places)
+    target = paths[0] if output is None else Path(output)
+    own = any(target.resolve() == path.resolve() for path in paths)
     if not (own or overwrite) and (target / DOCUMENT).exists():
         raise FulldepthError(
             f"{target} holds results of its own, and {PAGE} there is their page. Choose another --output, or replace "
             "the page with --overwrite."
         )
-    results = together(places) if len(places) > 1 else Results.load(places[0])
-    html = render(results, "" if own and len(places) == 1 else rows_of(places))
+    results = together(paths) if len(paths) > 1 else Results.load(paths[0])
+    html = render(results, "" if own and len(paths) == 1 else rows_of(paths))
     with locked(target):
         return _save(html, target)
 

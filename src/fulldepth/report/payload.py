@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth import figures
-from fulldepth.figures.record import SKIP, Source
+from fulldepth.figures.record import SERIES, Source
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
-from fulldepth.report import lens, routers, skipping, tables, training, verdict
+from fulldepth.report import lens, rows
+from fulldepth.report.findings import cards, sentences
+from fulldepth.report.kinds import PAGES, PageKind, kind_of
+from fulldepth.report.measured import left_out
+from fulldepth.report.phrases import short
 from fulldepth.report.sections import arrange
 from fulldepth.results import Results
 
@@ -31,101 +35,72 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
     `figures` holds the figures as first shown, `views` what changes with the step slider (a single view without a
     series): verdict, lens grids, and per figure only the parts of its traces that differ from `figures`.
     """
-    meta, table = results.meta, results.table
-    vocabulary = lens.Vocabulary()
+    source = Source(results.table, results.meta)
+    meta, table, kind = source.meta, source.table, kind_of(source)
+    page, vocabulary = PAGES[kind], lens.Vocabulary()
     shown: Packed = {name: pack(drawn) for name, drawn in figures.build(table, meta).items()}
-    kind = kind_of(results)
-    ours = kind in skipping.PAGES
+    views = _steps(page, source, shown, vocabulary) if kind == SERIES else [_view(page, meta, source, vocabulary)]
+    models = page.models(source)
     return {
         "kind": kind,
-        **(skipping.head(table, meta, shown) if ours else _head(kind, table, meta, shown, vocabulary)),
+        "kind_name": page.name,
+        "title": page.title(source),
+        "byline": page.byline(source),
+        "models": models and asdict(models),
+        "in_words": page.in_words,
+        "about": [[what, text] for what, text in page.about(source) if text],
+        "about_title": page.about_title,
+        "remarks": {"left_out": page.left_out(source), "warnings": page.warnings(source)},
+        "sections": arrange(shown, source.kind, page.sections, page.tables(source)),
+        "views": views,
         "figures": shown,
-        "checkpoints": int(table["step"].nunique()) if kind == "series" else 0,
+        "checkpoints": int(table["step"].nunique()) if kind == SERIES else 0,
         "words": list(vocabulary.index),
         "measures": sorted({str(name) for name in table["measure"].unique()}),
-        "table": {**tables.pack(table), "where": where},
+        "table": {**rows.pack(table), "where": where},
         "template": compact(TEMPLATE.to_plotly_json()),
         "dark": DARK,
     }
 
 
-def _head(
-    kind: str, table: pd.DataFrame, meta: Mapping[str, Any], shown: Packed, vocabulary: lens.Vocabulary
-) -> dict[str, Any]:
-    """What stands around the figures of a measurement, a comparison or training runs."""
-    views = _steps(table, meta, shown, vocabulary) if kind == "series" else [_view(meta, meta, vocabulary)]
-    runs = kind in ("training", "trainings")
-    return {
-        "title": verdict.title(meta),
-        "byline": verdict.byline(meta),
-        "models": training.side_by_side(meta) if kind == "trainings" else verdict.side_by_side(meta),
-        "about": verdict.about(meta),
-        "remarks": verdict.remarks(meta),
-        "sections": arrange(shown, kind, training.tables(table, meta) if runs else routers.tables(meta)),
-        "views": views,
-    }
-
-
-def kind_of(results: Results) -> str:
-    """What the page is of: `single`, `series`, `comparison`, one `training` run, several `trainings`, or one of
-    `skipping.PAGES`.
-    """
-    source = Source(results.table, results.meta)
-    return str(results.meta["kind"]) if source.kind == SKIP else source.kind
-
-
-def _view(entry: Mapping[str, Any], meta: Mapping[str, Any], vocabulary: lens.Vocabulary) -> dict[str, Any]:
-    """Verdict and lens grids of one step, or of the whole run."""
-    headline = entry.get("headline") or {}
-    if meta.get("of") == "training":
-        said, more = training.sentences(headline)
-    elif meta.get("models"):
-        said, more = verdict.sentences_of_comparison(headline)
-    else:
-        said, more = verdict.sentences(headline), []
-    grids = [{"label": "", "samples": lens.pack(entry.get("lens_grid"), vocabulary)}]
-    if meta.get("models"):
-        grids = [
-            {
-                "label": verdict.short(model.get("label", "?"), 60),
-                "samples": lens.pack(model.get("lens_grid"), vocabulary),
-            }
-            for model in meta["models"]
-        ]
+def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: lens.Vocabulary) -> dict[str, Any]:
+    """Verdict and lens grids of one step (its `entry`), or of the whole document."""
+    findings = page.findings(entry, source)
+    first, more = sentences(findings, page.lead)
+    models = entry.get("models") or [{"label": "", "lens_grid": entry.get("lens_grid")}]
+    grids = [
+        {"label": short(model.get("label", "?"), 60), "samples": lens.pack(model.get("lens_grid"), vocabulary)}
+        for model in models
+    ]
     return {
         "step": entry.get("step"),
-        "cards": []
-        if meta.get("models")
-        else verdict.cards(headline, (entry.get("model") or meta.get("model") or {}).get("num_layers")),
-        "sentences": said,
+        "cards": cards(findings),
+        "sentences": first,
         "more_sentences": more,
-        "left_out": verdict.left_out(entry) if entry is not meta else [],
+        "left_out": left_out(entry) if source.kind == SERIES else [],
         "lens": [grid for grid in grids if grid["samples"]],
         "patches": {},
     }
 
 
-def _steps(
-    table: pd.DataFrame, meta: Mapping[str, Any], shown: Packed, vocabulary: lens.Vocabulary
-) -> list[dict[str, Any]]:
+def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocabulary) -> list[dict[str, Any]]:
     """One view a step, ascending. Adds to `shown` what the last step lacks and fixes the ranges over all steps."""
-    entries = {int(entry["step"]): entry for entry in meta.get("steps") or []}
-    steps = thin(sorted({int(step) for step in table["step"]}), _affordable(shown))
+    entries = {int(entry["step"]): entry for entry in source.meta.get("steps") or []}
     drawn: list[Packed] = []
     views = []
-    for step in steps:
+    for step in thin(list(source.steps), _affordable(shown)):
         entry = {**entries.get(step, {}), "step": step}
-        model = entry.get("model") or meta.get("model")
-        rows = table[table["step"] == step].drop(columns="step")
-        drawn.append({name: pack(made) for name, made in figures.build(rows, {**meta, "model": model}).items()})
-        views.append(_view(entry, meta, vocabulary))
-    for made in drawn:
-        for name, packed in made.items():
-            shown.setdefault(name, packed)
-    for name in {name for made in drawn for name in made}:
-        fix_range(shown[name], [made[name] for made in drawn if name in made])
-    for view, made in zip(views, drawn, strict=True):
-        view["patches"] = {name: difference(made[name], shown[name]) if name in made else None
+        meta = {**source.meta, "model": entry.get("model") or source.meta.get("model")}
+        at_step = figures.build(source.steps[step].drop(columns="step"), meta)
+        drawn.append({name: pack(figure) for name, figure in at_step.items()})
+        views.append(_view(page, entry, source, vocabulary))
+    for packed in drawn:
+        for name in packed:
+            shown.setdefault(name, packed[name])
+    for name in {name for packed in drawn for name in packed}:
+        fix_range(shown[name], [packed[name] for packed in drawn if name in packed])
+    for view, packed in zip(views, drawn, strict=True):
+        view["patches"] = {name: difference(packed[name], shown[name]) if name in packed else None
                            for name in shown if not name.startswith("steps_")}  # fmt: skip
     return views
 
@@ -146,8 +121,7 @@ def pack(drawn: go.Figure) -> dict[str, Any]:
     """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without what all share."""
     raw = drawn.to_plotly_json()
     layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
-    about = dict(raw["layout"]["meta"])
-    return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": about}
+    return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": dict(raw["layout"]["meta"])}
 
 
 def compact(value: Any) -> Any:
@@ -161,24 +135,24 @@ def compact(value: Any) -> Any:
 
 def difference(packed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """What turns `base` into `packed`: changed entries of each trace (null = gone), or all of it if traces differ."""
-    about = packed["about"]["alt"]
+    alt = packed["about"]["alt"]
     names = [[trace.get("name") for trace in figure["data"]] for figure in (packed, base)]
     if names[0] != names[1]:
-        return {"data": packed["data"], "alt": about}
+        return {"data": packed["data"], "alt": alt}
     patches = []
     for trace, old in zip(packed["data"], base["data"], strict=True):
         changed = {key: value for key, value in trace.items() if old.get(key) != value}
         patches.append({**changed, **{key: None for key in old if key not in trace}})
-    return {"patch": patches, "alt": about}
+    return {"patch": patches, "alt": alt}
 
 
-def fix_range(base: dict[str, Any], every: list[dict[str, Any]]) -> None:
+def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
     """Give `base` one value range that holds at all steps, so that the slider moves the curves and not the axis."""
     axis = base["layout"].get("yaxis", {})
     if axis.get("range") or axis.get("type") == "category" or any("z" in trace for trace in base["data"]):
         return
     values = [
-        value for packed in every for trace in packed["data"] for value in trace.get("y", []) if value is not None
+        value for packed in at_steps for trace in packed["data"] for value in trace.get("y", []) if value is not None
     ]
     values += [shape["y0"] for shape in base["layout"].get("shapes", []) if shape.get("yref", "y") == "y"]
     if not values:

@@ -7,22 +7,8 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-HEADLINES = {
-    "validation_loss": ("Validation loss", "at the last evaluation"),
-    "train_loss": ("Training loss", "since the evaluation before"),
-    "zeta_L": ("Jump of the last layer", "ζ of layer L"),
-    "zeta_L-1": ("Jump over the last two layers", "ζ of layer L − 1"),
-    "zeta_L-2": ("Jump over the last three layers", "ζ of layer L − 2"),
-    "last_layer_displacement": ("Displacement of the last layer", "Ψ of layer L"),
-    "mean_coherence": ("Mean coherence", "over layers"),
-    "median_saturation": ("Median saturation layer", "half of all have settled"),
-    "effective_depth": ("Effective depth", "layers needed"),
-    "time_per_step": ("Time per step", ""),
-    "throughput": ("Tokens per second", "since the evaluation before"),
-    "elapsed": ("Training time", ""),
-    "peak_memory": ("Peak memory", ""),
-}
-"""Name in `results.json` -> what it is called, and its symbol or place."""
+NOTHING = "–"
+"""Stands where a number is not known."""
 TASKS = {
     "causal-lm": "causal language model",
     "masked-lm": "masked language model",
@@ -58,7 +44,7 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
     """A headline's number as (digits, unit): `("12.3", "%")`, `("0.082", "")`, `("9", "of 12")`."""
     value, unit = entry.get("value"), str(entry.get("unit", ""))
     if not isinstance(value, int | float) or not math.isfinite(value):
-        return "–", ""
+        return NOTHING, ""
     if unit == "%":
         return f"{value:.1f}", "%"
     if unit in ("layers", "tokens"):
@@ -115,42 +101,50 @@ def seconds(value: Any) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
+def dotted(*parts: str) -> str:
+    """The parts that are not empty, in one line."""
+    return " · ".join(filter(None, parts))
+
+
+def plain(value: Any) -> str:
+    """Any value; whole numbers with thousands marked."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value, 160)
+
+
+def stated(entry: Mapping[str, Any], *parts: tuple[str, str], written: Callable[[Any], str] = plain) -> str:
+    """In one line, what an entry says: for each (key, template) the value, where there is one."""
+    return dotted(*(template.format(written(entry[key])) for key, template in parts if entry.get(key)))
+
+
+def listed(entry: Mapping[str, Any], written: Callable[[Any], str] = plain) -> str:
+    """In one line, the names of an entry with their values."""
+    named = ((short(key, 40).replace("_", " "), value) for key, value in entry.items() if value is not None)
+    return dotted(*(f"{key} {written(value)}" for key, value in named))
+
+
 def model_line(model: Mapping[str, Any]) -> str:
     """Class, size and kind of a model in one line."""
-    parts = []
-    if model.get("class"):
-        parts.append(short(model["class"], 80))
-    if model.get("task"):
-        parts.append(TASKS.get(model["task"], short(model["task"], 60)))
-    if model.get("num_layers"):
-        width = f" × {short(model['width'], 12)} channels" if model.get("width") else ""
-        parts.append(f"{short(model['num_layers'], 12)} layers{width}")
-    if model.get("parameters"):
-        parts.append(f"{scaled(model['parameters'])} parameters")
-    if model.get("dtype"):
-        parts.append(short(model["dtype"], 20))
-    return " · ".join(parts)
+    layers, task = model.get("num_layers"), model.get("task")
+    width = f" × {short(model['width'], 12)} channels" if model.get("width") else ""
+    return dotted(
+        stated(model, ("class", "{}")),
+        TASKS.get(task, short(task, 60)) if task else "",
+        f"{short(layers, 12)} layers{width}" if layers else "",
+        stated(model, ("parameters", "{} parameters"), written=scaled),
+        stated(model, ("dtype", "{}")),
+    )
 
 
 def data_line(data: Mapping[str, Any]) -> str:
     """How much of which data in one line."""
-    parts = []
-    if data.get("kind"):
-        parts.append(short(str(data["kind"]).replace("-", " "), 40))
-    if data.get("sequences"):
-        kind = "images" if data.get("kind") == "images" else "sequences"
-        parts.append(f"{scaled(data['sequences'])} {kind}")
-    if data.get("sequence_length"):
-        parts.append(f"up to {short(data['sequence_length'], 12)} tokens each")
-    if data.get("tokens"):
-        parts.append(f"{data['tokens']:,} tokens" if isinstance(data["tokens"], int) else short(data["tokens"], 20))
-    if data.get("num_classes"):
-        parts.append(f"{short(data['num_classes'], 12)} classes")
-    return " · ".join(parts)
+    kind = str(data.get("kind") or "")
+    return dotted(
+        short(kind.replace("-", " "), 40),
+        stated(data, ("sequences", "{} images" if kind == "images" else "{} sequences"), written=scaled),
+        f"up to {short(data['sequence_length'], 12)} tokens each" if data.get("sequence_length") else "",
+        stated(data, ("tokens", "{} tokens"), ("num_classes", "{} classes")),
+    )
 
 
-SCALES: dict[str, Callable[[float], str]] = {
-    "s": seconds,
-    "MiB": lambda value: size(value * 2**20),
-}
+SCALES: dict[str, Callable[[float], str]] = {"s": seconds, "MiB": lambda value: size(value * 2**20)}
 """Unit -> how a number in it is written."""

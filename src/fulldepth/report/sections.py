@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from fulldepth import figures
-from fulldepth.figures.record import SINGLE, SKIP, TRAINING, TRAININGS, Method
+from fulldepth.figures.record import SINGLE, SKIP, Method
+from fulldepth.report.tables import Table
 
 
 class Section(NamedTuple):
@@ -67,14 +69,8 @@ OF_TRAINING = (
         "on. Layers near zero hand their input on; a last layer that stands out does work that the layers before "
         "it left undone.",
     ),
-    Section(
-        "cost",
-        "Speed and memory",
-    ),
-    Section(
-        "settings",
-        "Settings",
-    ),
+    Section("cost", "Speed and memory"),
+    Section("settings", "Settings"),
 )
 OF_SKIPPING = (
     Section(
@@ -112,21 +108,11 @@ OF_SKIPPING = (
         "Time, memory and size",
         "Prompt (prefill) and token by token (decode) apart, each model beside the original in the same rounds.",
     ),
-    Section(
-        "quantise",
-        "With quantisation",
-        "Skipping and quantising together, in both orders.",
-    ),
-    Section(
-        "settings",
-        "Settings",
-    ),
+    Section("quantise", "With quantisation", "Skipping and quantising together, in both orders."),
+    Section("settings", "Settings"),
 )
 OVER_TRAINING = Section("training", "Over training", "The same measures at every checkpoint.")
 FURTHER = Section("further", "Further figures")
-PAGES = {TRAINING: OF_TRAINING, TRAININGS: OF_TRAINING, SKIP: OF_SKIPPING}
-"""Kind of results -> the sections of its page, if not `OF_MODELS`."""
-
 ABOUT_MODELS = (
     "Layers run from 1 to L; 0 is the embedding output. The state h<sub>l</sub> is the residual stream after layer "
     "l, before the model’s final norm. Padding never counts. “No first token” leaves out the first token of every "
@@ -152,7 +138,10 @@ STANDARD_ERRORS = Method(
 
 
 def arrange(
-    names: Iterable[str], kind: str = SINGLE, tables: Mapping[str, list[dict[str, Any]]] | None = None
+    names: Iterable[str],
+    kind: str = SINGLE,
+    sections: Sequence[Section] = OF_MODELS,
+    tables: Mapping[str, Sequence[Table | Mapping[str, Any]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants.
 
@@ -161,22 +150,28 @@ def arrange(
     Args:
         names: of the figures.
         kind: of the results, see `figures.Source`.
-        tables: id of a section -> tables (or strips of layers) that stand before its figures.
+        sections: of the page; those on training and further figures stand after them.
+        tables: id of a section -> tables (or strips of layers) before its figures; those without rows are left out.
     """
     slots: dict[str, list[str]] = {}
     for name in names:
         slots.setdefault(name.split(":")[0], []).append(name)
-    sections = (*PAGES.get(kind, OF_MODELS), OVER_TRAINING, FURTHER)
+    sections = (*sections, OVER_TRAINING, FURTHER)
     where = {record.name: record.section for record in figures.records(kind)}
     placed: dict[str, list[list[str]]] = {section.id: [] for section in sections}
     for name in sorted(slots, key=lambda name: list(where).index(name) if name in where else len(where)):
-        rest = OVER_TRAINING if name.startswith("steps_") else FURTHER
-        placed[where[name] if where.get(name) in placed else rest.id].append(slots[name])
-    made = [
-        {**section._asdict(), "slots": placed[section.id], "tables": (tables or {}).get(section.id, [])}
+        otherwise = OVER_TRAINING if name.startswith("steps_") else FURTHER
+        placed[where[name] if where.get(name) in placed else otherwise.id].append(slots[name])
+    filled = {
+        section: [asdict(table) if isinstance(table, Table) else dict(table) for table in several]
+        for section, several in (tables or {}).items()
+    }
+    filled = {section: [table for table in several if table.get("rows", True)] for section, several in filled.items()}
+    return [
+        {**section._asdict(), "slots": placed[section.id], "tables": filled.get(section.id, [])}
         for section in sections
+        if placed[section.id] or filled.get(section.id)
     ]
-    return [section for section in made if section["slots"] or section["tables"]]
 
 
 def methods(skipping: bool) -> str:

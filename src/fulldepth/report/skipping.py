@@ -1,23 +1,21 @@
-"""The pages of `fulldepth skip`: what is said of a search, a curve, a benchmark, a quantisation, or several of them."""
+"""Pages of `fulldepth skip`: a search, a curve, a benchmark, a quantisation, or several of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
-from fulldepth.figures.benchmark import agree, benchmarked_models
-from fulldepth.figures.record import SKIP
-from fulldepth.figures.skipped import KINDS, TOGETHER, Part, Removal, layers_of, parts, plans, removals
+from fulldepth.figures.benchmark import agree
+from fulldepth.figures.record import Source
+from fulldepth.figures.skip_results import PARTS, Part, Removal, plans, removals
 from fulldepth.figures.style import minus
-from fulldepth.report import skipping_tables, verdict
-from fulldepth.report.phrases import figure_of, model_line, quantity, seconds, short
-from fulldepth.report.sections import arrange
+from fulldepth.report import measured, skipping_tables
+from fulldepth.report.findings import Entry, Shown
+from fulldepth.report.measured import Meta, Pairs
+from fulldepth.report.phrases import dotted, figure_of, listed, model_line, quantity, seconds, short, stated
+from fulldepth.report.tables import Table
 
-PAGES = (*KINDS, TOGETHER)
-"""Kinds of pages that are made here."""
 CARDS = {
     "loss_added": "Loss added",
     "loss_healed": "Loss taken back by scalars",
@@ -28,115 +26,101 @@ CARDS = {
     "decode_time_saved": "Decode time saved",
 }
 """Name in `results.json` (for benchmarks, followed by the model) -> what it is called."""
-LEAD = 6
-"""Sentences that the page opens with at most; the others are folded."""
-CORNER = "corner"
+QUANTISED = "quantised"
 """Stands for the name of one of the models of a quantisation."""
 TIMES = ("prefill_time_saved", "decode_time_saved")
-LATER = ("mmd", "spectral_norm", CORNER)
-"""Headlines whose sentences are the first to be folded."""
+LATER = ("mmd", "spectral_norm", QUANTISED)
+"""Findings whose sentences are folded first."""
 ORDER = (
     "Model", "Search", "Curve", "Healing", "Data", "Benchmark", "Quantisation", "Machine", "Fingerprints", "Seed",
     "Versions", "Measured",
 )  # fmt: skip
 """Of what is said under “What was measured”."""
-WORK = {"skip": "Search", "curve": "Curve"}
 
 
-def head(table: pd.DataFrame, meta: Mapping[str, Any], shown: Iterable[str]) -> dict[str, Any]:
-    """Everything on the page but its figures and its table of rows.
-
-    Args:
-        table: rows of one folder, or of several with the column `folder`.
-        meta: the document, or the documents in `parts`.
-        shown: names of the figures.
-    """
-    found = parts(table, meta)
-    tables = skipping_tables.tables(found)
-    tables["blocks"] = strips(found)
-    models = skipping_tables.side_by_side(found)
-    said, more = sentences(found)
-    return {
-        "title": verdict.title({"model": model(found)}),
-        "byline": byline(found),
-        "models": models,
-        "about": about(found),
-        "remarks": remarks(found),
-        "sections": arrange(shown, SKIP, tables),
-        "in_words": "More in words",
-        "views": [
-            {
-                "step": None,
-                "cards": cards(found),
-                "sentences": said,
-                "more_sentences": more,
-                "left_out": [],
-                "lens": [],
-                "patches": {},
-            }
-        ],
-    }
+def title(source: Source) -> str:
+    """Name of the model."""
+    return measured.title({"model": model(source)})
 
 
-def model(found: Sequence[Part]) -> dict[str, Any]:
+def model(source: Source) -> dict[str, Any]:
     """What all folders together say of the model."""
     known: dict[str, Any] = {}
-    for part in found:
-        first = [entry.get("model") for entry in part.meta.get("models") or [] if isinstance(entry, Mapping)][:1]
-        for stated in (part.meta.get("model"), *first, *(plan.get("model") for _, plan in plans(part))):
-            if isinstance(stated, Mapping):
-                known = {**{key: value for key, value in stated.items() if value is not None}, **known}
+    for part in source.parts:
+        models = [entry.get("model") for entry in part.meta.get("models") or []][:1]
+        for entry in (part.meta.get("model"), *models, *(plan.get("model") for _, plan in plans(part))):
+            known = {**{key: value for key, value in (entry or {}).items() if value is not None}, **known}
     return known
 
 
-def byline(found: Sequence[Part]) -> str:
+def byline(source: Source) -> str:
     """The model, and what it was judged by, in one line."""
-    held = [(part.meta.get("data") or {}).get("heldout") or {} for part in found]
-    names = list(dict.fromkeys(short(data["name"], 60) for data in held if data.get("name")))
-    judged = f"judged by {' and by '.join(names)}" if names else ""
-    return " · ".join(filter(None, [model_line(model(found)), judged]))
+    heldout = [(part.meta.get("data") or {}).get("heldout") or {} for part in source.parts]
+    names = list(dict.fromkeys(short(data["name"], 60) for data in heldout if data.get("name")))
+    return dotted(model_line(model(source)), f"judged by {' and by '.join(names)}" if names else "")
 
 
-def cards(found: Sequence[Part]) -> list[dict[str, str]]:
-    """The few numbers; of benchmarks, those of exports that do not compute everything."""
-    made = []
-    for part, base, whose, entry in _headlines(found):
-        if base in TIMES and not _lacks(part, whose):
-            continue
-        if base == "loss_added" and part.kind == "curve" and any(other.kind == "skip" for other in found):
-            continue  # that of the plan stands here; the curve says what more would cost
-        if base == "order" or (base == CORNER and len(found) > 1):
-            continue  # the table of models says it
-        value = entry.get("value")
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            if base != "break_point":
-                continue
-            digits, unit = "none", ""
-        else:
-            digits, unit = _digits(base, float(value), entry)
-        symbol = " · ".join(filter(None, [_symbol(part, base, whose), _if_several(part, found)]))
-        name = short(whose, 60).capitalize() if base == CORNER else CARDS.get(base, short(base, 60))
-        made.append({"name": name, "symbol": symbol, "digits": digits, "unit": unit})
-    return made
+def findings(_: Meta, source: Source) -> list[Shown]:
+    """The findings of all folders; of benchmarks, cards are those of exports that do not compute everything."""
+    return [
+        Shown(
+            entry,
+            _card(part, name, model_label, entry, source.parts),
+            name in LATER or (name in TIMES and not _lacks_blocks(part, model_label)),
+            f"{several}: " if (several := _if_several(part, source.parts)) else "",
+        )
+        for part, name, model_label, entry in _headlines(source.parts)
+    ]
 
 
-def _digits(base: str, value: float, entry: Mapping[str, Any]) -> tuple[str, str]:
-    if base in TIMES:
+def _headlines(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Entry]]:
+    """(folder, name, model, entry) of every finding; the name of a quantised model is `QUANTISED`."""
+    for part in parts:
+        for name, entry in (part.meta.get("headline") or {}).items():
+            base, _, model_label = str(name).partition(" ") if part.kind == "bench" else (str(name), "", "")
+            if part.kind == "quantise" and base != "order":
+                base, model_label = QUANTISED, base
+            yield part, base, model_label, entry
+
+
+def _card(
+    part: Part, name: str, model_label: str, entry: Entry, parts: Sequence[Part]
+) -> tuple[str, str, str, str] | None:
+    """Name, symbol, digits and unit of a finding; None where the table of models or another card says it."""
+    if name in TIMES and not _lacks_blocks(part, model_label):
+        return None
+    if name == "loss_added" and part.kind == "curve" and any(other.kind == "skip" for other in parts):
+        return None  # that of the plan has a card; the curve says what more would cost
+    if name == "order" or (name == QUANTISED and len(parts) > 1):
+        return None
+    value = entry.get("value")
+    if isinstance(value, int | float) and math.isfinite(value):
+        digits, unit = _digits(name, float(value), entry)
+    elif name == "break_point":
+        digits, unit = "none", ""
+    else:
+        return None
+    caption = short(model_label, 60).capitalize() if name == QUANTISED else CARDS.get(name, short(name, 60))
+    return caption, dotted(_symbol(part, name, model_label), _if_several(part, parts)), digits, unit
+
+
+def _digits(name: str, value: float, entry: Entry) -> tuple[str, str]:
+    if name in TIMES:
         return minus(100 * value, ".1f"), "%"
-    if base == "break_point":
+    if name == "break_point":
         return f"{value:.0f}", "blocks"
-    if base == "mmd":
+    if name == "mmd":
         return f"{value:.2g}", ""
-    if base == "spectral_norm":
+    if name == "spectral_norm":
         return f"{value:.2f}", "×"
     if entry.get("unit") == "nats":
-        return minus(value, "+.3f" if base in ("loss_added", CORNER) else ".3f"), ""
+        return minus(value, "+.3f" if name in ("loss_added", QUANTISED) else ".3f"), ""
     return figure_of(entry)
 
 
-def _symbol(part: Part, base: str, whose: str) -> str:
-    if whose:
-        return "nats added" if base == CORNER else short(whose, 40)
+def _symbol(part: Part, name: str, model_label: str) -> str:
+    if model_label:
+        return "nats added" if name == QUANTISED else short(model_label, 40)
     plan = part.meta.get("plan") or {}
     count = len(plan.get("blocks") or [])
     healed = plan.get("healed_loss") is not None
@@ -146,212 +130,174 @@ def _symbol(part: Part, base: str, whose: str) -> str:
         "break_point": f"of {count} tried",
         "mmd": f"MMD² of the last layer{', healed' if healed else ''}",
         "spectral_norm": "mean spectral norm",
-    }.get(base, "")
+    }.get(name, "")
 
 
-def _if_several(part: Part, found: Sequence[Part]) -> str:
+def _if_several(part: Part, parts: Sequence[Part]) -> str:
     """The folder's name where others on the page are of the same kind."""
-    return short(part.label, 40) if sum(other.kind == part.kind for other in found) > 1 else ""
+    return short(part.label, 40) if sum(other.kind == part.kind for other in parts) > 1 else ""
 
 
-def _lacks(part: Part, label: str) -> bool:
-    entries = [entry for entry in part.meta.get("models") or [] if isinstance(entry, Mapping)]
-    return any(entry.get("label") == label and entry.get("not_computed") != [] for entry in entries)
+def _lacks_blocks(part: Part, label: str) -> bool:
+    """Whether a model of a benchmark does not compute everything."""
+    return any(
+        entry.get("label") == label and entry.get("not_computed") != [] for entry in part.meta.get("models") or []
+    )
 
 
-def _headlines(found: Sequence[Part]) -> list[tuple[Part, str, str, Mapping[str, Any]]]:
-    """(folder, name, model, entry) of every headline; the name of a corner is `CORNER`."""
-    made = []
-    for part in found:
-        for name, entry in (part.meta.get("headline") or {}).items():
-            base, whose = str(name), ""
-            if part.kind == "bench":
-                base, _, whose = base.partition(" ")
-            elif part.kind == "quantise" and base != "order":
-                base, whose = CORNER, base
-            if isinstance(entry, Mapping):
-                made.append((part, base, whose, entry))
-    return made
-
-
-def sentences(found: Sequence[Part]) -> tuple[list[str], list[str]]:
-    """What the page opens with, and what is folded: at most `LEAD` to begin with, the others behind a title."""
-    every = []
-    for part, base, whose, entry in _headlines(found):
-        if entry.get("sentence"):
-            several = _if_several(part, found)
-            late = base in LATER or (base in TIMES and not _lacks(part, whose))
-            every.append((late, f"{several}: " * bool(several) + short(entry["sentence"], 600)))
-    if len(every) <= LEAD:
-        return [text for _, text in every], []
-    first = [text for late, text in every if not late][:LEAD]
-    return first, [text for _, text in every if text not in first]
-
-
-def about(found: Sequence[Part]) -> list[list[str]]:
-    """[what, text] pairs on the model, the plans, the data, the machine and the run; the same text once."""
+def about(source: Source) -> Pairs:
+    """The model, the plans, the data, the machine and the run; the same text once."""
+    known, parts = model(source), source.parts
+    hashes = [(what, (part.meta.get(what) or {}).get("hash")) for what in ("model", "data") for part in parts]
     texts: dict[str, dict[str, list[str]]] = {what: {} for what in ORDER}
-    known = model(found)
-    name = [short(known["name"], 160)] if known.get("name") else []
-    texts["Model"] = {" · ".join([*name, model_line(known)]): [""]}
-    texts["Fingerprints"] = {_fingerprints(found): [""]}
-    for part in found:
-        for what, text in [*_pairs(part), *verdict.run(part.meta)]:
+    texts["Model"] = {dotted(stated(known, ("name", "{}")), model_line(known)): [""]}
+    texts["Fingerprints"] = {measured.fingerprints(hashes): [""]}
+    for part in parts:
+        for what, text in [*_pairs(part), *measured.run(part.meta)]:
             if text:
                 texts.setdefault(what, {}).setdefault(text, []).append(part.label)
     if len(texts["Measured"]) > 1:
         times = sorted(texts["Measured"])
         texts["Measured"] = {f"{times[0]} to {times[-1]}": [""]}
     return [
-        [what if len(stated) == 1 else f"{what} ({', '.join(short(one, 40) for one in labels)})", text]
-        for what, stated in texts.items()
-        for text, labels in stated.items()
-        if text
+        (what if len(labelled) == 1 else f"{what} ({', '.join(short(label, 40) for label in labels)})", text)
+        for what, labelled in texts.items()
+        for text, labels in labelled.items()
     ]
 
 
-def _fingerprints(found: Sequence[Part]) -> str:
-    hashes = [("model", (part.meta.get("model") or {}).get("hash")) for part in found]
-    hashes += [("data", (part.meta.get("data") or {}).get("hash")) for part in found]
-    return " · ".join(dict.fromkeys(f"{what} {short(value, 23)}" for what, value in hashes if value))
-
-
-def _pairs(part: Part) -> list[tuple[str, str]]:
-    meta, plan = part.meta, part.meta.get("plan") or {}
-    data = meta.get("data") or {}
+def _pairs(part: Part) -> Pairs:
+    meta, plan, settings = part.meta, part.meta.get("plan") or {}, part.meta.get("settings") or {}
+    machine, threads = meta.get("machine") or {}, (meta.get("machine") or {}).get("threads")
+    pairs = {
+        "skip": [("Search", _search(plan)), ("Healing", _healing(plan, settings))],
+        "curve": [("Curve", _search(plan))],
+        "bench": [("Benchmark", _grid(settings))],
+        "quantise": [("Quantisation", _method(meta.get("method")))],
+    }
+    counted = f"{threads} thread{'' if threads == 1 else 's'}" if isinstance(threads, int) else ""
     return [
-        (WORK.get(part.kind, "Search"), _search(plan) if part.kind in WORK else ""),
-        ("Healing", _healing(plan, meta.get("settings") or {}) if part.kind == "skip" else ""),
-        ("Data", _data(data)),
-        ("Benchmark", _grid(meta.get("settings") or {}) if part.kind == "bench" else ""),
-        ("Quantisation", _method(meta.get("method")) if part.kind == "quantise" else ""),
-        ("Machine", _machine(meta.get("machine") or {})),
+        *pairs.get(part.kind, []),
+        ("Data", _data(meta.get("data") or {})),
+        ("Machine", dotted(stated(machine, ("device", "{}"), ("name", "{}")), counted)),
     ]
 
 
-def _search(plan: Mapping[str, Any]) -> str:
+def _search(plan: Meta) -> str:
     """How the blocks were found, and what that took."""
     if not plan.get("blocks"):
         return ""
     cost = plan.get("cost") or {}
-    how = f"{short(plan.get('search', '?'), 20)}, by {short(plan.get('criterion', '?'), 20)}"
-    parts_of = [f"{how}, {short(plan.get('granularity', '?'), 20)} granularity"]
-    if isinstance(cost.get("forwards"), int):
-        parts_of.append(f"{cost['forwards']:,} forward passes")
+    search, criterion, granularity = (short(plan.get(key, "?"), 20) for key in ("search", "criterion", "granularity"))
+    flops = ""
     if isinstance(cost.get("flops"), int | float):
         share = cost.get("share_of_plain")
-        beside = f" ({share:.0%} of the plain loop’s)" if isinstance(share, int | float) else ""
-        parts_of.append(f"{cost['flops']:.3g} FLOPs{beside}")
-    if isinstance(cost.get("seconds"), int | float):
-        parts_of.append(seconds(cost["seconds"]))
-    return " · ".join(parts_of)
+        of_plain = f" ({share:.0%} of the plain loop’s)" if isinstance(share, int | float) else ""
+        flops = f"{cost['flops']:.3g} FLOPs{of_plain}"
+    return dotted(
+        f"{search}, by {criterion}, {granularity} granularity",
+        stated(cost, ("forwards", "{} forward passes")),
+        flops,
+        stated(cost, ("seconds", "{}"), written=seconds),
+    )
 
 
-def _healing(plan: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _healing(plan: Meta, settings: Meta) -> str:
     if plan.get("healed_loss") is None:
         return "no scalars fitted"
     fit = ((plan.get("cost") or {}).get("fit") or {}).get("healed") or {}
-    said = [
-        "a factor per channel" if settings.get("per_channel") else "four factors a layer, two where a block is gone"
+    rate = settings.get("learning_rate")
+    return dotted(
+        "a factor per channel" if settings.get("per_channel") else "four factors a layer, two where a block is gone",
+        f"Adam, learning rate {rate:g}" if isinstance(rate, int | float) else "",
+        f"best after epoch {fit['epoch']}" if isinstance(fit.get("epoch"), int) else "",
+    )
+
+
+def _data(data: Meta) -> str:
+    texts = [stated(data, ("name", "{}"))]
+    for key, purpose in (("train", "to fit on"), ("heldout", "held out")):
+        split = data.get(key)
+        if isinstance(split, Mapping) and isinstance(split.get("examples"), int):
+            tokens = f" ({split['predicted']:,} predicted tokens)" if isinstance(split.get("predicted"), int) else ""
+            texts.append(f"{split['examples']:,} examples {purpose}{tokens}")
+    return dotted(*texts)
+
+
+def _grid(settings: Meta) -> str:
+    texts = [
+        f"{unit} {', '.join(short(number, 12) for number in settings[key])}"
+        for key, unit in (("batches", "batch"), ("contexts", "context"))
+        if isinstance(settings.get(key), list)
     ]
-    if isinstance(settings.get("learning_rate"), int | float):
-        said.append(f"Adam, learning rate {settings['learning_rate']:g}")
-    if isinstance(fit.get("epoch"), int):
-        said.append(f"best after epoch {fit['epoch']}")
-    return " · ".join(said)
-
-
-def _data(data: Mapping[str, Any]) -> str:
-    said = [short(data["name"], 160)] if data.get("name") else []
-    for part, what in ((data.get("train"), "to fit on"), (data.get("heldout"), "held out")):
-        if isinstance(part, Mapping) and isinstance(part.get("examples"), int):
-            tokens = part.get("predicted")
-            beside = f" ({tokens:,} predicted tokens)" if isinstance(tokens, int) else ""
-            said.append(f"{part['examples']:,} examples {what}{beside}")
-    return " · ".join(said)
-
-
-def _grid(settings: Mapping[str, Any]) -> str:
-    said = []
-    for key, what in (("batches", "batch"), ("contexts", "context")):
-        if isinstance(settings.get(key), list):
-            said.append(f"{what} {', '.join(short(one, 12) for one in settings[key])}")
-    for key, what in (("new_tokens", "new tokens"), ("repeats", "rounds"), ("warmup", "warm-up rounds")):
+    for key, unit in (("new_tokens", "new tokens"), ("repeats", "rounds"), ("warmup", "warm-up rounds")):
         if isinstance(settings.get(key), int):
-            said.append(f"{settings[key]:,} {what.removesuffix('s') if settings[key] == 1 else what}")
-    return " · ".join(said)
+            texts.append(f"{settings[key]:,} {unit.removesuffix('s') if settings[key] == 1 else unit}")
+    return dotted(*texts)
 
 
 def _method(method: Any) -> str:
-    if isinstance(method, Mapping):
-        return " · ".join(f"{short(key, 30)} {short(value, 60)}" for key, value in method.items() if value is not None)
-    return short(method, 160) if method else ""
+    return listed(method) if isinstance(method, Mapping) else short(method or "", 160)
 
 
-def _machine(machine: Mapping[str, Any]) -> str:
-    said = [short(machine[key], 80) for key in ("device", "name") if machine.get(key)]
-    threads = machine.get("threads")
-    if isinstance(threads, int):
-        said.append(f"{threads} thread{'' if threads == 1 else 's'}")
-    return " · ".join(said)
-
-
-def remarks(found: Sequence[Part]) -> dict[str, list[Any]]:
+def warnings(source: Source) -> list[str]:
     """Warnings of the folders, each once, and what keeps their numbers from being compared."""
-    warnings: list[str] = []
-    left_out: list[list[str]] = []
-    for part in found:
-        own = verdict.remarks({**part.meta, "models": None})
-        warnings += [text for text in own["warnings"] if text not in warnings]
-        left_out += own["left_out"]
-    return {"left_out": left_out, "warnings": [*warnings, *_unlike(found)]}
+    texts = dict.fromkeys(text for part in source.parts for text in measured.warnings({**part.meta, "models": None}))
+    return [*texts, *_not_comparable(source)]
 
 
-def _unlike(found: Sequence[Part]) -> list[str]:
+def left_out(source: Source) -> list[list[str]]:
+    """[measure, reason] of every measure that was left out."""
+    return [pair for part in source.parts for pair in measured.left_out(part.meta)]
+
+
+def _not_comparable(source: Source) -> Iterator[str]:
     """What of the page was read on different data, or could not be checked."""
-    said = []
-    hashes = {part.label: str((part.meta.get("data") or {}).get("hash") or "") for part in found}
-    if len({one for one in hashes.values() if one}) > 1:
-        names = ", ".join(short(label, 40) for label, one in hashes.items() if one)
-        said.append(f"The losses of {names} were read on different data: compare each with its own original only.")
-    every = benchmarked_models(found)
-    if not agree(every):
-        said.append(
+    hashes = {part.label: str((part.meta.get("data") or {}).get("hash") or "") for part in source.parts}
+    hashes = {label: digest for label, digest in hashes.items() if digest}
+    if len(set(hashes.values())) > 1:
+        names = ", ".join(short(label, 40) for label in hashes)
+        yield f"The losses of {names} were read on different data: compare each with its own original only."
+    if not agree(source.benchmarked):
+        yield (
             "The original’s loss is not the same for all models that were timed: they were judged by different data. "
             "Quality is shown as the loss added to the original’s."
         )
-    unknown = [short(one.name, 40) for one in every if one.loss is None and not one.baseline]
+    unknown = [short(one.name, 40) for one in source.benchmarked if one.loss is None and not one.baseline]
     if unknown:
-        said.append(f"The held-out loss of {', '.join(unknown)} is not known, so quality against time leaves it out.")
-    return said
+        yield f"The held-out loss of {', '.join(unknown)} is not known, so quality against time leaves it out."
 
 
-def strips(found: Sequence[Part]) -> list[dict[str, Any]]:
+def tables(source: Source) -> dict[str, Sequence[Table | dict[str, Any]]]:
+    """Id of a section -> tables that stand in it, and strips of layers."""
+    return {**skipping_tables.tables(source), "blocks": _strips(source)}
+
+
+def _strips(source: Source) -> list[dict[str, Any]]:
     """The model's depth for each set of blocks that went: which, in what order, and the loss that each added."""
-    layers = layers_of(found)
-    every = removals(found)
-    stated = isinstance(model(found).get("num_layers"), int)
-    return [_strip(one, layers, stated, len(every) > 1) for one in every]
+    known = removals(source.parts)
+    has_depth = isinstance(model(source).get("num_layers"), int)
+    return [_strip(removal, source.layers, has_depth, len(known) > 1) for removal in known]
 
 
-def _strip(one: Removal, layers: int, stated: bool, several: bool) -> dict[str, Any]:
+def _strip(removal: Removal, layers: int, has_depth: bool, several: bool) -> dict[str, Any]:
     cells = [
         [block, order, "" if added is None else minus(added, "+.3f"), "" if added is None else minus(added, "+.6f")]
-        for order, (block, added) in enumerate(zip(one.blocks, one.added, strict=True), start=1)
+        for order, (block, added) in enumerate(zip(removal.blocks, removal.added, strict=True), start=1)
     ]
-    what = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}.get(one.granularity, "block")
-    count = f"{len(one.blocks)} {what}{'' if len(one.blocks) == 1 else 's'} removed"
+    thing = PARTS.get(removal.granularity, "block")
+    count = f"{len(removal.blocks)} {thing}{'' if len(removal.blocks) == 1 else 's'} removed"
     loss = ""
-    if len(one.losses) == len(one.blocks) + 1:
-        loss = f"held-out loss {quantity(one.losses[0], 'nats')} before, {quantity(one.losses[-1], 'nats')} after"
-        if one.healed is not None:
-            loss += f", {quantity(one.healed, 'nats')} healed"
-    depth = f"of {layers} layers" if stated else "the model’s depth is not stated: drawn to the deepest layer that went"
+    if None not in removal.added:
+        before, after = (quantity(removal.losses[at], "nats") for at in (0, -1))
+        healed = "" if removal.healed is None else f", {quantity(removal.healed, 'nats')} healed"
+        loss = f"held-out loss {before} before, {after} after{healed}"
+    depth = "the model’s depth is not stated: drawn to the deepest layer that went"
     return {
         "strip": True,
-        "title": f"{short(one.name, 60)}: {count}" if several and one.name else count,
-        "note": " · ".join(filter(None, [depth, loss])),
-        "granularity": one.granularity,
+        "title": f"{short(removal.name, 60)}: {count}" if several and removal.name else count,
+        "note": dotted(f"of {layers} layers" if has_depth else depth, loss),
+        "granularity": removal.granularity,
         "layers": layers,
         "cells": cells,
     }

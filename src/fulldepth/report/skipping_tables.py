@@ -6,87 +6,88 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Spread, agree, benchmarked_models, frontier
+from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Spread, agree, frontier
+from fulldepth.figures.curves import curve
 from fulldepth.figures.healing import groups, removed
-from fulldepth.figures.pareto import placed
-from fulldepth.figures.rows import curve
-from fulldepth.figures.skipped import Part, planned
+from fulldepth.figures.pareto import model_name, placed
+from fulldepth.figures.record import Source
+from fulldepth.figures.skip_results import Part, planned
 from fulldepth.figures.style import minus
-from fulldepth.report.phrases import scaled, seconds, short, size
-from fulldepth.report.training import NOTHING, Table, flatten, table
+from fulldepth.report.phrases import NOTHING, scaled, seconds, short, size
+from fulldepth.report.tables import Table, by_subject, settings_table
 
 UNITS = (" %", "×", " ms", " s")
 """Said once where all numbers of a cell have it."""
 Columns = dict[str, Callable[[BenchmarkedModel], str]]
 
 
-def tables(found: Sequence[Part]) -> dict[str, list[Table]]:
-    """Id of a section -> tables that stand in it; none that has no rows."""
-    every = benchmarked_models(found)
-    timed = [one for one in every if one.part.kind == "bench"]
-    corners = [one for one in every if one.part.kind == "quantise"]
-    made = {
-        "states": [_norms(part, found) for part in found if part.kind == "skip"],
+def _added(model: BenchmarkedModel) -> str:
+    known = not model.baseline and model.loss is not None and model.base is not None
+    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if known else NOTHING
+
+
+LOSSES: Columns = {
+    "Held-out loss": lambda model: NOTHING if model.loss is None else minus(model.loss, ".4f"),
+    "Added": _added,
+}
+
+
+def tables(source: Source) -> dict[str, Sequence[Table]]:
+    """Id of a section -> tables that stand in it."""
+    models, parts = source.benchmarked, source.parts
+    timed, quantised = ([model for model in models if model.part.kind == kind] for kind in ("bench", "quantise"))
+    return {
+        "states": [_norms(part, parts) for part in parts if part.kind == "skip"],
         "cost": [*(_saved_over_grid(timed, phase) for phase in PHASES), _memory(timed), _grid(timed)],
-        "quantise": [_corners(corners)],
-        "settings": [_settings(part) for part in found],
+        "quantise": [_orders(quantised)],
+        "settings": [_settings(part) for part in parts],
     }
-    return {section: [one for one in several if one["rows"]] for section, several in made.items()}
 
 
-def side_by_side(found: Sequence[Part]) -> Table | None:
+def side_by_side(source: Source) -> Table | None:
     """Every model that was timed: loss, time, size, and whether something else beats it."""
-    every = benchmarked_models(found)
-    if not every:
+    models = source.benchmarked
+    if not models:
         return None
-    if agree(every):  # one original stands for all
-        every = [one for at, one in enumerate(every) if not one.baseline or not any(two.baseline for two in every[:at])]
-    best = {phase: _unbeaten(every, phase) for phase in PHASES}
+    if agree(models):  # one original stands for all
+        first = next((model for model in models if model.baseline), None)
+        models = [model for model in models if not model.baseline or model is first]
+    best = {phase: _unbeaten(models, phase) for phase in PHASES}
     columns: Columns = {
-        "Held-out loss": lambda one: _number(one.loss, ".4f"),
-        "Added": lambda one: NOTHING if one.baseline else _difference(one.loss, one.base),
-        "Prefill time": lambda one: _times(one, "prefill"),
-        "Decode time": lambda one: _times(one, "decode"),
-        "Weights": lambda one: _multiple(one, "parameter_bytes"),
-        "Cache per token": lambda one: _multiple(one, "kv_bytes_per_token"),
-        "On the frontier": lambda one: ", ".join(phase for phase in PHASES if one in best[phase]) or NOTHING,
+        **LOSSES,
+        "Prefill time": lambda model: _times(model, "prefill"),
+        "Decode time": lambda model: _times(model, "decode"),
+        "Weights": lambda model: _multiple(model, "parameter_bytes"),
+        "Cache per token": lambda model: _multiple(model, "kv_bytes_per_token"),
+        "On the frontier": lambda model: ", ".join(phase for phase in PHASES if model in best[phase]) or NOTHING,
     }
     note = (
-        f"{_source(every)}Times are multiples of the original’s, with the least "
+        f"{_source(models)}Times are multiples of the original’s, with the least "
         "and the most over the grid (over the rounds where there is one place only); weights and cache per token are "
         "multiples of the original’s bytes. On the frontier: no other model here is as good and faster, or as fast and "
         "better."
     )
-    return _by_model("Models side by side", columns, every, note)
+    return _by_model("Models side by side", columns, models, note)
 
 
-def _source(every: Sequence[BenchmarkedModel]) -> str:
+def _source(models: Sequence[BenchmarkedModel]) -> str:
     """Where the losses of exports come from, as the beginning of a note."""
-    stated = [short(one.name, 40) for one in every if one.stated and not one.baseline]
+    stated = [short(model.name, 40) for model in models if model.stated and not model.baseline]
     if not stated:
         return ""
     return f"Not measured here: the loss of {', '.join(stated)} is the plan’s, healed if the plan is. "
 
 
-def _unbeaten(every: Sequence[BenchmarkedModel], phase: str) -> list[BenchmarkedModel]:
-    points = placed(every, phase, None)
+def _unbeaten(models: Sequence[BenchmarkedModel], phase: str) -> list[BenchmarkedModel]:
+    points = placed(models, phase, None)
     return [points[at][0] for at in frontier([(time.value, loss) for _, time, loss in points])]
 
 
-def _by_model(title: str, columns: Columns, every: Sequence[BenchmarkedModel], note: str = "") -> Table:
-    """A row a model; columns that no model fills are left out."""
-    cells = {name: [how(one) for one in every] for name, how in columns.items()}
-    kept = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
-    rows = [[_name(one), *(column[at] for column in kept.values())] for at, one in enumerate(every)]
-    return table(title, list(kept), rows if kept else [], corner="Model", note=note)
+def _by_model(title: str, columns: Columns, models: Sequence[BenchmarkedModel], note: str = "") -> Table:
+    return by_subject(title, "Model", [(model_name(model, short, 60), model) for model in models], columns, note)
 
 
-def _name(one: BenchmarkedModel) -> str:
-    name = short(one.name, 60)
-    return f"{name} (original)" if one.baseline and not name.startswith("original") else name
-
-
-def _saved_over_grid(every: Sequence[BenchmarkedModel], phase: str) -> Table:
+def _saved_over_grid(models: Sequence[BenchmarkedModel], phase: str) -> Table:
     """Time saved in a phase, measured and predicted: medians over the grid."""
     columns: Columns = {
         "Time saved": _over("time_saved", "median", phase, _percent),
@@ -95,33 +96,35 @@ def _saved_over_grid(every: Sequence[BenchmarkedModel], phase: str) -> Table:
         "Saved over predicted": _over("time_saved_ratio", "toggled", phase, lambda value: minus(value, ".2f")),
         "Saved by each block": _over("time_saved_per_block", "median", phase, _percent),
     }
-    shares = [one.over_grid("attention_share", "median", phase) for one in every if one.baseline]
-    said = f" Attention takes {_spread(shares[0], _percent)} of it in the original." if shares and shares[0] else ""
+    shares = [model.over_grid("attention_share", "median", phase) for model in models if model.baseline]
+    attention = (
+        f" Attention takes {_spread(shares[0], _percent)} of it in the original." if shares and shares[0] else ""
+    )
     note = (
         "Medians over the grid, in brackets the least and the most. In place: the original with the same blocks "
-        f"skipped, timed in the same rounds; operations: what both multiply. Saved over predicted: in place.{said}"
+        f"skipped, timed in the same rounds; operations: what both multiply. Saved over predicted: in place.{attention}"
     )
-    exports = [one for one in every if not one.baseline]
+    exports = [model for model in models if not model.baseline]
     return _by_model(f"{phase.capitalize()} time saved", columns, exports, note)
 
 
-def _memory(every: Sequence[BenchmarkedModel]) -> Table:
+def _memory(models: Sequence[BenchmarkedModel]) -> Table:
     columns: Columns = {
         "Peak memory": _bytes("peak_memory"),
         "Weights": _bytes("parameter_bytes"),
         "Cache per token": _bytes("kv_bytes_per_token"),
-        "Parameters": lambda one: _parameters(one),
+        "Parameters": _parameters,
     }
     note = "Peak memory: weights and everything that lives at once, median over the grid. Cache: keys and values."
-    return _by_model("Memory and size", columns, every, note)
+    return _by_model("Memory and size", columns, models, note)
 
 
-def _parameters(one: BenchmarkedModel) -> str:
-    count = (one.entry.get("model") or {}).get("parameters")
+def _parameters(model: BenchmarkedModel) -> str:
+    count = (model.entry.get("model") or {}).get("parameters")
     return scaled(count) if isinstance(count, int) else NOTHING
 
 
-def _grid(every: Sequence[BenchmarkedModel]) -> Table:
+def _grid(models: Sequence[BenchmarkedModel]) -> Table:
     """Everything at every place of the grid."""
     columns = [
         *(f"{phase.capitalize()}" for phase in PHASES),
@@ -131,39 +134,38 @@ def _grid(every: Sequence[BenchmarkedModel]) -> Table:
         "KV cache per token",
     ]
     rows = []
-    places = list(dict.fromkeys(cell for one in every for cell in one.cells))
+    places = list(dict.fromkeys(cell for model in models for cell in model.cells))
     for cell in places:
-        for one in (one for one in every if cell in one.cells):
-            saved = [one.saved(phase, cell) for phase in PHASES]
-            guessed = [one.in_cell("predicted_time_saved", "toggled", phase, cell) for phase in PHASES]
-            held = [one.in_cell(name, "value", "model", cell) for name in ("peak_memory", "kv_bytes_per_token")]
+        for model in (model for model in models if cell in model.cells):
+            saved = [model.saved(phase, cell) for phase in PHASES]
+            guessed = [model.in_cell("predicted_time_saved", "toggled", phase, cell) for phase in PHASES]
+            held = [model.in_cell(name, "value", "model", cell) for name in ("peak_memory", "kv_bytes_per_token")]
             rows.append(
                 [
-                    f"{cell.name[:1].upper()}{cell.name[1:]}: {_name(one)}",
-                    *(_spread(one.time(phase, cell), seconds) for phase in PHASES),
+                    f"{cell.name[:1].upper()}{cell.name[1:]}: {model_name(model, short, 60)}",
+                    *(_spread(model.time(phase, cell), seconds) for phase in PHASES),
                     *(_spread(share, _percent) for share in saved),
                     *(NOTHING if share is None else _percent(share) for share in guessed),
                     *(NOTHING if count is None else _size(count) for count in held),
                 ]
             )
     note = "Times are medians over the rounds, in brackets the fastest and the slowest. Predicted: skipped in place."
-    return table("Every place of the grid", columns, rows, corner="Where", note=note, folded=True)
+    return Table("Every place of the grid", columns, rows, "Where", note, folded=True)
 
 
-def _corners(every: Sequence[BenchmarkedModel]) -> Table:
+def _orders(models: Sequence[BenchmarkedModel]) -> Table:
     """Quality, size and latency of quantising and skipping in both orders."""
     columns: Columns = {
-        "Held-out loss": lambda one: _number(one.loss, ".4f"),
-        "Added": lambda one: NOTHING if one.baseline else _difference(one.loss, one.base),
+        **LOSSES,
         "Weights": _bytes("parameter_bytes"),
-        "Prefill": lambda one: _absolute(one, "prefill"),
-        "Decode of a token": lambda one: _absolute(one, "decode"),
+        "Prefill": lambda model: _absolute(model, "prefill"),
+        "Decode of a token": lambda model: _absolute(model, "decode"),
     }
     note = "Times are medians over the rounds, in brackets the fastest and the slowest."
-    return _by_model("All corners", columns, every, note)
+    return _by_model("All corners", columns, models, note)
 
 
-def _norms(part: Part, found: Sequence[Part]) -> Table:
+def _norms(part: Part, parts: Sequence[Part]) -> Table:
     """Spectral norms of the original's projections in layers that lost a block and in those that kept it."""
     removal = planned(part)
     lost = set(removed(removal))
@@ -177,75 +179,52 @@ def _norms(part: Part, found: Sequence[Part]) -> Table:
             ratio = f"{middle[0] / middle[1]:.2f}×" if middle[1] else NOTHING
             spans = [f"{m:.3f} ({min(v):.3f} to {max(v):.3f})" for m, v in zip(middle, sets, strict=True)]
             rows.append([short(site, 60), *spans, ratio])
-    several = sum(other.kind == "skip" for other in found) > 1
+    several = sum(other.kind == "skip" for other in parts) > 1
     title = f"Spectral norms by projection: {short(part.label, 40)}" if several else "Spectral norms by projection"
     note = "Of the original’s weights: the median over layers, in brackets the least and the most."
-    return table(
-        title,
-        ["Skipped layers", "Kept layers", "Skipped over kept"],
-        rows,
-        corner="Projection",
-        note=note,
-        folded=True,
-    )
+    columns = ["Skipped layers", "Kept layers", "Skipped over kept"]
+    return Table(title, columns, rows, "Projection", note, folded=True)
 
 
 def _settings(part: Part) -> Table:
-    flat = flatten(part.meta.get("settings") or {})
-    rows = [[short(key, 80), short(value, 200)] for key, value in flat.items()]
     title = f"Settings of {short(part.label, 60)}" if part.label else "All settings"
-    return table(title, [""], rows, folded=True, text=True)
-
-
-def _number(value: float | None, form: str) -> str:
-    return NOTHING if value is None else minus(value, form)
-
-
-def _difference(value: float | None, base: float | None) -> str:
-    return NOTHING if value is None or base is None else minus(value - base, "+.4f")
+    return settings_table(title, part.meta.get("settings"))
 
 
 def _percent(share: float) -> str:
     return f"{minus(100 * share, '.1f')} %"
 
 
-def _spread(found: Spread | None, written: Callable[[float], str]) -> str:
-    if found is None:
+def _spread(spread: Spread | None, written: Callable[[float], str]) -> str:
+    if spread is None:
         return NOTHING
-    middle, low, high = (written(value) for value in found)
+    middle, low, high = (written(value) for value in spread)
     if low == high:
         return middle
     unit = next((end for end in UNITS if all(text.endswith(end) for text in (middle, low, high))), "")
     return f"{middle} ({low.removesuffix(unit)} to {high.removesuffix(unit)})"
 
 
-def _times(one: BenchmarkedModel, phase: str) -> str:
+def _times(model: BenchmarkedModel, phase: str) -> str:
     """Multiples of the original's."""
-    if one.baseline:
-        return NOTHING if one.relative(phase) is None else "1×"
-    return _spread(one.relative(phase), lambda value: f"{value:.2f}×")
+    if model.baseline:
+        return NOTHING if model.relative(phase) is None else "1×"
+    return _spread(model.relative(phase), lambda value: f"{value:.2f}×")
 
 
-def _absolute(one: BenchmarkedModel, phase: str) -> str:
-    cells = one.cells
-    return _spread(one.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(one, phase)
+def _absolute(model: BenchmarkedModel, phase: str) -> str:
+    cells = model.cells
+    return _spread(model.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(model, phase)
 
 
 def _over(
     measure: str, statistic: str, phase: str, written: Callable[[float], str]
 ) -> Callable[[BenchmarkedModel], str]:
-    def cell(one: BenchmarkedModel) -> str:
-        return _spread(one.over_grid(measure, statistic, phase), written)
-
-    return cell
+    return lambda model: _spread(model.over_grid(measure, statistic, phase), written)
 
 
 def _bytes(measure: str) -> Callable[[BenchmarkedModel], str]:
-    def cell(one: BenchmarkedModel) -> str:
-        value = one.single(measure)
-        return NOTHING if value is None else _size(value)
-
-    return cell
+    return lambda model: NOTHING if (value := model.single(measure)) is None else _size(value)
 
 
 def _size(value: float) -> str:
@@ -253,10 +232,10 @@ def _size(value: float) -> str:
     return f"{value:,.0f} B" if value < 2**14 else f"{value / 2**10:,.0f} KiB" if value < 2**20 else size(value)
 
 
-def _multiple(one: BenchmarkedModel, measure: str) -> str:
+def _multiple(model: BenchmarkedModel, measure: str) -> str:
     """Bytes as a multiple of the original's."""
-    own = one.single(measure)
-    base = one.of_original(measure)
+    own = model.single(measure)
+    base = model.of_original(measure)
     if own is None or not base or not math.isfinite(own):
         return NOTHING
-    return _size(own) if one.baseline else f"{own / base:.2f}×"
+    return _size(own) if model.baseline else f"{own / base:.2f}×"

@@ -1,35 +1,66 @@
-"""The result table by columns, for the browser: strings once, whole numbers as they are, floats in full precision."""
+"""Tables of the page: their record, tables with a row for each model or run, settings."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import pandas as pd
+from fulldepth.report.phrases import NOTHING, short
 
-MAX_ROWS = 200_000
-"""A page holds at most this many rows (about 5 MB); pairs of layers are the first to go."""
-MAX_STRING = 1000
-
-
-def pack(table: pd.DataFrame, limit: int = MAX_ROWS) -> dict[str, Any]:
-    """`columns`: name -> `{"values": [...], "codes": [...]}` for strings, a list with nulls for numbers.
-
-    `rows` is how many are here, `total` how many the table has, `left_out` says which are missing.
-    """
-    kept, missing = table, ""
-    if len(kept) > limit:
-        kept, missing = kept[kept["other"].isna()], "Pairs of layers are not among them."
-    if len(kept) > limit:
-        kept, missing = kept.tail(limit), f"Only the last {limit:,} rows without pairs of layers are among them."
-    columns = {str(name): _column(kept[name]) for name in kept.columns}
-    return {"columns": columns, "rows": len(kept), "total": len(table), "left_out": missing}
+Subject = TypeVar("Subject")
+PROSE = ("about", "source")
+"""Settings that are prose and decide nothing."""
 
 
-def _column(column: pd.Series) -> Any:
-    if pd.api.types.is_float_dtype(column) and not isinstance(column.dtype, pd.Float64Dtype):
-        return [value if math.isfinite(value) else None for value in column.tolist()]
-    if pd.api.types.is_numeric_dtype(column):
-        return [None if pd.isna(value) else value for value in column.tolist()]
-    codes, values = pd.factorize(column)
-    return {"values": [str(value)[:MAX_STRING] for value in values], "codes": [int(code) for code in codes]}
+@dataclass(frozen=True)
+class Table:
+    """A table on the page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """The name of the row, then a cell for each column."""
+    corner: str = ""
+    """Head of the first column."""
+    note: str = ""
+    folded: bool = False
+    """Whether it is behind its title."""
+    text: bool = False
+    """Whether the cells are text rather than numbers."""
+
+
+def by_subject(
+    title: str,
+    corner: str,
+    subjects: Sequence[tuple[str, Subject]],
+    columns: Mapping[str, Callable[[Subject], str]],
+    note: str = "",
+) -> Table:
+    """A row for each subject, given with its name; columns that none of them fills are left out."""
+    cells = {name: [cell(subject) for _, subject in subjects] for name, cell in columns.items()}
+    filled = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
+    rows = [[name, *row] for (name, _), *row in zip(subjects, *filled.values(), strict=True)] if filled else []
+    return Table(title, list(filled), rows, corner, note)
+
+
+def settings_table(title: str, settings: Any) -> Table:
+    """All settings that are set, folded."""
+    rows = [[short(key, 80), short(value)] for key, value in flatten(settings or {}).items() if key not in PROSE]
+    return Table(title, [""], rows, folded=True, text=True)
+
+
+def flatten(settings: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value as YAML would show it; what is unset is left out."""
+    if isinstance(settings, Mapping):
+        flat: dict[str, str] = {}
+        for key, value in settings.items():
+            flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    if settings is None or settings == []:
+        return {}
+    if isinstance(settings, bool):
+        return {prefix: str(settings).lower()}
+    if isinstance(settings, list | tuple):
+        return {prefix: ", ".join(map(str, settings))}
+    return {prefix: f"{settings:.12g}" if isinstance(settings, float) else str(settings)}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from fulldepth.errors import FulldepthError
-from fulldepth.figures.skipped import KINDS, TOGETHER
+from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.results import COLUMNS, SCHEMA_VERSION, TABLE, Results
 
-WORDS = {"measure": "measurement", "training": "training run", "comparison": "comparison"}
+NAMES = {"measure": "measurement", "training": "training run", "comparison": "comparison"}
 """Kind of a folder -> what it holds, where it is not one of `KINDS`."""
 
 
@@ -25,71 +26,69 @@ def together(folders: Sequence[str | Path]) -> Results:
         FulldepthError: if a folder is named twice or cannot be read, if one of them is not of `fulldepth skip`, or if
             they are about different models.
     """
-    places = [Path(folder) for folder in folders]
-    for at, place in enumerate(places):
-        if any(place.resolve() == other.resolve() for other in places[:at]):
-            raise FulldepthError(f"{place} is named twice.")
-    read = [Results.load(place) for place in places]
-    labels = names(places)
-    _check(labels, read)
-    found = sorted(zip(labels, read, strict=True), key=lambda item: KINDS.index(item[1].meta["kind"]))
-    tables = [one.table.assign(folder=label) for label, one in found]
+    paths = [Path(folder) for folder in folders]
+    for index, path in enumerate(paths):
+        if any(path.resolve() == other.resolve() for other in paths[:index]):
+            raise FulldepthError(f"{path} is named twice.")
+    loaded = [(label, Results.load(path)) for label, path in zip(names(paths), paths, strict=True)]
+    _check(loaded)
+    loaded.sort(key=lambda item: KINDS.index(item[1].meta["kind"]))
+    tables = [results.table.assign(folder=label) for label, results in loaded]
     columns = [*COLUMNS, *dict.fromkeys(name for table in tables for name in table.columns if name not in COLUMNS)]
-    whole = pd.concat([table.dropna(axis=1, how="all") for table in tables], ignore_index=True)
+    rows = pd.concat([table.dropna(axis=1, how="all") for table in tables], ignore_index=True)
     document = {
         "schema_version": SCHEMA_VERSION,
         "kind": TOGETHER,
-        "parts": [{**one.meta, "label": label} for label, one in found],
+        "parts": [{**results.meta, "label": label} for label, results in loaded],
     }
-    return Results(whole.reindex(columns=columns).astype(_types(tables)), document)
+    return Results(rows.reindex(columns=columns).astype(_types(tables)), document)
 
 
-def names(places: Sequence[Path]) -> list[str]:
+def names(paths: Sequence[Path]) -> list[str]:
     """As little of the end of each path as tells them apart."""
-    parts = [place.resolve().parts for place in places]
+    parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(part[-length:]) for part in parts]
-        if len(set(found)) == len(found):
-            return found
-    return [str(place.resolve()) for place in places]
+        labels = ["/".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path.resolve()) for path in paths]
 
 
-def rows_of(places: Sequence[Path]) -> str:
+def rows_of(paths: Sequence[Path]) -> str:
     """Where the rows of a page are, in one sentence."""
-    found = names(places)
-    if len(found) == 1:
-        return f"The file {TABLE} in {found[0]} holds all of them."
-    return f"The files {TABLE} in {', '.join(found[:-1])} and {found[-1]} hold all of them."
+    *others, last = names(paths)
+    if not others:
+        return f"The file {TABLE} in {last} holds all of them."
+    return f"The files {TABLE} in {', '.join(others)} and {last} hold all of them."
 
 
 def _types(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
     """Whole numbers stay whole where some folders do not have them."""
-    whole = {
-        name: "Int64" for table in tables for name in table.columns if pd.api.types.is_integer_dtype(table[name].dtype)
-    }
-    return {**whole, "value": "float64"}
+    integers = (name for table in tables for name in table.columns if pd.api.types.is_integer_dtype(table[name].dtype))
+    return {**dict.fromkeys(integers, "Int64"), "value": "float64"}
 
 
-def _check(labels: Sequence[str], read: Sequence[Results]) -> None:
+def _check(loaded: Sequence[tuple[str, Results]]) -> None:
     """Refuse folders that have nothing to do with each other."""
-    for label, one in zip(labels, read, strict=True):
-        kind = str(one.meta.get("kind"))
+    for label, results in loaded:
+        kind = str(results.meta.get("kind"))
         if kind not in KINDS:
             advice = " `fulldepth compare` puts such folders side by side." if kind in ("measure", "training") else ""
             raise FulldepthError(
-                f"{label} holds a {WORDS.get(kind, kind)}, which has no place on a page with others: expected folders "
+                f"{label} holds a {NAMES.get(kind, kind)}, which has no place on a page with others: expected folders "
                 f"of fulldepth skip ({', '.join(KINDS)}).{advice}"
             )
-    stated = [(label, *_subject(one.meta)) for label, one in zip(labels, read, strict=True)]
-    for at, (label, described, kind, found) in enumerate(stated):
-        for other, before, sort, earlier in stated[:at]:
-            if kind and sort and kind != sort:
-                raise FulldepthError(f"{label} is about a {kind}, {other} about a {sort}: they belong on pages apart.")
-            if found and earlier and described == before and found != earlier:
-                raise FulldepthError(
-                    f"{label} and {other} are about different models: the weights have the hashes {found[:19]} and "
-                    f"{earlier[:19]}. Make a page of each."
-                )
+    subjects = [(label, *_subject(results.meta)) for label, results in loaded]
+    for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
+        if class_name and other_class and class_name != other_class:
+            raise FulldepthError(
+                f"{label} is about a {class_name}, {other} about a {other_class}: they belong on pages apart."
+            )
+        if digest and other_hash and dtype == other_dtype and digest != other_hash:
+            raise FulldepthError(
+                f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
+                f"{other_hash[:19]}. Make a page of each."
+            )
 
 
 def _subject(meta: Mapping[str, Any]) -> tuple[str, str, str]:

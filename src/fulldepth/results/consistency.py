@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.figures.skipped import TOGETHER
+from fulldepth.figures.skip_results import TOGETHER
 
 NEEDED = {"training": ("step",), "comparison": ("model", "difference")}
 """Kind of results -> columns beside those of every table."""

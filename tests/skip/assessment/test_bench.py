@@ -19,7 +19,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.latency import AllocationTracker, Runner, Trial, cache_bytes, parameter_bytes
 from fulldepth.figures.benchmark import benchmarked_models
-from fulldepth.figures.skipped import parts
+from fulldepth.figures.skip_results import parts
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.skip.assessment.bench import bench, order

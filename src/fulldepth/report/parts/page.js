@@ -14,7 +14,7 @@ function drawVerdict() {
 function inWords(sentences) {
   if (!sentences.length) return [];
   const items = sentences.map((sentence) => el("li", {}, isolated(sentence)));
-  return [el("details", { class: "about in-words" }, el("summary", {}, DATA.in_words || "The table in words"), el("ul", {}, ...items))];
+  return [el("details", { class: "about in-words" }, el("summary", {}, DATA.in_words), el("ul", {}, ...items))];
 }
 
 function drawRemarks(now) {
@@ -68,13 +68,12 @@ function turnToPaper({ matches }) {
 }
 
 function start() {
-  const kinds = { single: "Layer report", series: "Layer report over training", comparison: "Comparison of models", training: "Training run", trainings: "Comparison of training runs", skip: "Blocks that went", curve: "Removal curve", bench: "Benchmark of exports", quantise: "Skipping and quantisation", skips: "Skipping report" };
   document.title = `${DATA.title} – fulldepth`;
-  byId("kind").textContent = `· ${kinds[DATA.kind]}`;
+  byId("kind").textContent = `· ${DATA.kind_name}`;
   byId("title").append(isolated(DATA.title));
   byId("byline").append(isolated(DATA.byline));
   byId("about").append(...DATA.about.flatMap(([what, text]) => [el("dt", {}, isolated(what)), el("dd", {}, isolated(text))]));
-  byId("about-title").textContent = DATA.kind.startsWith("training") ? "What was trained" : "What was measured";
+  byId("about-title").textContent = DATA.about_title;
   byId("about-box").hidden = !DATA.about.length;
   const shown = DATA.views.length;
   byId("foot").textContent = "Everything on this page is inside this file; it asks the network for nothing." + (DATA.checkpoints > shown ? ` The slider has ${shown} of ${DATA.checkpoints} checkpoints, the curves over training have all.` : "");

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.figures.rows import Curve, counted, number, select
-from fulldepth.figures.style import GRID, label
+from fulldepth.figures.curves import Curve, counted, number, select
+from fulldepth.figures.style import axis, label
 
 KINDS = ("skip", "curve", "bench", "quantise")
 """Kinds of result folders that one page can show together, in reading order."""
@@ -74,8 +74,8 @@ class Removal:
 
     def starts(self, other: Removal) -> bool:
         """Whether `other` goes the same way on the same data, as far or farther."""
-        same = (self.granularity, self.data) == (other.granularity, other.data)
-        return same and self.blocks == other.blocks[: len(self.blocks)]
+        alike = (self.granularity, self.data) == (other.granularity, other.data)
+        return alike and self.blocks == other.blocks[: len(self.blocks)]
 
 
 def of_plan(plan: Mapping[str, Any], name: str = "") -> Removal | None:
@@ -95,18 +95,15 @@ def of_plan(plan: Mapping[str, Any], name: str = "") -> Removal | None:
     )
 
 
-def removals(found: Iterable[Part]) -> list[Removal]:
+def removals(parts: Iterable[Part]) -> list[Removal]:
     """Every set of blocks that the folders know, once; a set in another order is another."""
-    every: dict[tuple[str, tuple[int, ...]], Removal] = {}
-    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for part in found:
-        for name, plan in plans(part):
-            if (one := of_plan(plan)) is not None:
-                key = (one.granularity, one.blocks)
-                every.setdefault(key, one)
-                names.setdefault(key, [])
-                names[key] += [name] if name and name not in names[key] else []
-    return [replace(one, names=tuple(names[key])) for key, one in every.items()]
+    known: dict[tuple[str, tuple[int, ...]], Removal] = {}
+    for removal in (of_plan(plan, name) for part in parts for name, plan in plans(part)):
+        if removal is not None:
+            key = (removal.granularity, removal.blocks)
+            earlier = known.get(key, removal)
+            known[key] = replace(earlier, names=tuple(dict.fromkeys((*earlier.names, *removal.names))))
+    return list(known.values())
 
 
 def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:
@@ -125,21 +122,17 @@ def planned(part: Part) -> Removal | None:
     return of_plan(plan, part.label) if isinstance(plan, Mapping) else None
 
 
-def layers_of(found: Iterable[Part]) -> int:
+def layers_of(parts: Iterable[Part]) -> int:
     """L, as a document says, or else as deep as anything is known."""
-    every = list(found)
-    stated = [model.get("num_layers") for part in every for model in _models(part)]
-    known = [count for count in stated if isinstance(count, int) and count > 0]
-    if known:
-        return known[0]
-    deepest = [part.table["layer"].max() for part in every if len(part.table)]
-    blocks = [max(one.blocks) for one in removals(every)]
+    folders = list(parts)
+    for part in folders:
+        baseline = [entry.get("model") for entry in part.meta.get("models") or []][:1]
+        for model in (part.meta.get("model"), *baseline):
+            if isinstance(layers := (model or {}).get("num_layers"), int) and layers > 0:
+                return layers
+    deepest = [part.table["layer"].max() for part in folders if len(part.table)]
+    blocks = [max(removal.blocks) for removal in removals(folders)]
     return max([int(layer) for layer in deepest if not pd.isna(layer)] + blocks, default=1) or 1
-
-
-def _models(part: Part) -> list[Mapping[str, Any]]:
-    baseline = [entry.get("model") or {} for entry in part.meta.get("models") or [] if isinstance(entry, Mapping)]
-    return [part.meta.get("model") or {}, *baseline[:1]]
 
 
 def by_removed(table: pd.DataFrame, measure: str, statistic: str = "mean", states: Sequence[str] = ()) -> Curve:
@@ -157,43 +150,32 @@ def by_removed(table: pd.DataFrame, measure: str, statistic: str = "mean", state
     )
 
 
-def removed_axis(most: int) -> dict[str, Any]:
+def removed_axis(largest: int) -> dict[str, Any]:
     """The x axis of a figure over the number of removed blocks, 0..most."""
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if most / s <= 13)
-    ticks = list(range(0, most + 1, step))
-    margin = max(0.4, most * 0.03)
-    return {
-        "title": {"text": "Blocks removed"},
-        "unifiedhovertitle": {"text": "%{x} removed"},
-        "range": [-margin, most + margin],
-        "tickvals": ticks,
-        "ticktext": [str(tick) for tick in ticks],
-    }
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
+    ticks = list(range(0, largest + 1, step))
+    margin = max(0.4, largest * 0.03)
+    return axis(
+        "Blocks removed",
+        unifiedhovertitle={"text": "%{x} removed"},
+        range=[-margin, largest + margin],
+        tickvals=ticks,
+        ticktext=[str(tick) for tick in ticks],
+    )
 
 
-def listed(numbers: Sequence[int], most: int = 8) -> str:
+def listed(numbers: Sequence[int], limit: int = 8) -> str:
     """`3, 7 and 8`, shortened after so many."""
-    shown = [str(one) for one in numbers[:most]]
-    if len(numbers) > most:
-        return f"{', '.join(shown)} and {len(numbers) - most} more"
+    shown = [str(number) for number in numbers[:limit]]
+    if len(numbers) > limit:
+        return f"{', '.join(shown)} and {len(numbers) - limit} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
-def what_went(one: Removal) -> str:
+def what_went(removal: Removal) -> str:
     """`attention blocks of layers 7, 8 and 3`, in order of removal."""
-    several = "s" if len(one.blocks) > 1 else ""
-    if one.granularity == "layer":
-        return f"layer{several} {listed(one.blocks)}"
-    thing = PARTS.get(one.granularity) or label(one.granularity, 24)
-    return f"{thing}{several} of layer{several} {listed(one.blocks)}"
-
-
-def marked_layers(layers: Iterable[int]) -> list[dict[str, Any]]:
-    """Shapes behind a figure over layers: a grey column at each of `layers`."""
-    return [
-        {
-            "type": "rect", "xref": "x", "yref": "paper", "x0": layer - 0.5, "x1": layer + 0.5, "y0": 0, "y1": 1,
-            "fillcolor": GRID, "line": {"width": 0}, "layer": "below",
-        }
-        for layer in layers
-    ]  # fmt: skip
+    several = "s" if len(removal.blocks) > 1 else ""
+    if removal.granularity == "layer":
+        return f"layer{several} {listed(removal.blocks)}"
+    thing = PARTS.get(removal.granularity) or label(removal.granularity, 24)
+    return f"{thing}{several} of layer{several} {listed(removal.blocks)}"

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from fulldepth.figures.curves import curve, select
 from fulldepth.figures.draw import line
 from fulldepth.figures.record import TRAINING, Figure, Method, Source, readings
-from fulldepth.figures.rows import curve, number, select
-from fulldepth.figures.steps import STEP_AXIS, change, step_line, thin
-from fulldepth.figures.style import CATEGORICAL, SEQUENTIAL, Figures, extremes, figure, label, layer_axis
+from fulldepth.figures.steps import Track, first_track, over_steps, thin, track
+from fulldepth.figures.style import (
+    CATEGORICAL,
+    SEQUENTIAL,
+    ZERO,
+    Figures,
+    axis,
+    categorical,
+    extremes,
+    figure,
+    label,
+    layer_axis,
+)
 
-LOSSES = {"validation_loss": "Validation", "train_loss": "Training"}
 TERMS = {
     "jump": "Jump penalty",
     "coherence": "Coherence penalty",
@@ -30,105 +39,75 @@ LATER = "Second half"
 """The reading of a figure that leaves the steep beginning out."""
 
 
-@dataclass(frozen=True)
-class Track:
-    """One number over steps. False where it has no finite value."""
-
-    steps: list[int]
-    values: list[float | None]
-    unit: str = "1"
-
-    def __bool__(self) -> bool:
-        return any(value is not None for value in self.values)
-
-    def later(self) -> Track:
-        """The second half of the steps; nothing where too little would be left to see."""
-        half = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if 2 * s >= max(self.steps, default=0)]
-        enough = 3 <= len(half) < len(self.steps)
-        return Track([s for s, _ in half], [v for _, v in half], self.unit) if enough else Track([], [])
+def terms(table: pd.DataFrame) -> list[str]:
+    """The penalties that the table knows, in the order of `TERMS`, then any other."""
+    sites = [str(site) for site in select(table, "penalty")["site"].dropna().unique()]
+    return [term for term in TERMS if term in sites] + [term for term in sites if term not in TERMS]
 
 
-def track(
-    table: pd.DataFrame, measure: str, site: str = "model", layer: int | None = None, column: str = "value"
-) -> Track:
-    """A row of each step as one line, ascending; of one layer where the rows have layers."""
-    rows = select(table, measure, site=site)
-    if layer is not None:
-        rows = rows[(rows["layer"] == layer).fillna(False).astype(bool)]
-    rows = rows.drop_duplicates("step", keep="last").sort_values("step")
-    units = rows["unit"].dropna().unique()
-    return Track(
-        [int(step) for step in rows["step"]],
-        [number(value) for value in rows[column]],
-        str(units[0]) if len(units) else "1",
+def _losses(source: Source) -> Figures:
+    tracks = [
+        track(source.table, "validation_loss", name="Validation"),
+        track(source.table, "train_loss", name="Training", color=CATEGORICAL[1], dash="dash"),
+    ]
+    later = [run_track.later() for run_track in tracks]
+    return readings(
+        (key, _loss(part, variant)) for key, part, variant in (("", tracks, "All steps"), ("later", later, LATER))
     )
 
 
-def terms(table: pd.DataFrame) -> list[str]:
-    """The penalties that the table knows, in the order of `TERMS`, then any other."""
-    known = [str(site) for site in select(table, "penalty")["site"].dropna().unique()]
-    return [term for term in TERMS if term in known] + [term for term in known if term not in TERMS]
-
-
-def _loss(table: pd.DataFrame, later: bool) -> go.Figure | None:
-    found = {name: track(table, measure) for measure, name in LOSSES.items()}
-    if later:
-        found = {name: one.later() for name, one in found.items()}
-    found = {name: one for name, one in found.items() if one}
-    if not found:
-        return None
-    traces = [
-        step_line(one.steps, one.values, name, CATEGORICAL[index], ".4f", "solid" if name == "Validation" else "dash")
-        for index, (name, one) in enumerate(found.items())
-    ]
-    name, shown = next(iter(found.items()))
-    return figure(
-        traces,
-        alt=change(f"{name} loss in nats", shown.steps, shown.values, ".3f"),
-        xaxis=STEP_AXIS,
-        yaxis={"title": {"text": "Loss (nats)"}},
-        variant=LATER if later else "All steps",
+def _loss(tracks: Sequence[Track], variant: str) -> go.Figure | None:
+    return over_steps(
+        tracks,
+        ".4f",
+        alt=first_track("{} loss in nats", ".3f"),
+        yaxis=axis("Loss (nats)"),
+        variant=variant,
         showlegend=True,
     )
 
 
-def _penalties(table: pd.DataFrame, meta: Mapping[str, Any]) -> Figures:
+def _penalties(source: Source) -> Figures:
     """One small figure a term: their sizes have nothing to do with one another."""
-    known = terms(table)
-    tracks = ((index, term, track(table, "penalty", term)) for index, term in enumerate(known))
+    logged_terms = terms(source.table)
     return readings(
         (
             term,
             penalty_figure(
-                [step_line(found.steps, found.values, term_name(term), CATEGORICAL[index % len(CATEGORICAL)], ".4~g")],
+                [track(source.table, "penalty", term, name=term_name(term), color=categorical(index)["color"])],
                 term,
-                found.unit,
-                change(term_name(term), found.steps, found.values, ".4g"),
-                _weight(meta, term),
-                beside=len(known) > 1,
+                first_track("{}", ".4g"),
+                _weight(source.meta, term),
+                beside=len(logged_terms) > 1,
             ),
         )
-        for index, term, found in tracks
-        if found
+        for index, term in enumerate(logged_terms)
     )
 
 
 def penalty_figure(
-    traces: list[go.Scatter], term: str, unit: str, alt: str, weight: float | None = None, *, beside: bool
-) -> go.Figure:
+    tracks: Sequence[Track],
+    term: str,
+    alt: Callable[[Sequence[Track]], str],
+    weight: float | None = None,
+    *,
+    beside: bool,
+    **layout: Any,
+) -> go.Figure | None:
     """The figure of one term; side by side with the others' where there are several."""
-    stated = weight is not None
-    return figure(
-        traces,
+    stated = "" if weight is None else f"weight {weight:g}"
+    return over_steps(
+        tracks,
+        ".4~g",
         title="Penalties over training" if beside else f"{term_name(term)} over training",
         subtitle="Mean since the previous evaluation, before its weight"
         + (f" of {weight:g}" if stated and not beside else ""),
         alt=alt,
-        xaxis=STEP_AXIS,
-        yaxis={"title": {"text": "nats" if unit == "nats" else "Penalty"}, "rangemode": "tozero", "tickformat": ".3~g"},
-        variant=term_name(term) + (f", weight {weight:g}" if stated else "") if beside else "",
+        yaxis=axis("nats" if tracks[0].unit == "nats" else "Penalty", **ZERO, tickformat=".3~g"),
+        variant=", ".join(filter(None, [term_name(term), stated])) if beside else "",
         beside=beside,
         height=300 if beside else 380,
+        **layout,
     )
 
 
@@ -140,36 +119,24 @@ def term_name(term: str) -> str:
 def _weight(meta: Mapping[str, Any], term: str) -> float | None:
     """The term's weight where the settings state it."""
     stated = ((meta.get("settings") or {}).get("objective") or {}).get(term)
-    found = stated.get("weight") if isinstance(stated, Mapping) else stated
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
-
-
-def _learning_rate(source: Source) -> go.Figure | None:
-    found = track(source.table, "learning_rate")
-    if not found:
-        return None
-    return figure(
-        [step_line(found.steps, found.values, "Learning rate", CATEGORICAL[0], ".3~e")],
-        alt=change("Learning rate", found.steps, found.values, ".2e"),
-        xaxis=STEP_AXIS,
-        yaxis={"title": {"text": "Learning rate"}, "rangemode": "tozero", "tickformat": "~e"},
-    )
+    weight = stated.get("weight") if isinstance(stated, Mapping) else stated
+    return float(weight) if isinstance(weight, int | float) and not isinstance(weight, bool) else None
 
 
 def _profiles(source: Source) -> go.Figure | None:
     """The displacement of every layer at a few steps, the later the stronger."""
     rows = select(source.table, "displacement", "mean", "residual")
-    found = {step: curve(rows[rows["step"] == step], "displacement", "mean") for step in sorted(set(rows["step"]))}
-    steps = [int(step) for step, one in found.items() if one]
+    profiles = {step: curve(rows[rows["step"] == step], "displacement", "mean") for step in sorted(set(rows["step"]))}
+    steps = [int(step) for step, profile in profiles.items() if profile]
     if not steps:
         return None
     shown = thin(steps, PROFILES)
-    last = found[shown[-1]]
+    last = profiles[shown[-1]]
     return figure(
-        [line(found[step], f"Step {step:,}", _shade(index, len(shown))) for index, step in enumerate(shown)],
+        [line(profiles[step], f"Step {step:,}", _shade(index, len(shown))) for index, step in enumerate(shown)],
         alt=extremes(f"Mean displacement at step {shown[-1]:,}", last.layers, last.values),
         xaxis=layer_axis(source.layers),
-        yaxis={"title": {"text": "Displacement Ψ"}, "rangemode": "tozero"},
+        yaxis=axis("Displacement Ψ", **ZERO),
         showlegend=True,
     )
 
@@ -180,23 +147,11 @@ def _shade(index: int, count: int) -> str:
     return SEQUENTIAL[final if count == 1 else first + round(index * (final - first) / (count - 1))]
 
 
-def _throughput(source: Source) -> go.Figure | None:
-    found = track(source.table, "throughput")
-    if not found:
-        return None
-    return figure(
-        [step_line(found.steps, found.values, "Throughput", CATEGORICAL[0], ",.0f")],
-        alt=change("Tokens per second", found.steps, found.values, ",.0f"),
-        xaxis=STEP_AXIS,
-        yaxis={"title": {"text": "Tokens/s"}, "rangemode": "tozero", "tickformat": "~s"},
-    )
-
-
 FIGURES = (
     Figure(
         "loss",
         "loss",
-        lambda source: readings((key, _loss(source.table, bool(key))) for key in ("", "later")),
+        _losses,
         kinds=(TRAINING,),
         title="Loss over training",
         subtitle="Cross-entropy per token without penalties; training: mean since the previous evaluation",
@@ -216,7 +171,12 @@ FIGURES = (
     Figure(
         "learning_rate",
         "loss",
-        _learning_rate,
+        lambda source: over_steps(
+            [track(source.table, "learning_rate", name="Learning rate")],
+            ".3~e",
+            alt=first_track("{}", ".2e"),
+            yaxis=axis("Learning rate", **ZERO, tickformat="~e"),
+        ),
         kinds=(TRAINING,),
         title="Learning rate",
         subtitle="As it stood at each evaluation",
@@ -224,7 +184,7 @@ FIGURES = (
     Figure(
         "penalty",
         "loss",
-        lambda source: _penalties(source.table, source.meta),
+        _penalties,
         kinds=(TRAINING,),
         methods=(
             Method(
@@ -257,7 +217,12 @@ FIGURES = (
     Figure(
         "throughput",
         "cost",
-        _throughput,
+        lambda source: over_steps(
+            [track(source.table, "throughput", name="Throughput")],
+            ",.0f",
+            alt=first_track("Tokens per second", ",.0f"),
+            yaxis=axis("Tokens/s", **ZERO, tickformat="~s"),
+        ),
         kinds=(TRAINING,),
         title="Throughput",
         subtitle="Tokens per second since the previous evaluation; evaluating and saving left out",

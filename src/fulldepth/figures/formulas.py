@@ -1,0 +1,58 @@
+"""Formulas of the notes on how to read the figures, from plain text to MathML."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+TOKEN = re.compile(r'\\[a-z]+|\\[{}]|"[^"]*"|[^\W\d_][^\W_]*|\d+|\S')
+SPACES = {r"\thin": "0.1em", r"\space": "0.2em", r"\quad": "0.8em"}
+SCRIPTS = {"_": "msub", "^": "msup", "^_": "msubsup"}
+LIMITS = {"_": "munder", "^": "mover", "^_": "munderover"}
+
+
+def mathml(formula: str) -> str:
+    r"""The elements inside `math`.
+
+    Words are identifiers, text in quotes is upright, `_` and `^` set scripts (limits of a sum), braces group; `\{` and
+    `\}` are signs. There are `\frac{a}{b}`, `\bar{a}` and the spaces `\thin`, `\space` and `\quad`. All other signs
+    stand as they are.
+    """
+    return "".join(_row(TOKEN.findall(formula)[::-1]))
+
+
+def _row(tokens: list[str], end: str = "") -> list[str]:
+    """The elements up to `end`; `tokens` is a stack, the next one last."""
+    elements = []
+    while tokens and tokens[-1] != end:
+        elements.append(_with_scripts(tokens))
+    if end:
+        tokens.pop()
+    return elements
+
+
+def _with_scripts(tokens: list[str]) -> str:
+    base, scripts = _element(tokens), {}
+    while tokens and tokens[-1] in SCRIPTS:
+        mark = tokens.pop()
+        scripts[mark] = _element(tokens)
+    if not scripts:
+        return base
+    tag = (LIMITS if base == "<mo>∑</mo>" else SCRIPTS)["".join(sorted(scripts, key="^_".index))]
+    return f"<{tag}>{base}{scripts.get('_', '')}{scripts.get('^', '')}</{tag}>"
+
+
+def _element(tokens: list[str]) -> str:
+    token = tokens.pop()
+    if token == "{":
+        elements = _row(tokens, "}")
+        return elements[0] if len(elements) == 1 else f"<mrow>{''.join(elements)}</mrow>"
+    if token == r"\frac":
+        return f"<mfrac>{_element(tokens)}{_element(tokens)}</mfrac>"
+    if token == r"\bar":
+        return f"<mover>{_element(tokens)}<mo>¯</mo></mover>"
+    if token in SPACES:
+        return f'<mspace width="{SPACES[token]}"></mspace>'
+    tag = "mtext" if token[0] == '"' else "mn" if token.isdigit() else "mi" if token[0].isalpha() else "mo"
+    text = escape(token.strip('"').removeprefix("\\"))
+    return f"<{tag}>{text}</{tag}>"

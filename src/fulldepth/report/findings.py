@@ -1,0 +1,81 @@
+"""Findings on the page: the cards with their numbers, and the sentences that the page opens with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fulldepth.report.phrases import figure_of, plus_minus, short
+
+Entry = Mapping[str, Any]
+"""A `Finding` as the document has it."""
+HEADLINES = {
+    "validation_loss": ("Validation loss", "at the last evaluation"),
+    "train_loss": ("Training loss", "since the evaluation before"),
+    "zeta_L": ("Jump of the last layer", "ζ of layer L"),
+    "zeta_L-1": ("Jump over the last two layers", "ζ of layer L − 1"),
+    "zeta_L-2": ("Jump over the last three layers", "ζ of layer L − 2"),
+    "last_layer_displacement": ("Displacement of the last layer", "Ψ of layer L"),
+    "mean_coherence": ("Mean coherence", "over layers"),
+    "median_saturation": ("Median saturation layer", "half of all have settled"),
+    "effective_depth": ("Effective depth", "layers needed"),
+    "time_per_step": ("Time per step", ""),
+    "throughput": ("Tokens per second", "since the evaluation before"),
+    "elapsed": ("Training time", ""),
+    "peak_memory": ("Peak memory", ""),
+}
+"""Name in `results.json` -> what it is called, and its symbol or place; in the order of the cards."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A finding as a page shows it."""
+
+    entry: Entry
+    card: tuple[str, str, str, str] | None = None
+    """Name, symbol, digits and unit on its card; None where it has none."""
+    later: bool = False
+    """Whether its sentence is folded, behind those that the page opens with."""
+    prefix: str = ""
+    """What the sentence is of, where the page is of several things."""
+
+
+def in_order(headline: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The findings in the order of the cards; names that are not known come last."""
+    known = {name: headline[name] for name in HEADLINES if name in headline}
+    return {**known, **headline}
+
+
+def with_cards(headline: Mapping[str, Entry], layers: object = None) -> list[Shown]:
+    """Every finding with its card; names that are not known stand as they are. `layers` is L of the model."""
+    return [
+        Shown(entry, (*HEADLINES.get(name, (short(name, 60), "")), *figure_of(entry, layers)))
+        for name, entry in in_order(headline).items()
+    ]
+
+
+def cards(findings: Sequence[Shown]) -> list[dict[str, str]]:
+    """`name`, `symbol`, `digits`, `unit` and `error` of every card."""
+    return [
+        dict(zip(("name", "symbol", "digits", "unit", "error"), (*shown.card, plus_minus(shown.entry)), strict=True))
+        for shown in findings
+        if shown.card
+    ]
+
+
+def sentences(findings: Sequence[Shown], most: int | None = None) -> tuple[list[str], list[str]]:
+    """The sentences that the page opens with, and those that are folded.
+
+    All of them open the page if they are at most `most`, or if every one is marked as later.
+    """
+    marked = [
+        (shown.later, shown.prefix + short(shown.entry["sentence"], 600))
+        for shown in findings
+        if shown.entry.get("sentence")
+    ]
+    texts = [text for _, text in marked]
+    first = [text for later, text in marked if not later] or texts
+    if most is not None:
+        first = texts if len(texts) <= most else first[:most]
+    return first, [text for text in texts if text not in first]

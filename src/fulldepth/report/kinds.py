@@ -1,0 +1,115 @@
+"""Every kind of page: its name, what stands around its figures, and its sections.
+
+A new kind of results is one `PageKind` here, built from functions of its own file, and a line in `VERBS` of
+`figures/record.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, TRAININGS, VERBS, Source
+from fulldepth.figures.skip_results import TOGETHER
+from fulldepth.report import measured, skipping, skipping_tables, training
+from fulldepth.report.findings import Shown
+from fulldepth.report.measured import Meta, Pairs
+from fulldepth.report.sections import OF_MODELS, OF_SKIPPING, OF_TRAINING, Section
+from fulldepth.report.tables import Table
+
+
+@dataclass(frozen=True)
+class PageKind:
+    """How the results of one kind become a page; `Source` is their table and document."""
+
+    name: str
+    """Beside the name of the program: `Layer report`."""
+    byline: Callable[[Source], str]
+    """One line under the title."""
+    about: Callable[[Source], Pairs]
+    """(what, text) pairs on the model, the data and the run; an empty text is not shown."""
+    findings: Callable[[Meta, Source], Sequence[Shown]] = measured.findings
+    """The findings of the document, or of the entry of one step: cards and sentences."""
+    title: Callable[[Source], str] = lambda source: measured.title(source.meta)
+    models: Callable[[Source], Table | None] = lambda _: None
+    """Several models side by side."""
+    tables: Callable[[Source], Mapping[str, Sequence[Table | Mapping[str, Any]]]] = lambda _: {}
+    """Id of a section -> tables (or strips of layers) before its figures."""
+    warnings: Callable[[Source], list[str]] = lambda source: measured.warnings(source.meta)
+    left_out: Callable[[Source], list[list[str]]] = lambda source: measured.left_out(source.meta)
+    about_title: str = "What was measured"
+    in_words: str = "The table in words"
+    """Title of the folded sentences."""
+    sections: Sequence[Section] = OF_MODELS
+    lead: int | None = None
+    """Sentences that the page opens with at most; None = no limit."""
+
+
+def _skip(name: str) -> PageKind:
+    return PageKind(
+        name,
+        skipping.byline,
+        skipping.about,
+        skipping.findings,
+        skipping.title,
+        skipping_tables.side_by_side,
+        skipping.tables,
+        skipping.warnings,
+        skipping.left_out,
+        in_words="More in words",
+        sections=OF_SKIPPING,
+        lead=6,
+    )
+
+
+def _measurement(name: str) -> PageKind:
+    return PageKind(
+        name,
+        lambda source: measured.byline(source.meta),
+        lambda source: measured.about(source.meta),
+        tables=measured.routers,
+    )
+
+
+PAGES = {
+    SINGLE: _measurement("Layer report"),
+    SERIES: _measurement("Layer report over training"),
+    COMPARISON: PageKind(
+        "Comparison of models",
+        lambda source: measured.compared(source.meta, "models"),
+        lambda source: measured.about_models(source.meta),
+        measured.differences,
+        models=measured.side_by_side,
+    ),
+    TRAINING: PageKind(
+        "Training run",
+        lambda source: measured.byline(source.meta, "trained"),
+        lambda source: training.about(source.meta),
+        tables=training.tables,
+        about_title="What was trained",
+        sections=OF_TRAINING,
+    ),
+    TRAININGS: PageKind(
+        "Comparison of training runs",
+        training.byline_of_runs,
+        lambda source: training.about_runs(source.meta),
+        training.differences,
+        models=training.side_by_side,
+        tables=training.tables_of_runs,
+        about_title="What was trained",
+        sections=OF_TRAINING,
+    ),
+    "skip": _skip("Blocks that went"),
+    "curve": _skip("Removal curve"),
+    "bench": _skip("Benchmark of exports"),
+    "quantise": _skip("Skipping and quantisation"),
+    TOGETHER: _skip("Skipping report"),
+}
+"""Kind of page -> how it is made."""
+
+
+def kind_of(source: Source) -> str:
+    """The key of `PAGES` for these results."""
+    stated = source.meta.get("kind")
+    return str(stated) if stated in VERBS else source.kind

@@ -1,0 +1,181 @@
+"""Pages of measurements and comparisons: title, findings, what was measured on what, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from fulldepth.figures.record import Source
+from fulldepth.report.findings import HEADLINES, Shown, with_cards
+from fulldepth.report.phrases import (
+    data_line,
+    dotted,
+    figure_of,
+    listed,
+    model_line,
+    plus_minus,
+    quantity,
+    seconds,
+    short,
+    size,
+    stated,
+    visible,
+)
+from fulldepth.report.tables import Table
+
+Meta = Mapping[str, Any]
+Pairs = list[tuple[str, str]]
+"""(what, text), an empty text where the document does not say."""
+TOKEN_LIMIT = 40
+"""Characters of a token that are kept."""
+
+
+def title(meta: Meta) -> str:
+    """Name of what the page is about."""
+    if meta.get("models"):
+        first, *others = [short(entry.get("label", "?"), 60) for entry in meta["models"]]
+        return f"{first} against {', '.join(others[:3])}" + (" and others" if len(others) > 3 else "")
+    run = meta.get("recipe") if meta.get("kind") == "training" else None
+    name = str(run or (meta.get("model") or {}).get("name") or "Unnamed model")
+    if name.startswith("/"):  # of a long path the end says most; the whole stands under "What was measured"
+        name = "/".join(PurePosixPath(name).parts[-2:]).lstrip("/") or name
+    return short(name, 160)
+
+
+def byline(meta: Meta, verb: str = "measured") -> str:
+    """The model and its data in one line."""
+    data = (meta.get("data") or {}).get("name")
+    return model_line(meta.get("model") or {}) + (f" · {verb} on {short(data, 100)}" if data else "")
+
+
+def compared(meta: Meta, subjects: str, at_step: str = "") -> str:
+    """How many `subjects` are compared, and how their layers meet."""
+    count = len(meta.get("models") or [])
+    depth = "by relative depth" if meta.get("depth") == "relative" else "layer by layer"
+    return f"{count} {subjects}, compared {at_step}{depth}" if count else ""
+
+
+def findings(entry: Meta, source: Source) -> list[Shown]:
+    """The findings of a measurement, a run, or a step."""
+    model = entry.get("model") or source.meta.get("model") or {}
+    return with_cards(entry.get("headline") or {}, model.get("num_layers"))
+
+
+def differences(entry: Meta, _: Source) -> list[Shown]:
+    """The findings of a comparison; sentences on what its table of models has come later."""
+    headline = entry.get("headline") or {}
+    return [Shown(finding, later=name.split(":")[0] in HEADLINES) for name, finding in headline.items()]
+
+
+def labelled(entry: Meta) -> str:
+    """Label of one of several models; the baseline is marked."""
+    label = short(entry.get("label", "?"), 60)
+    return f"{label} (baseline)" if entry.get("baseline") and label != "baseline" else label
+
+
+def side_by_side(source: Source) -> Table | None:
+    """The findings of several models as a table: one column a model, the baseline marked."""
+    models = source.meta.get("models") or []
+    known = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
+    if not known:
+        return None
+    rows = [[HEADLINES[name][0], *(_number(entry, name) for entry in models)] for name in known]
+    return Table("Models side by side", [labelled(entry) for entry in models], rows)
+
+
+def _number(entry: Meta, name: str) -> str:
+    """A model's number with its standard error and unit."""
+    finding = (entry.get("headline") or {}).get(name, {})
+    digits, unit = figure_of(finding, (entry.get("model") or {}).get("num_layers"))
+    return " ".join(filter(None, (digits, plus_minus(finding), unit)))
+
+
+def about(meta: Meta) -> Pairs:
+    """The model, the data, the tokens and the run."""
+    return [*_subject(meta), *run(meta)]
+
+
+def about_models(meta: Meta) -> Pairs:
+    """The same of several models; once where it is the same for all of them."""
+    subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in meta.get("models") or []]
+    pairs: Pairs = []
+    for what in subjects[0][1] if subjects else ():
+        texts = {subject[what] for _, subject in subjects}
+        if len(texts) == 1:
+            pairs += [(what, texts.pop())]
+        else:
+            pairs += [(f"{what} of {name}", subject[what]) for name, subject in subjects]
+    return [*pairs, *run(meta)]
+
+
+def _subject(meta: Meta) -> Pairs:
+    model, data, policy = (meta.get(key) or {} for key in ("model", "data", "token_policy"))
+    revision = stated(model, ("revision", "revision {}"))
+    hashes = [("config", model.get("config_hash")), ("data", data.get("hash"))]
+    return [
+        ("Model", dotted(stated(model, ("name", "{}")), model_line(model), revision)),
+        ("Data", dotted(stated(data, ("name", "{}")), data_line(data))),
+        ("Tokens", short(policy.get("sentence") or policy.get("name") or "", 400)),
+        ("Fingerprints", fingerprints(hashes)),
+    ]
+
+
+def fingerprints(hashes: Iterable[tuple[str, Any]]) -> str:
+    """Beginnings of the hashes that are known, each once."""
+    return dotted(*dict.fromkeys(f"{what} {short(value, 23)}" for what, value in hashes if value))
+
+
+def run(meta: Meta, written: str = "Measured") -> Pairs:
+    """How, when and with what it was run."""
+    timings, memory = meta.get("timings") or {}, meta.get("memory") or {}
+    spent = [("load", "loading"), ("forward", "forward passes"), ("total", "in all")]
+    times = [f"{seconds(timings[key])} {what}" for key, what in spent if timings.get(key) is not None]
+    return [
+        ("Sampling", listed(meta.get("sampling") or {})),
+        ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
+        ("Time", dotted(*times)),
+        ("Memory", dotted(*(f"{size(held)} {short(what, 30)}" for what, held in memory.items() if held is not None))),
+        ("Versions", listed(meta.get("versions") or {})),
+        (written, short(meta.get("created") or "", 40)),
+    ]
+
+
+def warnings(meta: Meta) -> list[str]:
+    """What to mind when reading; the models' own under their labels."""
+    texts = [short(text, 600) for text in meta.get("warnings") or []]
+    if meta.get("complete") is False:
+        texts.insert(0, "The run that wrote these results did not finish; what is here is complete in itself.")
+    for entry in meta.get("models") or []:
+        label = short(entry.get("label", "?"), 60)
+        texts += [f"{label}: {short(text, 600)}" for text in entry.get("warnings") or []]
+    return texts
+
+
+def left_out(meta: Meta) -> list[list[str]]:
+    """[measure, reason] of every measure that was left out."""
+    return [[short(e.get("measure", "?"), 60), short(e.get("reason", ""), 600)] for e in meta.get("left_out") or []]
+
+
+def routers(source: Source) -> dict[str, list[Table]]:
+    """The tokens that a model's dynamic routers answer to; nothing where the document names no routers."""
+    stated_routers = source.meta.get("router_tokens") or {}
+    rows = [
+        [
+            f"Layer {entry['layer']}, state {entry['source']}, head {entry['head']}",
+            " ".join(visible(short(token, TOKEN_LIMIT)) for token, _ in entry["tokens"]),
+            quantity(entry["tokens"][0][1], "1"),
+        ]
+        for entry in stated_routers.get("routers") or []
+        if entry["tokens"]
+    ]
+    total = stated_routers.get("of")
+    cut = f"The {len(rows)} of {total:,} routers" if isinstance(total, int) and total > len(rows) else "All routers"
+    note = (
+        f"{cut}, those with the nearest tokens first. A router reads state m the more, the more a token’s state looks "
+        "like the router’s vector. Listed are the tokens whose embeddings are nearest to it, and the largest cosine."
+    )
+    table = Table(
+        "Tokens of dynamic routers", ["Nearest tokens", "Cosine"], rows, "Router", note, folded=True, text=True
+    )
+    return {"memory": [table]}

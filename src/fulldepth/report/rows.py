@@ -1,0 +1,35 @@
+"""The result table by columns, for the browser: strings once, whole numbers as they are, floats in full precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+MAX_ROWS = 200_000
+"""A page holds at most this many rows (about 5 MB); pairs of layers are the first to go."""
+MAX_STRING = 1000
+
+
+def pack(table: pd.DataFrame, limit: int = MAX_ROWS) -> dict[str, Any]:
+    """`columns`: name -> `{"values": [...], "codes": [...]}` for strings, a list with nulls for numbers.
+
+    `rows` is how many are here, `total` how many the table has, `left_out` says which are missing.
+    """
+    rows, missing = table, ""
+    if len(rows) > limit:
+        rows, missing = rows[rows["other"].isna()], "Pairs of layers are not among them."
+    if len(rows) > limit:
+        rows, missing = rows.tail(limit), f"Only the last {limit:,} rows without pairs of layers are among them."
+    columns = {str(name): _column(rows[name]) for name in rows.columns}
+    return {"columns": columns, "rows": len(rows), "total": len(table), "left_out": missing}
+
+
+def _column(column: pd.Series) -> Any:
+    if pd.api.types.is_float_dtype(column) and not isinstance(column.dtype, pd.Float64Dtype):
+        return [value if math.isfinite(value) else None for value in column.tolist()]
+    if pd.api.types.is_numeric_dtype(column):
+        return [None if pd.isna(value) else value for value in column.tolist()]
+    codes, values = pd.factorize(column)
+    return {"values": [str(value)[:MAX_STRING] for value in values], "codes": [int(code) for code in codes]}
