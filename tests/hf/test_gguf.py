@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -17,7 +18,7 @@ import gguf_files
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
 
-IDS = torch.randint(0, 320, (2, 12), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,40 @@ def test_logits_are_those_of_the_stock_model(model, written):
         loaded = load_checkpoint(name, device="cpu").model
         assert isinstance(loaded, LlamaForCausalLM)
         torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+
+
+DECODER = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+FAMILIES = {
+    "Qwen2": DECODER,
+    "Qwen3": DECODER | {"head_dim": 16},
+    "Qwen3Moe": DECODER
+    | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "Gemma2": DECODER | {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
+    "Gemma3": DECODER | {"head_dim": 16, "sliding_window": 8},
+    "Phi3": DECODER | {"sliding_window": 8},
+    "Starcoder2": DECODER | {"sliding_window": None, "rope_theta": 5e4},
+    "StableLm": DECODER | {"partial_rotary_factor": 0.5, "rope_theta": 5e4},
+    "Nemotron": DECODER | {"head_dim": 8},
+    "Mistral": DECODER | {"sliding_window": None, "head_dim": 16},
+    "GPT2": GPT2 | {"eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_stock_logits(family, tmp_path):
+    torch.manual_seed(0)
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, name)(config_class(**FAMILIES[family])).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
 
 
 def test_untied_heads_and_quantised_matrices(tmp_path):
@@ -123,7 +158,7 @@ def test_frequencies_that_scale_nothing_are_fine(model, tmp_path):
 
 
 def test_tokenizers_that_are_absent_or_unknown(model, tmp_path):
-    refused(gguf_files.write(tmp_path / "a.gguf", model, tokenizer=False), "no tokenizer", load=load_tokenizer)
+    refused(gguf_files.write(tmp_path / "a.gguf", model, rule=None), "no tokenizer", load=load_tokenizer)
     refused(gguf_files.write(tmp_path / "b.gguf", model, rule="quux"), "'quux'", "--tokenizer", load=load_tokenizer)
 
 

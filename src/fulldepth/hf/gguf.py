@@ -27,9 +27,15 @@ from fulldepth.hf.gguf_header import Header, read_header
 SUFFIX, PACKAGE = ".gguf", "package:"
 SPLITS = "transformers.integrations.gguf.gguf_tokenizer_mapping"
 
-EQUIVALENT = {
-    "rope.freq_base": "rope_theta",
+SIZES = {
+    "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Entry below the architecture's name -> the option of a configuration that means the same, where it has one: weights
+of another shape are refused anyway."""
+SCALES = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -40,7 +46,7 @@ EQUIVALENT = {
     "attention.clamp_kqv": "clip_qkv",
     "expert_weights_scale": "routed_scaling_factor",
 }
-"""Entry below the architecture's name -> the option of a configuration that means the same."""
+"""Likewise, for entries that change the numbers of any model."""
 FREQUENCIES = "rope_freqs.weight"
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
@@ -133,18 +139,38 @@ def _apply_entries(header: Header, config: Any) -> None:
     }
     if entries.get("rope.scaling.type", "none") != "none" and entries.get("rope.scaling.factor", 0) != 1:
         raise _refused(header.path, f"rope.scaling.type = {entries['rope.scaling.type']}")
-    for name, option in EQUIVALENT.items():
+    for name, option in (SIZES | SCALES).items():
         value = entries.get(name)
         if value is None:
             continue
-        if option == "rope_theta":
-            if config.rope_parameters is not None:
-                config.rope_parameters["rope_theta"] = value
-        elif hasattr(config, option):
+        if hasattr(config, option):
             if not _close(getattr(config, option), value):
                 setattr(config, option, value)
-        elif not (name == "attention.key_length" and value * config.num_attention_heads == config.hidden_size):
+        elif name in SCALES:
             raise _refused(header.path, f"{name} = {value}")
+    _apply_rotary(header.path, entries, config)
+
+
+def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
+    """Put base and width of the rotary embedding into the configuration.
+
+    Raises:
+        FulldepthError: if it has a place for neither.
+    """
+    rotary = getattr(config, "rope_parameters", None)
+    if rotary is None:
+        if "rope.freq_base" in entries:
+            raise _refused(path, "rotary position embeddings")
+        return
+    rotary = rotary.get("full_attention", rotary)  # models with sliding windows have one entry for each kind of layer
+    if (base := entries.get("rope.freq_base")) is not None:
+        rotary["rope_theta"] = base
+    width, head = entries.get("rope.dimension_count"), getattr(config, "head_dim", None)
+    head = head or config.hidden_size // config.num_attention_heads
+    if width is not None and round(rotary.get("partial_rotary_factor", 1.0) * head) != width:
+        if "partial_rotary_factor" not in rotary:
+            raise _refused(path, f"rope.dimension_count = {width} of {head} channels")
+        rotary["partial_rotary_factor"] = width / head
 
 
 def _close(first: Any, second: Any) -> bool:
