@@ -141,6 +141,7 @@ def load_checkpoint(
                     trust_remote_code=trust_remote_code,
                     **options,
                 )
+    model.name_or_path = model.config.name_or_path = str(name)
     _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
@@ -182,6 +183,22 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
     check_config(where, revision)
     with _plain_errors(where):
         return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def find_tokenizer(name: str | Path) -> str | None:
+    """Where the tokenizer of a checkpoint is: in it, beside it, or in `tokenizer` beside it; a Hub name as it is.
+
+    None if a local folder and its surroundings hold none.
+    """
+    where = packaged(str(name))
+    folder = Path(where)
+    if not folder.is_dir() or find_gguf(where) is not None:
+        return where
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for place in (folder, folder.parent, folder.parent / "tokenizer"):
+            if (place / file).is_file():
+                return str(place)
+    return None
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
