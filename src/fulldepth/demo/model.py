@@ -24,9 +24,11 @@ MOST_BLOCKS = 30
 STEPS = 160
 """Of the tiny model that is trained where the package is absent."""
 MEASURE = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4}
-SEARCH = {"limit": 40, "epochs": 2, "dtype": "bfloat16"}
+SEARCH = {"limit": 40, "epochs": 1, "dtype": "bfloat16"}
 BENCH: dict[str, Any] = {"batches": (1,), "new_tokens": 8, "repeats": 3, "dtype": "bfloat16"}
 """Settings by which the whole demo takes less than five minutes on two cores."""
+MOST_LENGTH = 128
+"""Tokens of a sequence of the search, or as many as the model has positions."""
 
 
 def demo(
@@ -58,7 +60,8 @@ def demo(
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
         parts = {"measure": _measure(name, folder / "measure", seed, watcher)}
-        plan = _search(name, folder / "search", blocks, seed, watcher)
+        length = min(MOST_LENGTH, parts["measure"].meta["sampling"]["sequence_length"])
+        plan = _search(name, folder / "search", {"blocks": blocks, "sequence_length": length, "seed": seed}, watcher)
         parts["search"] = Results.load(folder / "search")
         parts["bench"] = _bench(name, plan, folder, watcher)
         report.write_index(folder, _chapters(name, blocks), title=NAME if PACKAGE in name else Path(name).name)
@@ -85,8 +88,8 @@ def _measure(name: str, folder: Path, seed: int, watcher: Watcher) -> Results:
     return results
 
 
-def _search(name: str, folder: Path, blocks: int, seed: int, watcher: Watcher) -> Plan:
-    settings = layer(SearchSettings, SEARCH, {"blocks": blocks, "seed": seed, "format": "fast"})
+def _search(name: str, folder: Path, chosen: dict[str, int], watcher: Watcher) -> Plan:
+    settings = layer(SearchSettings, SEARCH, {"format": "fast"}, chosen)
     plan = search_into(name, DATA, folder, settings, resume=folder.exists(), watcher=watcher)
     report.write(folder)
     return plan
