@@ -60,7 +60,7 @@ def demo(
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
         parts = {"measure": _measure(name, folder / "measure", seed, watcher)}
-        length = min(MOST_LENGTH, parts["measure"].meta["sampling"]["sequence_length"])
+        length = min(MOST_LENGTH, parts["measure"].meta["data"]["sequence_length"])
         plan = _search(name, folder / "search", {"blocks": blocks, "sequence_length": length, "seed": seed}, watcher)
         parts["search"] = Results.load(folder / "search")
         parts["bench"] = _bench(name, plan, folder, watcher)
