@@ -62,8 +62,8 @@ def table(rows: Iterable[Sequence[str]]) -> None:
     Console().print(grid)
 
 
-def finish(results: Any, page: Path) -> None:
-    """The headline as a short table, and where the page is."""
+def finish(results: Any, page: Path | None = None) -> None:
+    """The headline as a short table, and where the page is if there is one of its own."""
     rows = []
     for name, entry in results.headline.items():
         if ":" in name:  # a comparison's numbers of single models: the page has them all
@@ -83,7 +83,8 @@ def finish(results: Any, page: Path) -> None:
     console = Console()
     for line in results.meta.get("warnings") or []:
         console.print(f"Note: {line}", **PLAIN)
-    console.print(f"Page: {page}", **PLAIN)
+    if page is not None:
+        console.print(f"Page: {page}", **PLAIN)
 
 
 def line(text: str) -> None:

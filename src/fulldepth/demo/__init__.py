@@ -1,5 +1,6 @@
-"""`fulldepth demo`: train two small models, measure them, compare them. Composes the verbs' public functions."""
+"""`fulldepth demo`: the whole tool on a real model, or on three that it trains."""
 
-from fulldepth.demo.run import COMPARISON, demo
+from fulldepth.demo.model import demo
+from fulldepth.demo.training import COMPARISON, train_demo
 
-__all__ = ["COMPARISON", "demo"]
+__all__ = ["COMPARISON", "demo", "train_demo"]

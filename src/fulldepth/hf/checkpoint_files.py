@@ -121,7 +121,7 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
     """
     path = locate(where, CONFIG, revision)
     config = {} if path is None else _read_object(path, MOST_CONFIG_BYTES)
-    _check_numbers(path, config)
+    check_numbers(path, config)
     for key, value in _scalars(config):
         if key.endswith("_implementation") and isinstance(value, str) and set(value) & set("/:@"):
             raise FulldepthError(f"{path}: {one_line(key, 100)} names a kernel of others, {one_line(value, 100)!r}.")
@@ -140,7 +140,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     """
     for name in MODEL_FILES:
         if path := locate(where, name, revision):
-            _check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
+            check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
     if is_folder(where) and (shards := sorted(p.name for p in Path(where).glob("shard-*.safetensors"))):
         raise FulldepthError(f"{where} is a distributed checkpoint ({shards[0]}); expected {WEIGHTS} or {INDEX}.")
     if whole := locate(where, WEIGHTS, revision):
@@ -255,7 +255,7 @@ def check_processor_files(where: str, revision: str | None = None) -> None:
         if path is None:
             continue
         document = _read_object(path, MOST_CONFIG_BYTES)
-        _check_numbers(path, document)
+        check_numbers(path, document)
         for key, value in _scalars(document):
             if key in EDGES and isinstance(value, int | float) and not 1 <= value <= MOST_EDGE:
                 raise FulldepthError(f"{path}: {key} is {value}. Expected 1 to {MOST_EDGE} pixels.")
@@ -281,7 +281,7 @@ def _scalars(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _check_numbers(path: Path | None, document: dict[str, Any]) -> None:
+def check_numbers(path: Path | None, document: dict[str, Any]) -> None:
     """Refuse whole numbers so large that a list of that length would exhaust the memory."""
     for key, value in _scalars(document):
         if not isinstance(value, int) or any(part in key for part in OPEN_ENDED):

@@ -35,6 +35,8 @@ from fulldepth.hf.checkpoint_files import (
     check_tokenizer_files,
     is_folder,
 )
+from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged
+from fulldepth.hf.gguf_header import read_header
 from fulldepth.hf.shards import is_sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -103,7 +105,8 @@ def load_checkpoint(
     """Load a model in evaluation mode, from a local folder or by its Hub name.
 
     Args:
-        name: folder with `config.json` and `*.safetensors`, or a Hub name.
+        name: folder with `config.json` and `*.safetensors`, a GGUF file (or a folder with one), a Hub name, or
+            `package:NAME` for the checkpoint in an installed package.
         dtype: `auto` keeps the checkpoint's own precision.
         device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
         device_map: `auto`, or a map of modules to devices, for models larger than one device.
@@ -114,27 +117,33 @@ def load_checkpoint(
         FulldepthError: if nothing loadable is there, only pickled weights are, files are broken, or weights that the
             model needs are missing (stock loading would leave them at random with a warning).
     """
-    where = str(name)
-    _check_folder(where)
+    where = packaged(str(name))
+    gguf = find_gguf(where)
+    if gguf is None:
+        _check_folder(where)
     target = pick_device(device) if device_map is None else None
     config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
-    weights = check_model_files(where, revision)
+    weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
+    model: Any
     with _plain_errors(where):
         loader = _model_class(where, config, trust_remote_code)
-        placed = {"device_map": device_map} if device_map is not None else {}
         with _quiet(), bounded_construction(where, weights):
-            model, info = loader.from_pretrained(
-                where,
-                dtype=pick_dtype(dtype),
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                **placed,
-            )
+            if gguf is not None:
+                model, info = load_gguf_model(gguf, config, loader, **options)
+            else:
+                model, info = loader.from_pretrained(
+                    where,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, by name
+                    revision=revision,
+                    trust_remote_code=trust_remote_code,
+                    **options,
+                )
+    model.name_or_path = model.config.name_or_path = str(name)
     _check_fit(where, type(model).__name__, info)
-    if getattr(config, "quantization_config", None) is None:
+    if gguf is None and getattr(config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
     warnings = []
     if info["unexpected_keys"]:
@@ -143,7 +152,7 @@ def load_checkpoint(
         warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {first}).")
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
-    return Checkpoint(model.eval(), where, revision, tuple(warnings))
+    return Checkpoint(model.eval(), str(name), revision, tuple(warnings))
 
 
 def _check_fit(where: str, model: str, info: dict[str, Any]) -> None:
@@ -167,10 +176,29 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
     Raises:
         FulldepthError: if there is none, it is damaged, or it holds numbers that no model has.
     """
-    where = str(name)
+    where = packaged(str(name))
+    if (gguf := find_gguf(where)) is not None:
+        with _plain_errors(where), _quiet():
+            return load_gguf_config(gguf)
     check_config(where, revision)
     with _plain_errors(where):
         return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def find_tokenizer(name: str | Path) -> str | None:
+    """Where the tokenizer of a checkpoint is: in it, beside it, or in `tokenizer` beside it; a Hub name as it is.
+
+    None if a local folder and its surroundings hold none.
+    """
+    where = packaged(str(name))
+    folder = Path(where)
+    if not folder.is_dir() or find_gguf(where) is not None:
+        return where
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for place in (folder, folder.parent, folder.parent / "tokenizer"):
+            if (place / file).is_file():
+                return str(place)
+    return None
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -179,10 +207,15 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     Raises:
         FulldepthError: if there is none, or its files are damaged.
     """
-    where = str(name)
-    check_tokenizer_files(where, revision)
+    where = packaged(str(name))
+    gguf = find_gguf(where)
+    if gguf is None:
+        check_tokenizer_files(where, revision)
     with _plain_errors(where, what="tokenizer"), _quiet():
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        if gguf is not None:
+            tokenizer = load_gguf_tokenizer(gguf)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # some files load, and fail when asked
     for name, number in special.items():
         if number is not None and not isinstance(number, int):
@@ -252,7 +285,9 @@ def _check_folder(where: str) -> None:
             raise FulldepthError(f"No such folder: {where}. Expected a checkpoint folder or a Hub name (owner/name).")
         return
     if not folder.is_dir():
-        raise FulldepthError(f"{where} is a file; expected a checkpoint folder with config.json and *.safetensors.")
+        raise FulldepthError(
+            f"{where} is a file; expected a checkpoint folder with config.json and *.safetensors, or a GGUF file."
+        )
     if not (folder / "config.json").is_file():
         holds = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, locked
+from fulldepth.report.index import INDEX, Chapter, render_index
 from fulldepth.report.page import assemble
 from fulldepth.report.payload import payload
 from fulldepth.report.together import rows_of, together
@@ -71,14 +72,28 @@ def write_together(folders: Sequence[str | Path], output: str | Path | None = No
         return _save(html, target)
 
 
-def _save(html: str, folder: Path) -> Path:
+def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) -> Path:
+    """Write `index.html`, which links the pages of the result folders below and lists their findings.
+
+    Args:
+        folder: holds the result folders.
+        chapters: in the order of the page.
+        title: of the page.
+
+    Raises:
+        FulldepthError: if a folder holds no readable results, or the page cannot be written.
+    """
+    return _save(render_index(Path(folder), chapters, title), Path(folder), INDEX)
+
+
+def _save(html: str, folder: Path, name: str = PAGE) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic(folder / PAGE) as part:
+        with atomic(folder / name) as part:
             part.write_text(html, encoding="utf-8")
     except OSError as error:
-        raise FulldepthError(f"Cannot write {folder / PAGE}: {error.strerror or error}.") from error
-    return folder / PAGE
+        raise FulldepthError(f"Cannot write {folder / name}: {error.strerror or error}.") from error
+    return folder / name
 
 
-__all__ = ["render", "write", "write_together"]
+__all__ = ["Chapter", "render", "write", "write_index", "write_together"]

@@ -1,4 +1,4 @@
-"""The whole tool in one command: train a baseline and JREG side by side, measure their checkpoints, compare them."""
+"""`fulldepth demo --train`: trains a baseline, a tree residual and JREG side by side, measures and compares them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
 
-RECIPES = {"baseline": "tiny-llama", "jreg": "tiny-jreg"}
-"""Name of each model -> its recipe: the same model, data and order, with and without the displacement penalty."""
+RECIPES = {"baseline": "tiny-llama", "tree": "tiny-tree", "jreg": "tiny-jreg"}
+"""Name of each model -> its recipe: the same sizes, data and order."""
 CHECKPOINTS = 4
 """Kept of each run, evenly spaced."""
 LEAST, MOST = 20, 1_000_000
@@ -23,20 +23,20 @@ RUN, RESULTS, COMPARISON, TRAINING = "run", "results", "comparison", "training"
 """Sub-folders: of each model its training run and what was measured; of the demo the two comparisons."""
 
 
-def demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: Watcher | None = None) -> Results:
-    """Train both models, measure every checkpoint on text that was not trained on, and put them on one page.
+def train_demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: Watcher | None = None) -> Results:
+    """Train the models, measure every checkpoint on text that was not trained on, and put them on one page.
 
     A demo that was interrupted goes on where it stopped.
 
     Args:
-        output: folder for `baseline/` and `jreg/` (each with `run/` and `results/`), `training/` (both runs' curves)
-            and `comparison/` (both models measured).
+        output: folder for `baseline/`, `tree/` and `jreg/` (each with `run/` and `results/`), `training/` (the
+            curves of all runs) and `comparison/` (all models measured).
         steps: optimiser steps of each model, 16 x 128 tokens each.
         seed: of the weights and the order of the data.
         watcher: told what happens.
 
     Returns:
-        The comparison of the two measured models.
+        The comparison of the measured models.
 
     Raises:
         FulldepthError: if `steps` is too small or too large, or the folder holds another demo or is held by another

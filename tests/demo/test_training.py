@@ -1,4 +1,4 @@
-"""The demo with smaller models and fewer steps: trains two, measures, compares, and goes on after an interruption."""
+"""`demo --train` with smaller models and fewer steps: trains, measures, compares, goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fulldepth import cli
-from fulldepth.demo import run as demo
+from fulldepth.demo import training as demo
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -56,7 +56,7 @@ def interrupted(folder: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        demo.demo(folder, steps=STEPS, watcher=Watcher(begin=begin, advance=advance))
+        demo.train_demo(folder, steps=STEPS, watcher=Watcher(begin=begin, advance=advance))
     assert (folder / "baseline" / "run" / "checkpoint-10").is_dir()
     assert not (folder / "baseline" / "run" / "checkpoint-15").exists()
 
@@ -65,7 +65,7 @@ def interrupted(folder: Path) -> None:
 def test_the_demo_trains_measures_and_compares(small, tmp_path, monkeypatch, capsys):
     """A whole demo by the command line; the same again; another one in its folder; one that was interrupted."""
     out = tmp_path / "demo"
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "demo", "--output", str(out), "--steps", str(STEPS)])
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "demo", "--train", "--output", str(out), "--steps", str(STEPS)])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
     printed = capsys.readouterr()
@@ -77,7 +77,7 @@ def test_the_demo_trains_measures_and_compares(small, tmp_path, monkeypatch, cap
         series = Results.load(out / name / "results")
         assert sorted(set(series.table["step"])) == MOMENTS
     together = Results.load(out / "comparison")
-    assert [model["label"] for model in together.meta["models"]] == ["baseline", "jreg"]
+    assert [model["label"] for model in together.meta["models"]] == ["baseline", "tree", "jreg"]
     psi = together.table[(together.table.measure == "displacement") & (together.table.statistic == "mean")]
     psi = psi[(psi.site == "residual") & (psi.layer == 3)].set_index("model").value
     assert psi["jreg"] < psi["baseline"], "the penalty turns the last layer less"
@@ -96,11 +96,11 @@ def test_the_demo_trains_measures_and_compares(small, tmp_path, monkeypatch, cap
 
     before = times(out)
     with pytest.raises(FulldepthError, match="steps was 20, is 40"):
-        demo.demo(out, steps=40)
+        demo.train_demo(out, steps=40)
     assert times(out) == before
 
     interrupted(tmp_path / "broken")
-    demo.demo(tmp_path / "broken", steps=STEPS)
+    demo.train_demo(tmp_path / "broken", steps=STEPS)
     for name in ("baseline", "jreg"):
         resumed, whole = weights(tmp_path / "broken", name), weights(out, name)
         assert all(torch.equal(resumed[key], whole[key]) for key in whole)
@@ -108,11 +108,12 @@ def test_the_demo_trains_measures_and_compares(small, tmp_path, monkeypatch, cap
 
 def test_too_few_steps_for_the_checkpoints(tmp_path):
     with pytest.raises(FulldepthError, match=r"at least 20 steps, .*got 19"):
-        demo.demo(tmp_path / "run", steps=19)
+        demo.train_demo(tmp_path / "run", steps=19)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_two_recipes_differ_in_the_penalty_alone():
-    plain, jreg = (read(recipe, "train") for recipe in demo.RECIPES.values())
-    different = {key for key in plain.keys() | jreg.keys() if plain.get(key) != jreg.get(key)}
-    assert different <= {"about", "source", "objective", "method"}
+def test_the_recipes_differ_in_one_thing_each():
+    plain, tree, jreg = (read(recipe, "train") for recipe in demo.RECIPES.values())
+    for other, own in ((tree, {"model"}), (jreg, {"objective", "method"})):
+        different = {key for key in plain.keys() | other.keys() if plain.get(key) != other.get(key)}
+        assert different <= {"about", "source"} | own

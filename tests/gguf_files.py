@@ -1,0 +1,149 @@
+"""Writes tiny GGUF files from stock models: names by llama.cpp's own table, what it changes in weights by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedModel
+
+ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "qwen3_moe": "qwen3moe"}
+"""Model type -> name of the architecture in llama.cpp, where it is another."""
+ONE_ADDED = ("gemma2", "gemma3", "nemotron")
+"""Architectures whose norms are stored with 1 added to the weights."""
+SPLIT_EXPERTS = ("ffn_gate_exps", "ffn_up_exps")
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+OPTIONS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "feed_forward_length": ("intermediate_size", "ffn_hidden_size"),
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+"""Entry below the architecture's name -> option of the configuration, or several names of it."""
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a query or key projection from halves (transformers) to pairs (llama.cpp), head by head."""
+    rows = torch.arange(weight.shape[0]).view(heads, 2, -1)  # [heads, half, pair]
+    return weight[rows.transpose(1, 2).reshape(-1)]
+
+
+def vocabulary(size: int) -> tuple[list[str], list[str]]:
+    """Tokens of a byte-level BPE and its merges: three marks, all bytes, and a few words."""
+    tokens, merges = [*SPECIAL, *sorted(ByteLevel.alphabet())], []
+    for left, right in (("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2"), ("12", "3"), ("o", "f")):
+        merges.append(f"{left} {right}")
+        tokens.append(left + right)
+    return tokens + [f"[unused{i}]" for i in range(size - len(tokens))], merges
+
+
+def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", quantise: Any = None,
+          architecture: str | None = None, entries: dict[str, Any] | None = None,
+          extra: dict[str, np.ndarray] | None = None) -> Path:  # fmt: skip
+    """Write a decoder.
+
+    Args:
+        path: of the file.
+        model: float32, with a vocabulary of 300 or more.
+        rule: name of the tokenizer's way to split text; None = the file holds no tokenizer.
+        quantise: a `gguf.GGMLQuantizationType` for matrices; None = float32.
+        architecture: name in the metadata, if not the model's.
+        entries: further metadata below the architecture's name: numbers or strings.
+        extra: further tensors.
+    """
+    config = model.config
+    own = ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = architecture or own
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    for name, value in (_entries(config) | (entries or {})).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{name}", value)
+    if rule is not None:
+        _add_tokenizer(writer, config.vocab_size, rule)
+    for name, weight in {**_tensors(model, own), **(extra or {})}.items():
+        if quantise is not None and weight.ndim == 2:
+            writer.add_tensor(name, gguf.quantize(weight, quantise), raw_dtype=quantise)
+        else:
+            writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    found = {}
+    for name, options in OPTIONS.items():
+        values = [getattr(config, option, None) for option in ([options] if isinstance(options, str) else options)]
+        if stated := [value for value in values if value is not None]:
+            found[name] = stated[0]
+    found.setdefault("feed_forward_length", 4 * config.hidden_size)
+    found.setdefault("attention.head_count_kv", config.num_attention_heads)
+    if rotary := getattr(config, "rope_parameters", None):
+        rotary = rotary.get("full_attention", rotary)
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found["rope.freq_base"] = float(rotary["rope_theta"])
+        found["rope.dimension_count"] = int(head * rotary.get("partial_rotary_factor", 1.0))
+    return found
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, size: int, rule: str) -> None:
+    tokens, merges = vocabulary(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(rule)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT)
+
+
+def _tensors(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarray]:
+    """Name in llama.cpp -> weight."""
+    config, weights = model.config, {}
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for full_name, parameter in model.state_dict().items():
+        if full_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        weight = parameter.detach()
+        if full_name.endswith("experts.gate_up_proj"):
+            for name, half in zip(SPLIT_EXPERTS, weight.chunk(2, dim=1), strict=True):
+                weights[f"blk.{full_name.split('.')[2]}.{name}.weight"] = half
+            continue
+        module, _, suffix = (
+            full_name.rpartition(".") if full_name.endswith(("weight", "bias")) else (full_name, "", "weight")
+        )
+        name = names.get_name(module)
+        if config.model_type == "gpt2" and weight.ndim == 2 and ".h." in full_name:
+            weight = weight.T  # Conv1D
+        if architecture in ONE_ADDED and name.endswith("norm") and suffix == "weight":
+            weight = weight + 1
+        heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None)}
+        if architecture == "llama" and name.split(".")[-1] in heads:
+            weight = interleaved(weight, heads[name.split(".")[-1]])
+        weights[f"{name}.{suffix}"] = weight
+    return {name: np.ascontiguousarray(weight.numpy()) for name, weight in weights.items()}

@@ -1,0 +1,212 @@
+"""GGUF files: numbers as of the stock model, tokens as of llama.cpp, and every other file refused in one sentence."""
+
+import io
+import sys
+import time
+from contextlib import suppress
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import gguf_files
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import load_checkpoint, load_tokenizer
+
+IDS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=5e4,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    return model
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory):
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_logits_are_those_of_the_stock_model(model, written):
+    for name in (written, written.parent):  # the file, and the folder that holds it
+        loaded = load_checkpoint(name, device="cpu").model
+        assert isinstance(loaded, LlamaForCausalLM)
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+
+
+DECODER = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+FAMILIES = {
+    "Qwen2": DECODER,
+    "Qwen3": DECODER | {"head_dim": 16},
+    "Qwen3Moe": DECODER
+    | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "Gemma2": DECODER | {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 3.0},
+    "Gemma3": DECODER | {"head_dim": 16, "sliding_window": 8},
+    "Phi3": DECODER | {"sliding_window": 8},
+    "Starcoder2": DECODER | {"sliding_window": None, "rope_theta": 5e4},
+    "StableLm": DECODER | {"partial_rotary_factor": 0.5, "rope_theta": 5e4},
+    "Nemotron": DECODER | {"head_dim": 8},
+    "Mistral": DECODER | {"sliding_window": None, "head_dim": 16},
+    "GPT2": GPT2 | {"eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_stock_logits(family, tmp_path):
+    torch.manual_seed(0)
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, name)(config_class(**FAMILIES[family])).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+
+
+def test_untied_heads_and_quantised_matrices(tmp_path):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model, kind = LlamaForCausalLM(config).eval(), gguf.GGMLQuantizationType.Q8_0
+    path = gguf_files.write(tmp_path / "q8.gguf", model, quantise=kind)
+    with torch.no_grad():  # a block of 32 weights holds a scale in float16 and whole numbers of 8 bits
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                blocks = weight.numpy().reshape(-1, 32)  # along rows, so the order of rows does not matter
+                scale = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float32)
+                steps = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)
+                rounded = np.trunc(np.abs(steps) + 0.5) * np.sign(steps)
+                weight.copy_(torch.from_numpy(rounded * scale.astype(np.float16).astype(np.float32)).view_as(weight))
+    torch.testing.assert_close(logits(load_checkpoint(path, device="cpu").model), logits(model), rtol=0, atol=1e-5)
+
+
+def test_saved_again_it_is_an_ordinary_checkpoint(written, model, tmp_path):
+    load_checkpoint(written, device="cpu").model.save_pretrained(tmp_path)
+    load_tokenizer(written).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    torch.testing.assert_close(logits(stock), logits(model), rtol=0, atol=1e-6)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "<|im_start|>the 123 of<|im_end|>"
+    assert tokenizer.encode(text) == load_tokenizer(written).encode(text)
+    assert tokenizer.chat_template == gguf_files.CHAT
+
+
+def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
+    tokens, _ = gguf_files.vocabulary(320)
+    number = {token: index for index, token in enumerate(tokens)}
+    tokenizer = load_tokenizer(written)
+    expected = ["<|im_start|>", "the", "Ġ", "1", "2", "3", "Ġ", "of", "<|im_end|>"]  # smollm: digit by digit
+    assert tokenizer.encode("<|im_start|>the 123 of<|im_end|>") == [number[token] for token in expected]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the"}], tokenize=False)
+    assert chat == "<|im_start|>user\nthe<|im_end|>\n"
+    whole = load_tokenizer(gguf_files.write(tmp_path / "gpt2.gguf", model, rule="gpt-2"))
+    assert whole.encode("123") == [number["123"]]
+
+
+def refused(path, *words, load=load_checkpoint):
+    with pytest.raises(FulldepthError) as error:
+        load(path)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert len(message) < 700
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architecture": "quux"}, ["quux"]),
+        ({"entries": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}}, ["rope.scaling.type = yarn"]),
+        ({"entries": {"attention.scale": 0.5}}, ["attention.scale = 0.5"]),
+        ({"extra": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}}, ["scaled rotary frequencies"]),
+        ({"extra": {"blk.0.attn_q.bias": np.ones(64, dtype=np.float32)}}, ["113,152", "took 113,088"]),
+    ],
+)
+def test_what_transformers_would_drop_is_refused(model, tmp_path, changes, words):
+    refused(gguf_files.write(tmp_path / "odd.gguf", model, **changes), *words)
+
+
+def test_frequencies_that_scale_nothing_are_fine(model, tmp_path):
+    path = gguf_files.write(tmp_path / "ones.gguf", model, extra={"rope_freqs.weight": np.ones(8, dtype=np.float32)})
+    torch.testing.assert_close(logits(load_checkpoint(path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
+
+
+def test_tokenizers_that_are_absent_or_unknown(model, tmp_path):
+    refused(gguf_files.write(tmp_path / "a.gguf", model, rule=None), "no tokenizer", load=load_tokenizer)
+    refused(gguf_files.write(tmp_path / "b.gguf", model, rule="quux"), "'quux'", "--tokenizer", load=load_tokenizer)
+
+
+def test_several_files_are_not_chosen_between(written, tmp_path):
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).write_bytes(written.read_bytes())
+    refused(tmp_path, "one.gguf", "two.gguf", "name one")
+
+
+def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
+    for name, holds in (("with-gguf", ["with_gguf/tiny.gguf"]), ("without", ["without/code.py"])):
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in holds))
+    (tmp_path / "with_gguf").mkdir()
+    (tmp_path / "with_gguf" / "tiny.gguf").write_bytes(written.read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    checkpoint = load_checkpoint("package:with-gguf", device="cpu")
+    assert checkpoint.name == "package:with-gguf"
+    torch.testing.assert_close(logits(checkpoint.model), logits(model), rtol=0, atol=1e-6)
+    assert load_tokenizer("package:with-gguf").encode("the") == load_tokenizer(written).encode("the")
+    refused("package:without", "no .gguf")
+    refused("package:quux", "not installed", "pip install")
+    assert "with_gguf" not in sys.modules
+
+
+def test_without_the_package_gguf(written, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr("fulldepth.hf.gguf_header.find_spec", lambda name: None)
+    refused(written, "fulldepth[gguf]")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_are_refused_or_read(written, tmp_path, data):
+    whole = bytearray(written.read_bytes())
+    metadata = len(whole) - sum(tensor.n_bytes for tensor in gguf.GGUFReader(written).tensors)
+    stream = io.BytesIO(whole)
+    if data.draw(st.booleans()):
+        stream.truncate(data.draw(st.integers(0, len(whole) - 33)))
+    else:
+        stream.seek(data.draw(st.integers(0, metadata - 8)))
+        stream.write(data.draw(st.sampled_from([b"\xff" * 8, b"\x00" * 8, b"\xff", b"\x08", b"\x09\x00\x00\x00"])))
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(stream.getvalue())
+    begin = time.process_time()
+    with suppress(FulldepthError):  # nothing else, and no hang
+        load_checkpoint(path, device="cpu")
+        load_tokenizer(path)
+    assert time.process_time() - begin < 20
