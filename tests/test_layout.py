@@ -55,7 +55,7 @@ EVERYWHERE = {"distributed", "errors", "files", "fingerprint", "launch", "progre
 
 LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
-OPTIONAL = {"bitsandbytes", "gptqmodel", "lm_eval", "torchao", "trl"}
+OPTIONAL = {"bitsandbytes", "gguf", "gptqmodel", "lm_eval", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
 WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".report", ".results"]

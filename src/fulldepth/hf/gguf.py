@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import redirect_stderr
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from io import StringIO
 from math import prod
@@ -25,8 +24,6 @@ from fulldepth.hf.checkpoint_files import check_numbers
 from fulldepth.hf.gguf_header import Header, read_header
 
 SUFFIX, PACKAGE = ".gguf", "package:"
-SPLITS = "transformers.integrations.gguf.gguf_tokenizer_mapping"
-
 SIZES = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
@@ -117,7 +114,7 @@ def load_gguf_config(path: Path) -> Any:
     """
     header = read_header(path)
     check_numbers(path, header.metadata)
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     for auto in (AutoModelForCausalLM, AutoModel):
         model_class: Any = auto._model_mapping.get(type(config), None)
         if model_class is not None and not config.architectures:
@@ -208,6 +205,7 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
             **options,
         )
     unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
@@ -225,8 +223,9 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
 
 
 def _all_ones(header: Header) -> bool:
-    reader = import_module("gguf").GGUFReader(header.path)
-    frequencies = next(tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES)
+    from gguf import GGUFReader  # noqa: PLC0415
+
+    frequencies = next(tensor.data for tensor in GGUFReader(header.path).tensors if tensor.name == FREQUENCIES)
     return bool((frequencies == 1).all())
 
 
@@ -239,10 +238,10 @@ def load_gguf_tokenizer(path: Path) -> Any:
     metadata = read_header(path).metadata
     if "tokenizer.ggml.tokens" not in metadata:
         raise FulldepthError(f"{path} holds no tokenizer; name one with --tokenizer.")
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     rule = metadata.get("tokenizer.ggml.pre")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or rule in import_module(SPLITS).GGUF_PRE_TOKENIZER_SPLITS:
-        return tokenizer
+    if not isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+        return tokenizer  # transformers knows the rule, or the kind of tokenizer has none
     if rule in DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

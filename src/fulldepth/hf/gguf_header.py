@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from math import prod
 from mmap import ACCESS_READ, mmap
@@ -153,5 +152,6 @@ class _Reader:
 @lru_cache(maxsize=1)
 def _block_sizes() -> dict[int, tuple[int, int]]:
     """Number of a type of tensor -> (weights in a block, bytes of a block)."""
-    sizes = import_module("gguf").GGML_QUANT_SIZES
-    return {int(kind): size for kind, size in sizes.items()}
+    from gguf import GGML_QUANT_SIZES  # noqa: PLC0415
+
+    return {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
