@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.families import Pool
-from fulldepth.hf.whole_module import WholeModule, has_shards
+from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
 
 
 class Classifier:
@@ -44,14 +44,14 @@ class Classifier:
     def after_forward(self) -> Self:
         """A classifier to call between a forward pass of the model and its backward pass, with gradients.
 
-        The classifier itself; of a sharded model one that holds this step's weights, see `WholeModule`.
+        The classifier itself; of a sharded model one that holds this step's weights, see `GatheredModule`.
         """
-        if not has_shards(self.anatomy.model):
+        if not uses_fsdp(self.anatomy.model):
             return self
         whole = copy.copy(self)
-        whole.modules = [WholeModule(module) for module in self.modules]
+        whole.modules = [GatheredModule(module) for module in self.modules]
         norm = self.anatomy.final_norm
-        whole._norm = None if norm is None else WholeModule(norm)
+        whole._norm = None if norm is None else GatheredModule(norm)
         return whole
 
     @property

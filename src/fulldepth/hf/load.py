@@ -24,7 +24,8 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
-from fulldepth.hf.checkpoint_files import (
+from fulldepth.hf.distributed_checkpoint import is_sharded
+from fulldepth.hf.file_checks import (
     MOST_EDGE,
     PROCESSOR_FILES,
     bounded_construction,
@@ -35,7 +36,6 @@ from fulldepth.hf.checkpoint_files import (
     check_tokenizer_files,
     is_folder,
 )
-from fulldepth.hf.shards import is_sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")

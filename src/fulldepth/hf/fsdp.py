@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.func import functional_call
 
 
-def has_shards(model: nn.Module) -> bool:
+def uses_fsdp(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-class WholeModule:
+class GatheredModule:
     """A module with the weights that it has now, whole on every process, and without its hooks.
 
     FSDP2 shards modules in groups, and a group's hooks expect one forward pass of all its modules. A module that is
