@@ -1,4 +1,4 @@
-"""`fulldepth demo`: train two small models, measure them, compare them. Composes the verbs' public functions."""
+"""`fulldepth demo`: trains, measures and compares two small models with the verbs' public functions."""
 
 from fulldepth.demo.run import COMPARISON, demo
 

@@ -1,4 +1,4 @@
-"""The explicit table of model families: where blocks, attention, MLP, norms, value states and heads live.
+"""Table of model families: the module names of blocks, attention, MLP, norms, value states and heads.
 
 Paths are dotted attribute names. Those of a `Family` start at the *body* (the model without its head) or at a block;
 those of a `Head` start at the model. A family that is not in the table is found by structure (`fulldepth.hf.finder`),

@@ -250,11 +250,12 @@ def branch_factors(
 def _changes(anatomy: Anatomy, factors: Mapping[tuple[int, str], float], ids: Tensor) -> dict[str, Change]:
     """Name of every weight that changes -> its change; refuses a weight that would need two different factors."""
     branches = [branch for branch, factor in factors.items() if factor != 1.0]
+    output_weights = find_output_weights(anatomy, branches, ids)  # replaces the parameters of offloaded modules
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in anatomy.model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     changes: dict[str, Change] = {}
-    for (layer, role), weights in find_output_weights(anatomy, branches, ids).items():
+    for (layer, role), weights in output_weights.items():
         change = Change(f"{role} of layer {layer}", weights, factors[layer, role])
         for own_name in weights.names:
             for name in names[weights.branch.get_parameter(own_name)]:
