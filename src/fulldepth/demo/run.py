@@ -44,7 +44,8 @@ def demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: Watche
     """
     if not MIN_STEPS <= steps <= MAX_STEPS:
         raise FulldepthError(
-            f"The demo keeps {CHECKPOINTS} checkpoints and needs {MIN_STEPS} to {MAX_STEPS:,} steps, got {steps}."
+            f"The demo keeps {CHECKPOINTS} checkpoints and needs at least {MIN_STEPS} steps, at most "
+            f"{MAX_STEPS:,}, got {steps}."
         )
     folder, watcher = Path(output), watcher or Watcher()
     with locked(folder):

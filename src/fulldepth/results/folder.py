@@ -50,7 +50,7 @@ class TableMismatchError(FulldepthError):
 
 @dataclass
 class Results:
-    """Results of a verb: `table` (tidy, one row per statistic) and `meta` (all that is needed to read and repeat them)."""
+    """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...)."""
 
     table: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)

@@ -471,7 +471,7 @@ def test_load_wants_an_export(tmp_path):
     with pytest.raises(FulldepthError, match=r"fulldepth_skip\.json is no valid plan. blocks is empty"):
         load(tmp_path)
     (tmp_path / NOTES).write_text(json.dumps(notes))
-    with pytest.raises(FulldepthError, match="Cannot load a model"):
+    with pytest.raises(FulldepthError, match=r"no config\.json"):
         load(tmp_path)
 
 

@@ -104,8 +104,9 @@ def export(
     if isinstance(model, PreTrainedModel):
         loaded, source = model, model.name_or_path
     else:
-        where = {"device": device, "device_map": device_map}
-        loaded, source = load_checkpoint(model, dtype=dtype or plan.dtype, **where, **hub).model, str(model)
+        precision = dtype or plan.dtype
+        loaded = load_checkpoint(model, dtype=precision, device=device, device_map=device_map, **hub).model
+        source = str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, Outline.of(plan), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
@@ -116,14 +117,7 @@ def export(
         gc.collect()  # a model that was passed in is held by its owner
         places = (plan.data.get("tokenizer"), source, plan.model.name)
         written.notes.extend(save_tokenizer(tokenizer, places, folder, **hub))
-        publish_older_tokenizer(folder)
-        strip_foreign_code(folder, carries_code=file_format.reader == "carried")
-        error = written.error_by(file_format.reader)
-        verified, notes = file_format.verify(written.error_by)
-        notes = [*notes, *written.notes]
-        report = Export(file_format.name, target, error, count_parameters(folder), 0, verified, tuple(notes))
-        _describe(report, plan, folder)
-        return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        return _checked(plan, file_format, target, written)
 
 
 @dataclass(frozen=True)
@@ -144,6 +138,19 @@ class _Written:
     def error_by(self, reader: str) -> float:
         """The error of the logits that a reader computes, relative to the largest."""
         return prove(self.folder, self.ids, self.logits, self.tolerance, reader, self.device_map)
+
+
+def _checked(plan: Plan, format: Format, target: Path, written: _Written) -> Export:
+    """Compare the logits that fresh processes compute, and write the notes."""
+    folder = written.folder
+    publish_older_tokenizer(folder)
+    strip_foreign_code(folder, carries_code=format.reader == "carried")
+    error = written.error_by(format.reader)
+    verified, notes = format.verify(written.error_by)
+    notes = [*notes, *written.notes]
+    report = Export(format.name, target, error, count_parameters(folder), 0, verified, tuple(notes))
+    _describe(report, plan, folder)
+    return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 def _write(

@@ -330,7 +330,7 @@ def logits(anatomy: Anatomy, ids: Tensor) -> Tensor:
         outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.cpu()
     if not bool(torch.isfinite(outputs).all()):
         raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
-    return outputs  # type: ignore[no-any-return]
+    return outputs
 
 
 def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:

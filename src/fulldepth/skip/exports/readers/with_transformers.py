@@ -33,9 +33,10 @@ def load(folder: str, carried: bool, device_map: str | None) -> Any:
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
-    model, info = auto.from_pretrained(  # type: ignore[misc]
+    loaded: Any = auto.from_pretrained(
         folder, dtype="auto", trust_remote_code=carried, output_loading_info=True, **placed
     )
+    model, info = loaded
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
         raise SystemExit(f"the weights do not fit the class {type(model).__name__}: {wrong}")
