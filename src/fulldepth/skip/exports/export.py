@@ -94,19 +94,12 @@ def export(
             granularity that the format does not hold, folding is refused, the disk is full, the export computes other
             logits than the plan's model, or both `device` and `device_map` are set.
     """
-    if device is not None and device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
     file_format, most_bytes, target = FORMATS[known_format(format)], _bytes(shard_size), Path(output)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_exportable(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if isinstance(model, PreTrainedModel):
-        loaded, source = model, model.name_or_path
-    else:
-        precision = dtype or plan.dtype
-        loaded = load_checkpoint(model, dtype=precision, device=device, device_map=device_map, **hub).model
-        source = str(model)
+    loaded, source = _opened(model, device, device_map, dtype=dtype or plan.dtype, **hub)
     plan.check_model(loaded)
     stock = check_format(loaded, Outline.of(plan), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
@@ -172,6 +165,17 @@ def _write(
         notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
     publish_older_names(folder)
     return _Written(folder, ids, expected, format.tolerance(folding, expected.dtype), device_map, notes)
+
+
+def _opened(
+    model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
+) -> tuple[PreTrainedModel, str]:
+    """The model, loaded with these options unless it already is, and its folder or Hub name."""
+    if device is not None and device_map is not None:
+        raise FulldepthError("Set a device or a device map, not both.")
+    if isinstance(model, PreTrainedModel):
+        return model, model.name_or_path
+    return load_checkpoint(model, device=device, device_map=device_map, **options).model, str(model)
 
 
 def _bytes(size: int | str) -> int:
