@@ -247,14 +247,10 @@ class Anatomy:
                 }
                 stacked = [(name, p) for name, p in own.items() if p.ndim == 3 and len(p) == count]
                 yield from ((name, layer, parameter) for name, parameter in stacked)
-                if own and not stacked and "expert" in type(module).__name__.lower() and not _is_plain(module):
+                weight = getattr(module, "weight", None)
+                is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
+                if own and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
                     yield path, layer, None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether `Anatomy.projections` finds a module's matrix."""
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.ndim == 2
 
 
 def anatomy_candidates(

@@ -145,7 +145,10 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     if single := locate(where, WEIGHTS, revision):
         paths = [single]
     elif index := locate(where, INDEX, revision):
-        paths = [_locate_shard(where, name, index, revision) for name in read_index(index)]
+        located = {name: locate(where, name, revision) for name in read_index(index)}
+        if missing := [name for name, path in located.items() if path is None]:
+            raise FulldepthError(f"{index} names {one_line(missing[0], 200)}, which is missing.")
+        paths = [path for path in located.values() if path is not None]
     else:
         raise FulldepthError(f"{where} has no file named {WEIGHTS} or {INDEX}.")
     dtypes: dict[str, str] = {}
@@ -175,13 +178,6 @@ def read_index(path: Path) -> list[str]:
                 "a *.safetensors file in the same folder."
             )
     return sorted(set(files.values()))
-
-
-def _locate_shard(where: str, name: str, index: Path, revision: str | None) -> Path:
-    path = locate(where, name, revision)
-    if path is None:
-        raise FulldepthError(f"{index} names {one_line(name, 200)}, which is missing.")
-    return path
 
 
 def _read_header(where: str, path: Path) -> dict[str, str]:

@@ -37,18 +37,13 @@ def model_hash(model: nn.Module) -> str:
             del state[target]
     fingerprint = Fingerprint("fulldepth model 1")
     for name in sorted(state):
-        for path, tensor in _plain_tensors(name, _read(model, state, name)):
+        value = loaded_weight(model, name, state[name]) if isinstance(state[name], Tensor) else state[name]
+        for path, tensor in _plain_tensors(name, value):
             kind, digest = _digest(tensor)
             for part in (path, str(list(tensor.shape)), kind):
                 fingerprint.add(part.encode())
             fingerprint.add(digest)
     return str(fingerprint)
-
-
-def _read(model: nn.Module, state: Mapping[str, Any], name: str) -> Any:
-    """An entry of a state dict, read if it is offloaded."""
-    value = state[name]
-    return loaded_weight(model, name, value) if isinstance(value, Tensor) else value
 
 
 def _are_equal(model: nn.Module, state: Mapping[str, Any], target: str, source: str) -> bool:
@@ -81,13 +76,11 @@ def _digest(tensor: Tensor) -> tuple[str, bytes]:
         tensor = torch.view_as_real(tensor)
     kind = tensor.dtype
     if kind.is_floating_point:
-        kind = torch.float64 if kind == torch.float64 and not _fits_float32(tensor) else torch.float32
+        pieces = tensor.reshape(-1).split(CHUNK)
+        fits = kind != torch.float64 or all(torch.equal(piece.float().double(), piece) for piece in pieces)
+        kind = torch.float32 if fits else torch.float64
     digest = hashlib.sha256()
     for piece in tensor.reshape(-1).split(CHUNK):
         values = piece.to("cpu", kind).numpy()
         digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
     return str(kind).removeprefix("torch."), digest.digest()
-
-
-def _fits_float32(tensor: Tensor) -> bool:
-    return all(torch.equal(piece.float().double(), piece) for piece in tensor.reshape(-1).split(CHUNK))

@@ -169,7 +169,7 @@ def _write(
 
 def _opened(
     model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
-) -> tuple[PreTrainedModel, str]:
+) -> tuple[PreTrainedModel, str | None]:
     """The model, loaded with these options unless it already is, and its folder or Hub name."""
     if device is not None and device_map is not None:
         raise FulldepthError("Set a device or a device map, not both.")

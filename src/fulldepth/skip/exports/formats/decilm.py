@@ -32,6 +32,8 @@ from fulldepth.skip.exports.readers import NotLoadedError
 
 MULTIPLE = 256
 """Readers round the MLP's width up to a multiple of this."""
+NOT_OF_LLAMA = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+"""Entries of a Qwen2's configuration that a Llama does not have."""
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
 ATTENTION_REST: dict[str, Any] = {
     "num_sink_tokens": None,
@@ -88,7 +90,8 @@ class DeciLM(Format):
         skipped = set(draft.plan.blocks) - {1}
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
         biased = _has(draft, "q_proj.bias")
-        values = _llama_values(config) | {
+        llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}
+        values = llama_values | {
             "architectures": ["DeciLMForCausalLM"],
             "intermediate_size": size,
             "attention_bias": biased,
@@ -141,12 +144,6 @@ def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> lis
         }
         for layer in range(1, config.num_hidden_layers + 1)
     ]
-
-
-def _llama_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """The configuration's entries that a Llama also has."""
-    foreign = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
-    return {name: value for name, value in plain_values(config).items() if name not in foreign}
 
 
 def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Weight]:
