@@ -1,6 +1,6 @@
-"""fulldepth: how much of a Transformer's depth really works.
+"""fulldepth measures how much of a Transformer's depth works, trains models that use it, and skips blocks.
 
-Names load on first use (PEP 562), so that importing the package, and the command line's help, need no torch.
+Names load on first use (PEP 562), so that importing the package and printing help need no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOME = {
     "measure": "measurement",
     "train": "training",
 }
-"""Public name -> the room that holds it."""
+"""Public name -> the room that defines it."""
 _ROOMS = (
     "architectures",
     "comparison",
@@ -48,7 +48,7 @@ __all__ = ["__version__", *_HOME, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a room, imported when first asked for."""
+    """A public name or a room, imported on first access."""
     if name in _HOME:
         return getattr(importlib.import_module(f"fulldepth.{_HOME[name]}"), name)
     if name in _ROOMS:

@@ -1,10 +1,9 @@
-"""After `import fulldepth`, transformers' Auto classes know our model types; neither is loaded for that.
+"""Makes our model types known to transformers' Auto classes without importing torch or transformers.
 
-transformers has no entry point for other packages' models, and registering a class means importing it, and torch with
-it: seconds, which `import fulldepth` and `fulldepth --help` should not take. Registering only where transformers is
-already loaded would miss scripts with sorted imports, where `import fulldepth` comes first. So one import hook, which
-removes itself, waits for the Auto classes. Rooms that load models import `fulldepth.architectures` besides, and need no
-hook.
+transformers has no entry point for models of other packages, and registering a class imports it together with torch,
+which takes seconds. Registering only if transformers is already loaded would not work in scripts with sorted imports,
+where `import fulldepth` comes first. Therefore one import hook waits for the Auto classes and then removes itself.
+Rooms that load models import `fulldepth.architectures` and do not need the hook.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ STOCK = (
     *("starcoder2", "gpt_oss", "mixtral", "gemma2", "gemma3_text", "olmo2", "cohere", "phi", "falcon", "gpt2"),
     *("gpt_neox", "opt"),
 )
-"""Stock decoders that have a class without skipped parts."""
+"""`model_type` of stock decoders that have a class without skipped parts; stated here because `LAYOUTS` needs torch."""
 MODEL_TYPES = dict.fromkeys(
     ("depth_llama", *(f"fulldepth_skipped_{name}" for name in STOCK)), "fulldepth.architectures"
 )
-"""`model_type` in a checkpoint's config.json -> the room that holds its class."""
+"""`model_type` in a checkpoint's config.json -> the module that registers its class."""
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
 
 def announce() -> None:
-    """Announce our model types now if transformers' Auto classes are loaded, else as soon as they are."""
+    """Announce our model types to transformers' Auto classes, now or when they are loaded."""
     if AUTO_CONFIG in sys.modules:
         _add_to(sys.modules[AUTO_CONFIG])
     elif not any(isinstance(finder, _Announcer) for finder in sys.meta_path):
@@ -37,7 +36,7 @@ def announce() -> None:
 
 
 class _Announced(dict[str, Any]):
-    """What was registered with `AutoConfig`, and our model types, whose room is imported when one is asked for."""
+    """The entries registered with `AutoConfig`, and our model types, whose module is imported on first access."""
 
     def __contains__(self, key: object) -> bool:
         return key in MODEL_TYPES or super().__contains__(key)
@@ -45,12 +44,12 @@ class _Announced(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key not in MODEL_TYPES:
             raise KeyError(key)
-        importlib.import_module(MODEL_TYPES[key])  # registers its classes, and so fills in this entry
+        importlib.import_module(MODEL_TYPES[key])  # registers its classes, including this entry
         return self[key]
 
 
 class _Announcer(MetaPathFinder):
-    """Finds one module, as anybody else would, and adds our model types to it when it has run."""
+    """Finds one module with the default finder, and adds our model types after it is executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The spec of `AUTO_CONFIG`; nothing for any other module."""
@@ -68,7 +67,7 @@ class _Announcer(MetaPathFinder):
 
 
 def _add_to(module: Any) -> None:
-    """Should `AutoConfig` have changed inside, `import fulldepth.architectures` still registers the classes."""
+    """Without `AutoConfig`'s internal dictionary only `import fulldepth.architectures` registers the classes."""
     registered = getattr(module.CONFIG_MAPPING, "_extra_content", None)
     if type(registered) is dict:
         module.CONFIG_MAPPING._extra_content = _Announced(registered)

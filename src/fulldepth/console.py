@@ -1,4 +1,4 @@
-"""What the command line prints: a progress bar, plain tables, the end of a run, an error."""
+"""Output of the command line: progress bar, plain tables, results, errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_main() -> bool:
 
 @contextmanager
 def watching() -> Iterator[Watcher]:
-    """A progress bar with the time left, as a `Watcher`."""
+    """A progress bar with elapsed and remaining time, as a `Watcher`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -55,7 +55,7 @@ def watching() -> Iterator[Watcher]:
 
 
 def table(rows: Iterable[Sequence[str]]) -> None:
-    """Plain columns."""
+    """Print rows as plain columns."""
     grid = Table(box=None, pad_edge=False, show_header=False)
     for row in rows:
         grid.add_row(*map(Text, row))
@@ -63,10 +63,10 @@ def table(rows: Iterable[Sequence[str]]) -> None:
 
 
 def finish(results: Any, page: Path | None = None) -> None:
-    """The headline as a short table, and where the page is if there is one of its own."""
+    """Print the headline as a short table, warnings, and the path of the page if there is one."""
     rows = []
     for name, entry in results.headline.items():
-        if ":" in name:  # a comparison's numbers of single models: the page has them all
+        if ":" in name:  # single models of a comparison: only on the page
             continue
         value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
         if entry.get("standard_error") is not None:
@@ -88,10 +88,10 @@ def finish(results: Any, page: Path | None = None) -> None:
 
 
 def line(text: str) -> None:
-    """One plain line of the outcome."""
+    """Print one plain line to stdout."""
     Console().print(text, **PLAIN)
 
 
 def error(message: str) -> None:
-    """One red message where errors go."""
+    """Print one red message to stderr."""
     Console(stderr=True).print(f"Error: {message}", style="red", **PLAIN)

@@ -1,8 +1,7 @@
-"""Several processes under torchrun: who this one is, and how values reach all of them.
+"""Processes under torchrun: rank and world size, and exchange of values between processes.
 
-torch.distributed is used directly rather than accelerate's `PartialState`: that one lives until the program ends, sends
-plain values through the accelerator's backend, and gives up after minutes, where a fit may keep the others waiting for
-hours.
+torch.distributed is used directly. accelerate's `PartialState` lives until the program ends, sends plain values through
+the accelerator's backend, and times out after minutes, while other processes may wait for a fit for hours.
 """
 
 from __future__ import annotations
@@ -23,37 +22,37 @@ from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=7)
-"""How long a process waits for the others where it joined them by itself."""
+TIMEOUT = timedelta(days=7)
+"""Timeout of process groups that `processes` creates."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all."""
+    """Rank and group of this process."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     group: Any = None
-    """Where plain values are exchanged; None = the default group."""
+    """Group for the exchange of plain values; None = the default group."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this one prints and writes."""
+        """Whether this is the first process, which prints and writes."""
         return self.rank == 0
 
-    def device(self, asked: str | None) -> str | None:
-        """The device asked for; with several processes and accelerators, each takes its own."""
-        if asked in (None, "cuda") and self.world > 1 and torch.cuda.is_available():
+    def device(self, requested: str | None) -> str | None:
+        """The requested device; with several processes and accelerators, the one of this process."""
+        if requested in (None, "cuda") and self.world > 1 and torch.cuda.is_available():
             return f"cuda:{self.local_rank % torch.cuda.device_count()}"
-        return asked
+        return requested
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes call this."""
         self.gather(None)
 
     def gather(self, value: T) -> list[T]:
-        """What every process has, in order of rank. Every process must call this."""
+        """The values of all processes, in order of rank. Every process must call this."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -61,11 +60,11 @@ class Processes:
         return values
 
     def agree(self, value: T) -> T:
-        """What the first process has."""
+        """The value of the first process. Every process must call this."""
         return self.gather(value)[0]
 
     def first(self, action: Callable[[], T]) -> T:
-        """What `action` gives in the first process, which alone runs it, in all of them; plain values.
+        """Run `action` in the first process only, and return its (plain) result in every process.
 
         Raises:
             FulldepthError: in every process, if the action raises it.
@@ -87,7 +86,7 @@ class Processes:
 
     @contextmanager
     def holding(self, folder: str | Path | None) -> Iterator[None]:
-        """Hold an output folder (None: there is none) for these processes: the first one locks it.
+        """Lock an output folder for these processes; None locks nothing.
 
         Raises:
             FulldepthError: in every process, if another program is writing there.
@@ -107,7 +106,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     """Join the process group that torchrun describes in the environment, and leave it if we joined it.
 
     Args:
-        device: where tensors are; None = the first accelerator, else the CPU.
+        device: device of tensors; None = the first accelerator, else the CPU.
     """
     world = launch.world()
     if world == 1:
@@ -118,8 +117,8 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         on_cuda = torch.cuda.is_available() and not (device or "cuda").startswith("cpu")
         if on_cuda:
             torch.cuda.set_device(launch.local_rank() % torch.cuda.device_count())
-        distributed.init_process_group("nccl" if on_cuda else "gloo", timeout=PATIENCE)
-    group = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        distributed.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
+    group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
     try:
         yield Processes(distributed.get_rank(), world, launch.local_rank(), group)
     finally:
@@ -128,27 +127,26 @@ def processes(device: str | None = None) -> Iterator[Processes]:
 
 
 def current() -> Processes:
-    """This process in the group that it has joined, for example by training; a single one if it has joined none."""
+    """This process in the default process group; a single process if there is no group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return Processes()
     return Processes(distributed.get_rank(), distributed.get_world_size(), launch.local_rank())
 
 
 def cpu_group() -> Any:
-    """A new group of all processes that talk through the CPU; None for a process that has joined no others."""
-    return (
-        distributed.new_group(backend="gloo") if distributed.is_available() and distributed.is_initialized() else None
-    )
+    """A new group of all processes with a CPU backend; None without a default process group."""
+    joined = distributed.is_available() and distributed.is_initialized()
+    return distributed.new_group(backend="gloo") if joined else None
 
 
 def add_up(tensor: Tensor) -> None:
-    """Put the sum of every process's tensor in its place; complex numbers travel as pairs of real ones."""
+    """Sum a tensor over processes in place; complex numbers are sent as pairs of real ones."""
     if current().world > 1:
         distributed.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
 
 def any_process(flags: Tensor) -> Tensor:
-    """The largest of every process's flags, without waiting for the device."""
+    """Element-wise maximum of flags over processes, without waiting for the device."""
     if current().world > 1:
         flags = flags.clone()
         distributed.all_reduce(flags, distributed.ReduceOp.MAX)
@@ -156,11 +154,11 @@ def any_process(flags: Tensor) -> Tensor:
 
 
 def sum_over_processes(value: Tensor) -> Tensor:
-    """The sum of every process's tensor, `value` itself if there is only one process; gradients flow through it.
+    """The sum of a tensor over processes, with gradients; with one process `value` itself.
 
     The gradient of each process's `value` is the sum of the gradients of all processes' results. A loss that every
-    process computes from the sum thus counts once for each process, and data parallelism, which averages gradients
-    over the processes, makes it count once in all.
+    process computes from the sum therefore counts once per process, and once in total under data parallelism, which
+    averages gradients over processes.
     """
     if current().world == 1:
         return value

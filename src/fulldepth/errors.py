@@ -1,4 +1,4 @@
-"""Mistakes that the person at the keyboard can mend, said so that they can."""
+"""`FulldepthError` for errors that users can correct, and helpers for its messages."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MOST_NAMES = 100
-"""So many names an error lists; more would hide what it says."""
+"""Most names that an error lists."""
 MOST_CHARACTERS = 600
 """Longest list of names in an error."""
 
 MORE = 40
-"""Characters for the words that lines are left out."""
+"""Characters reserved for the sentence that lines are omitted."""
 
 
 class FulldepthError(ValueError):
-    """What was got, what was expected, and what exists. The command line prints it and exits with 2."""
+    """States the value, what was expected, and the available choices. The command line prints it and exits with 2."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     """The error for a name that is not in a registry, with the nearest names that are.
 
     Args:
-        kind: what the name should have been, in the singular ("measure", "option").
-        name: what was got.
-        known: every name that exists.
+        kind: the registry, in the singular ("measure", "option").
+        name: the unknown name.
+        known: all names in the registry.
     """
     choices = sorted(known)
     name = one_line(name, 100)
@@ -36,7 +36,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
 
 
 def names_of(names: Iterable[object], most: int = 400) -> str:
-    """Names that stand in a file, quoted, in at most `most` characters; what is cut is marked by `…`."""
+    """Names from a file, quoted, in at most `most` characters; `…` marks an omission."""
     shown, length = [], 0
     for name in names:
         shown.append(repr(one_line(name, 60)))
@@ -47,25 +47,25 @@ def names_of(names: Iterable[object], most: int = 400) -> str:
 
 
 def one_line(text: object, most: int = 400) -> str:
-    """`text` on one line of at most `most` printable characters; what is cut is marked by `…`."""
+    """`text` on one line of at most `most` printable characters; `…` marks an omission."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 16 * most]).split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def brief(message: str, most: int = 950) -> str:
-    """A message of several lines in at most `most` characters; says how many lines it leaves out."""
+    """A message of several lines in at most `most` characters, with the number of omitted lines."""
     lines = [one_line(line, most) for line in message[: 100 * most].splitlines()]
-    kept: list[str] = []
+    shown: list[str] = []
     for line in lines:
-        room = most - sum(len(one) + 1 for one in kept) - MORE
-        if kept and len(line) > room:
-            return "\n".join([*kept, f"... and {len(lines) - len(kept):,} lines more."])
-        kept.append(line)
-    return "\n".join(kept)
+        room = most - sum(len(shown_line) + 1 for shown_line in shown) - MORE
+        if shown and len(line) > room:
+            return "\n".join([*shown, f"... and {len(lines) - len(shown):,} lines more."])
+        shown.append(line)
+    return "\n".join(shown)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a CPU or an accelerator (torch has no one class for that)."""
+    """Whether memory ran out, on a CPU or an accelerator (torch has no single class for this error)."""
     names = {base.__name__ for base in type(error).__mro__}
-    said = ("not enough memory", "can't allocate memory", "out of memory")
-    return bool({"MemoryError", "OutOfMemoryError"} & names) or any(words in str(error) for words in said)
+    phrases = ("not enough memory", "can't allocate memory", "out of memory")
+    return bool({"MemoryError", "OutOfMemoryError"} & names) or any(phrase in str(error) for phrase in phrases)

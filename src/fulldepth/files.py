@@ -1,4 +1,4 @@
-"""Reads and writes files safely: bounded, validated, atomic, locked. Every room reads stored documents this way."""
+"""Reads and writes files safely: size limits, validation, atomic writes, locks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from fulldepth.errors import FulldepthError, one_line
 
 MOST_BYTES = 64 << 20
-"""Largest document that is read whole, unless a caller allows more."""
+"""Default size limit of a document in bytes."""
 MOST_DEPTH = 64
 """Deepest nesting of lists and mappings in a document."""
 MOST_DIGITS = 100
@@ -79,14 +79,14 @@ def read_bytes(path: str | Path, *, most: int = MOST_BYTES) -> bytes:
     Raises:
         FulldepthError: if it is not a regular file (a device or a pipe may never end), is larger, or cannot be read.
     """
-    place = Path(path)
-    with reading(place):
-        if not place.is_file():
-            raise FulldepthError(f"Cannot read {place}: it is {'not a regular file' if place.exists() else 'missing'}.")
-        with place.open("rb") as file:
+    path = Path(path)
+    with reading(path):
+        if not path.is_file():
+            raise FulldepthError(f"Cannot read {path}: it is {'not a regular file' if path.exists() else 'missing'}.")
+        with path.open("rb") as file:
             content = file.read(most + 1)
     if len(content) > most:
-        raise FulldepthError(f"Cannot read {place}: it is larger than {most / (1 << 20):,.0f} MiB.")
+        raise FulldepthError(f"Cannot read {path}: it is larger than {most / (1 << 20):,.0f} MiB.")
     return content
 
 
@@ -165,7 +165,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _integer(digits: str) -> int:
-    """An integer that can be multiplied with a few others without leaving float64."""
+    """An integer of at most `MOST_DIGITS` digits, so that products of a few stay within float64."""
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"it holds a number of {len(digits):,} digits")
     return int(digits)
@@ -192,10 +192,10 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Write to a temporary name beside `path`, then rename: readers see the old file or the new one, never half.
+    """Write to a temporary name beside `path`, then rename, so that readers see the old file or the complete new one.
 
-    Yields the temporary path; on an exception the old file stays and the temporary one is removed. What a killed
-    process leaves is removed by the next one that writes the same file, and by `remove_leftovers`.
+    Yields the temporary path; on an exception the old file stays and the temporary one is removed. The temporary file
+    of a killed process is removed by the next one that writes the same file, and by `remove_leftovers`.
     """
     target = Path(path)
     remove_leftovers(target.parent, target.name)
@@ -272,31 +272,31 @@ def _host() -> str:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold a folder for this process while it writes results there; made if absent, and removed again if left empty.
+    """Lock a folder for this process while it writes there; created if absent, removed again if left empty.
 
-    The lock belongs to the process: it is gone when the process ends, however it ends. Nested use is allowed.
+    The lock ends with the process. Nested use is allowed.
 
     Raises:
         FulldepthError: if another process holds the folder, or it cannot be written.
     """
-    place = Path(folder)
-    absent = [parent for parent in (place, *place.absolute().parents) if not parent.exists()]
+    target = Path(folder)
+    absent = [parent for parent in (target, *target.absolute().parents) if not parent.exists()]
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(place.resolve() / LOCK, timeout=0, is_singleton=True)
+        target.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.resolve() / LOCK, timeout=0, is_singleton=True)
         lock.acquire()
     except Timeout as error:
         raise FulldepthError(
-            f"Another fulldepth process is writing into {place}. Wait for it, or choose another folder."
+            f"Another fulldepth process is writing into {target}. Wait for it, or choose another folder."
         ) from error
     except OSError as error:
-        raise FulldepthError(f"Cannot write into {place}: {error.strerror or error}.") from error
+        raise FulldepthError(f"Cannot write into {target}: {error.strerror or error}.") from error
     try:
-        remove_leftovers(place)
+        remove_leftovers(target)
         yield
     finally:
         with contextlib.suppress(OSError):
-            if lock.lock_counter == 1:  # the outermost; whoever waits for the removed file sees that it has no name
+            if lock.lock_counter == 1:  # outermost use; a waiting process notices that the file was removed
                 Path(lock.lock_file).unlink()
         lock.release()
         with contextlib.suppress(OSError):

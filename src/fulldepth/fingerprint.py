@@ -1,4 +1,4 @@
-"""Hashes that say which model, data or text a result is about."""
+"""Hashes that identify models, data and text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 class Fingerprint:
-    """A sha256 over parts that cannot run into each other: each goes in with its length."""
+    """A sha256 over parts, each hashed with its length, so that their boundaries matter."""
 
     def __init__(self, *settings: str) -> None:
         self._sha = hashlib.sha256()

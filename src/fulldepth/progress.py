@@ -1,4 +1,4 @@
-"""What a long piece of work tells the outside: lines of text, and how far it is."""
+"""`Watcher`: callbacks for messages and progress of long work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Watcher:
-    """What a caller may want to hear during a run; the defaults are silent."""
+    """Callbacks that a caller may pass to a long-running function; the defaults do nothing."""
 
     say: Callable[[str], None] = lambda line: None
-    """One line of plain text."""
+    """Called with one line of plain text."""
     begin: Callable[[str, int], None] = lambda title, total: None
-    """A piece of work of `total` parts starts."""
+    """Called when a task of `total` parts starts."""
     advance: Callable[[int], None] = lambda done: None
-    """`done` more parts are through."""
+    """Called with the number of parts that were completed since the last call."""
     retitle: Callable[[str], None] = lambda title: None
-    """The piece of work that started last has another title."""
+    """Called with a new title of the current task."""

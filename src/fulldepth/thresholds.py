@@ -1,6 +1,6 @@
 """Limits above or below which sentences and figures call a number large or small."""
 
 LARGE_JUMP = 10.0
-"""Per cent: a jump rate from here on is large. Source: "JREG: final-layer jumps"."""
+"""Jump rate in per cent from which a jump is large. Source: "JREG: final-layer jumps"."""
 COPY, NOISE = 0.7, 0.3
-"""Mean coherence above which a sub-layer mostly copies its input, and below which little of it is left."""
+"""Mean coherence above which a sub-layer mostly copies its input, and below which its output is mostly noise."""

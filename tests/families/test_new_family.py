@@ -109,7 +109,7 @@ def test_one_entry_serves_every_verb(tmp_path, monkeypatch):
     monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
     monkeypatch.setattr(RenamedForCausalLM, "__module__", "transformers.models.renamed")  # as if it came with them
     llama, made = pair()
-    with pytest.raises(FulldepthError, match="where its attention and MLP are is not known"):
+    with pytest.raises(FulldepthError, match="its attention and MLP modules are not known"):
         skip.search(made, PAIRS, 1, tokenizer=tokenizer())
     monkeypatch.setitem(FAMILIES, "renamed", (ROW,))
     assert find_anatomy(made).family is ROW

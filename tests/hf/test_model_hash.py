@@ -167,7 +167,7 @@ def test_hash_of_a_quantised_weight():
 def test_hash_of_weights_that_are_not_here():
     with torch.device("meta"):
         model = tied()
-    with pytest.raises(FulldepthError, match="is not in memory"):
+    with pytest.raises(FulldepthError, match="is neither in memory"):
         model_hash(model)
 
 

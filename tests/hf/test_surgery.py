@@ -337,7 +337,7 @@ def test_one_surgery_at_a_time():
     with pytest.raises(FulldepthError, match=r"inside their `with`"):
         switches.scalars = Scalars(3)
     with switches:
-        with pytest.raises(FulldepthError, match="in use already"), switches:
+        with pytest.raises(FulldepthError, match="already in use"), switches:
             pass
         with pytest.raises(FulldepthError, match="switched by other switches"), others:
             pass
@@ -357,7 +357,7 @@ def test_layers_that_do_not_exist_are_refused_and_change_nothing(layers):
         assert switches.skipped == {2}
 
 
-ENCODER, POST = "it is an encoder", "norms stand after the sums"
+ENCODER, POST = "it is an encoder", "norms follow the residual sums"
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_more_that_cannot_skip():
     with pytest.raises(FulldepthError, match=r"Unknown granularity 'attn'.*attention"):
         Switches(anatomy, "attn")
     bare = Anatomy(llama, anatomy.family.from_mapping({"blocks": "layers"}))
-    with pytest.raises(FulldepthError, match="is not known"):
+    with pytest.raises(FulldepthError, match="are not known"):
         Switches(bare)
     llama.model.layers[0].compile(backend="eager")
     with pytest.raises(FulldepthError, match="compiled"), Switches(anatomy):
@@ -465,7 +465,7 @@ def test_a_switched_model_is_not_saved(tmp_path):
     with Switches(anatomy_of(model)) as switches:
         model.save_pretrained(tmp_path / "plain")
         switches.skip([1])
-        with pytest.raises(FulldepthError, match="saved whole"):
+        with pytest.raises(FulldepthError, match="would write the plain model"):
             model.save_pretrained(tmp_path / "skipped")
     assert not (tmp_path / "skipped").exists()
     reloaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")

@@ -74,7 +74,7 @@ def test_hash_of_a_model_that_accelerate_has_offloaded(model, offload, tmp_path)
 
 
 def test_a_weight_that_is_nowhere_is_named(model):
-    with pytest.raises(FulldepthError, match=r"The weight lm_head\.weight is not in memory, and offloaded nowhere"):
+    with pytest.raises(FulldepthError, match=r"The weight lm_head\.weight is neither in memory nor offloaded"):
         model_hash(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(2, 2, device="meta", bias=False)}))
 
 

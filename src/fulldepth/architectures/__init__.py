@@ -1,4 +1,4 @@
-"""Model classes of this project, known to transformers' Auto classes once this room is imported."""
+"""Model classes of this project; importing this room registers them with transformers' Auto classes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _register(config: Any, model: Any, causal_lm: Any) -> None:
 _register(DepthLlamaConfig, DepthLlamaModel, DepthLlamaForCausalLM)
 for _model in SKIPPED.values():
     _register(_model.config_class, _model.model_class, _model)  # type: ignore[attr-defined]
-# Unknown to the Auto classes here: other checkpoints of this type carry code that knows more than this project's.
+# Not registered here: other checkpoints of this type carry code for more variations than this project's.
 DeciLMConfig.register_for_auto_class()
 DeciLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 

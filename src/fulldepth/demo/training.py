@@ -17,23 +17,23 @@ from fulldepth.training import TrainSettings, train
 RECIPES = {"baseline": "tiny-llama", "tree": "tiny-tree", "jreg": "tiny-jreg"}
 """Name of each model -> its recipe: the same sizes, data and order."""
 CHECKPOINTS = 4
-"""Kept of each run, evenly spaced."""
-LEAST, MOST = 20, 1_000_000
+"""Checkpoints of each run, evenly spaced."""
+MIN_STEPS, MAX_STEPS = 20, 1_000_000
 RUN, RESULTS, COMPARISON, TRAINING = "run", "results", "comparison", "training"
-"""Sub-folders: of each model its training run and what was measured; of the demo the two comparisons."""
+"""Sub-folders: training run and results of each model; the two comparisons of the demo."""
 
 
 def train_demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: Watcher | None = None) -> Results:
     """Train the models, measure every checkpoint on text that was not trained on, and put them on one page.
 
-    A demo that was interrupted goes on where it stopped.
+    An interrupted demo resumes.
 
     Args:
         output: folder for `baseline/`, `tree/` and `jreg/` (each with `run/` and `results/`), `training/` (the
             curves of all runs) and `comparison/` (all models measured).
         steps: optimiser steps of each model, 16 x 128 tokens each.
         seed: of the weights and the order of the data.
-        watcher: told what happens.
+        watcher: receives messages and progress.
 
     Returns:
         The comparison of the measured models.
@@ -42,9 +42,10 @@ def train_demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: 
         FulldepthError: if `steps` is too small or too large, or the folder holds another demo or is held by another
             process.
     """
-    if not LEAST <= steps <= MOST:
+    if not MIN_STEPS <= steps <= MAX_STEPS:
         raise FulldepthError(
-            f"The demo keeps {CHECKPOINTS} checkpoints and needs at least {LEAST} steps, at most {MOST:,}, got {steps}."
+            f"The demo keeps {CHECKPOINTS} checkpoints and needs at least {MIN_STEPS} steps, at most "
+            f"{MAX_STEPS:,}, got {steps}."
         )
     folder, watcher = Path(output), watcher or Watcher()
     with locked(folder):
@@ -55,17 +56,23 @@ def _demo(folder: Path, steps: int, seed: int, watcher: Watcher) -> Results:
     """`demo` in a folder that no other process writes into."""
     for name, recipe in RECIPES.items():
         watcher.say(f"{name} ({recipe})")
-        every = -(-steps // CHECKPOINTS)
-        pace = {"steps": steps, "seed": seed, "warmup_steps": steps // 10, "eval_every": every, "save_every": every}
-        settings = layer(TrainSettings, read(recipe, "train"), pace)
+        period = -(-steps // CHECKPOINTS)
+        changes = {
+            "steps": steps,
+            "seed": seed,
+            "warmup_steps": steps // 10,
+            "eval_every": period,
+            "save_every": period,
+        }
+        settings = layer(TrainSettings, read(recipe, "train"), changes)
         train(settings, folder / name / RUN, resume=True, recipe=name, watcher=watcher, after_evaluation=report.write)
         _measure(folder / name, settings, seed, watcher)
     _compare(folder, RUN, TRAINING)
     return _compare(folder, RESULTS, COMPARISON)
 
 
-def _measure(home: Path, settings: TrainSettings, seed: int, watcher: Watcher) -> None:
-    """What every layer of every checkpoint does, with its page."""
+def _measure(folder: Path, settings: TrainSettings, seed: int, watcher: Watcher) -> None:
+    """Measure every checkpoint of a model, and write the page."""
     length = settings.sequence_length
     chosen = MeasureSettings(
         max_sequences=64,
@@ -75,8 +82,8 @@ def _measure(home: Path, settings: TrainSettings, seed: int, watcher: Watcher) -
         words=["is", "are", "was", "were"],
         seed=seed,
     )
-    measure_into(home / RUN, "corpus:builtin", home / RESULTS, chosen, watcher=watcher)
-    report.write(home / RESULTS)
+    measure_into(folder / RUN, "corpus:builtin", folder / RESULTS, chosen, watcher=watcher)
+    report.write(folder / RESULTS)
 
 
 def _compare(folder: Path, part: str, to: str) -> Results:

@@ -1,21 +1,15 @@
 """The only room that knows Hugging Face's module names and files: loading, families, anatomy, heads."""
 
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, task_of
-from fulldepth.hf.checkpoints import (
-    UNFINISHED,
-    begin_checkpoint,
-    checkpoint_of,
-    drop_checkpoints,
-    find_checkpoints,
-    has_weights,
-    is_sealed,
-    notes_of,
-    seal,
-    sealed_checkpoints,
-    settle_checkpoints,
-    trained_steps,
+from fulldepth.hf.distributed_checkpoint import (
+    OPTIMIZER_SHARDS,
+    WEIGHT_SHARDS,
+    first_failure,
+    is_sharded,
+    read_shards,
+    stored_shapes,
+    write_shards,
 )
-from fulldepth.hf.ends import End, find_ends, scale_obstacle
 from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.heads import Classifier
@@ -30,16 +24,22 @@ from fulldepth.hf.load import (
 )
 from fulldepth.hf.modes import evaluating
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
-from fulldepth.hf.scalars import Scalars
-from fulldepth.hf.shards import (
-    OPTIMIZER_SHARDS,
-    WEIGHT_SHARDS,
-    first_failure,
-    is_sharded,
-    read_shards,
-    stored_shapes,
-    write_shards,
+from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
+from fulldepth.hf.run_checkpoints import (
+    UNFINISHED,
+    begin_checkpoint,
+    checkpoint_of,
+    drop_checkpoints,
+    find_checkpoints,
+    has_weights,
+    is_sealed,
+    notes_of,
+    seal,
+    sealed_checkpoints,
+    settle_checkpoints,
+    trained_steps,
 )
+from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
 
 __all__ = [
@@ -51,9 +51,9 @@ __all__ = [
     "Anatomy",
     "Checkpoint",
     "Classifier",
-    "End",
     "Family",
     "Head",
+    "OutputWeights",
     "Scalars",
     "Switches",
     "anatomy_candidates",
@@ -63,7 +63,7 @@ __all__ = [
     "drop_checkpoints",
     "evaluating",
     "find_checkpoints",
-    "find_ends",
+    "find_output_weights",
     "first_broken_weight",
     "first_failure",
     "has_weights",

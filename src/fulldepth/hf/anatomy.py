@@ -1,4 +1,4 @@
-"""A model with its parts named: what every other room asks instead of knowing module names."""
+"""`Anatomy`: a model with its modules by role, so that no other room needs module names."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
 }
-"""Ending of a model's class name -> what its head predicts; everything else is `representation`.
+"""Ending of a model's class name -> its task; every other class is a `representation`.
 
-`ForPreTraining` is a masked language model only if it has a head over the vocabulary: ELECTRA's and Funnel's tell
-replaced tokens from true ones, others reconstruct images or sound."""
+`ForPreTraining` is a masked language model only with a head over the vocabulary: ELECTRA's and Funnel's tell replaced
+tokens from true ones, others reconstruct images or sound."""
 
 
 def task_of(model: Any) -> str:
-    """What a model's head predicts: a value of `TASKS`, or `representation`."""
+    """The task of a model's head: a value of `TASKS`, or `representation`."""
     name = type(model).__name__
     task = next((task for suffix, task in TASKS.items() if name.endswith(suffix)), "representation")
     if name.endswith("ForPreTraining") and model.get_output_embeddings() is None:
@@ -47,8 +47,8 @@ class Anatomy:
     model: PreTrainedModel
     family: Family
     order: tuple[int, ...] = ()
-    """For shared blocks: the Python index, in the list of blocks, of the block that each layer runs. Empty if every
-    block runs once, in order."""
+    """For shared blocks: the 0-based index of each layer's block in the list of blocks. Empty if every block runs once,
+    in order."""
 
     @property
     def task(self) -> str:
@@ -61,7 +61,7 @@ class Anatomy:
 
     @property
     def body(self) -> nn.Module:
-        """The model without its head: what a pass over the data runs."""
+        """The model without its head."""
         if self.family.body and hasattr(self.model, self.family.body.partition(".")[0]):
             return self.model.get_submodule(self.family.body)
         return body_of(self.model)
@@ -129,7 +129,7 @@ class Anatomy:
         return self.blocks[layer - 1] if norm is None else norm
 
     def router_vectors(self, layer: int) -> Tensor | None:
-        """[heads, sources, D] what a dynamic router multiplies a state with; None where a 1-based layer has none."""
+        """[heads, sources, D] weight of a 1-based layer's dynamic router; None where the layer has none."""
         weight = getattr(self.part(layer, "router"), "weight", None)
         if weight is None or weight.ndim != 2 or weight.device.type == "meta":
             return None
@@ -141,18 +141,18 @@ class Anatomy:
         return self.family.attention_connection is not None and self.part(1, "attention_connection") is not None
 
     def stream(self, states: Tensor) -> Tensor:
-        """[B, T, D] the residual stream out of what a block is given or gives: the sum where there are several."""
+        """[B, T, D] the residual stream from a block's input or output; the sum where there are several streams."""
         states = states.transpose(0, 1) if self.family.sequence_first else states
         return states.sum(-2) if self.has_streams else states
 
     def handed_on(self, states: Tensor) -> Tensor:
-        """What the next block reads of what a block gives: the same states, but for DETR with auxiliary losses."""
+        """The next block's input from a block's output: the same states, unless a norm stands between blocks."""
         return self.normalise_once(states) if self._norm_between else states
 
     @property
     def _norm_between(self) -> bool:
         """Whether the final norm also stands between blocks."""
-        return self.family.name == "detr" and bool(getattr(self.config, "auxiliary_loss", False))
+        return self.family.norm_between is not None and bool(getattr(self.config, self.family.norm_between, False))
 
     @property
     def final_norm(self) -> nn.Module | None:
@@ -177,13 +177,13 @@ class Anatomy:
 
     @property
     def branch_scale(self) -> float:
-        """What the family multiplies both branches by before adding them."""
+        """The factor of both branches in the residual sum."""
         name = self.family.branch_scale
         return float(getattr(self.config, name)) if name else 1.0
 
     @property
     def head(self) -> Head | None:
-        """How the model reads `h_L`; None for models without a prediction head."""
+        """The path from `h_L` to the logits; None for models without a prediction head."""
         for suffix, head in (self.family.heads or {}).items():
             if self._class.endswith(suffix):
                 return head
@@ -191,12 +191,12 @@ class Anatomy:
 
     @property
     def searches_head(self) -> bool:
-        """Whether the head is to be found by following the tensors of a pass."""
+        """Whether the head has to be found by following the tensors of a pass."""
         return self.head is None and self.task != "representation" and self.family.heads != {}
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the model has positions for; None where nothing limits it."""
+        """Tokens of the longest sequence that the model has positions for; None = no limit."""
         limit = getattr(self.config, "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:  # XLNet says -1
             return None
@@ -218,7 +218,7 @@ class Anatomy:
         return getattr(self.config, "vocab_size", None)
 
     def value_states(self, projected: Tensor) -> Tensor:
-        """[B, T, Dv] value states out of what the `value` projection gives, `[B, T, *]`."""
+        """[B, T, Dv] value states from the output of the `value` projection, `[B, T, *]`."""
         if self.family.value_part == "whole":
             return projected
         if self.family.value_part == "last-third":
@@ -247,28 +247,24 @@ class Anatomy:
                 }
                 stacked = [(name, p) for name, p in own.items() if p.ndim == 3 and len(p) == count]
                 yield from ((name, layer, parameter) for name, parameter in stacked)
-                if own and not stacked and "expert" in type(module).__name__.lower() and not _is_plain(module):
+                weight = getattr(module, "weight", None)
+                is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
+                if own and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
                     yield path, layer, None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether `Anatomy.projections` finds a module's matrix."""
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.ndim == 2
 
 
 def anatomy_candidates(
     model: PreTrainedModel, *, tower: str | None = None, override: Mapping[str, Any] | None = None
 ) -> list[Anatomy]:
-    """The anatomies that may fit a model, best guess first; a numerical check has to pick (see `capture.verify`).
+    """The anatomies that may fit a model, likeliest first; `execution.find_anatomy` checks which one does.
 
     Args:
-        model: a loaded model; the one inside is taken where it is wrapped.
+        model: a loaded model, possibly inside a wrapper that `unwrapped` knows.
         tower: `text` or `vision`, for models that have both.
-        override: fields of `Family`, which replace the table and the finder.
+        override: fields of `Family`, in place of the table and the finder.
 
     Raises:
-        FulldepthError: if there is no table row and no list of blocks can be found, or a tower has to be chosen.
+        FulldepthError: if the model is not in the table and has no list of blocks, or a tower has to be chosen.
     """
     model = unwrapped(model)
     if override:
@@ -276,7 +272,8 @@ def anatomy_candidates(
     rows = rows_of(model.config.model_type)
     if rows is None:
         return [Anatomy(model, family) for family in find_families(model, tower)]
-    present = [row for row in rows if _fits(model, row)]
+    # A type of one row needs no check: a bare tower has a model type of its own.
+    present = [row for row in rows if len(rows) == 1 or hasattr(model, str(row.body))]
     if len(present) > 1:
         if tower is None:
             towers = " or ".join(str(row.tower) for row in present)
@@ -284,13 +281,15 @@ def anatomy_candidates(
         present = [row for row in present if row.tower == tower]
     if not present:
         raise FulldepthError(f"{type(model).__name__} has no {tower or rows[0].name} tower.")
-    if getattr(model.config, "use_parallel_residual", True) is False:
-        present = [replace(row, design="pre") if row.design == "parallel" else row for row in present]
-    return [Anatomy(model, row) for row in present]
+    return [Anatomy(model, replace(row, design="pre") if _has_switched_design(model, row) else row) for row in present]
+
+
+def _has_switched_design(model: PreTrainedModel, family: Family) -> bool:
+    return family.design_switch is not None and getattr(model.config, family.design_switch, True) is False
 
 
 def _described(anatomy: Anatomy) -> Anatomy:
-    """An anatomy out of the settings, whose paths from the model have to lead somewhere."""
+    """An anatomy from the settings, after a check that its paths exist."""
     family, kind = anatomy.family, type(anatomy.model).__name__
     for name, start in (("body", anatomy.model), ("blocks", anatomy.body), ("final_norm", anatomy.body)):
         path = getattr(family, name)
@@ -307,28 +306,19 @@ def _described(anatomy: Anatomy) -> Anatomy:
     return anatomy
 
 
-def _fits(model: PreTrainedModel, family: Family) -> bool:
-    """Whether the model has the tower that a row describes (every row of a one-tower family fits)."""
-    if family.tower is None or (family.body is not None and hasattr(model, family.body)):
-        return True
-    # A bare tower: its own class, whose configuration is the tower's.
-    return bool(model.config.model_type.startswith("clip_"))
-
-
 def first_broken_weight(model: nn.Module) -> str | None:
-    """None if every floating-point weight is finite, else the name of the first that is not.
+    """The name of the first weight that holds NaN or infinity; None if all floating-point weights are finite.
 
-    Where a module lists a parameter in `minus_infinity_prunes`, -inf stands for a weight that was pruned: it is no
-    fault there, unless a row (along the last dimension) holds nothing else. Of a sharded weight this process's part is
-    read: the others may not be here, and a sum over processes would wait for them.
+    In a parameter that its module lists in `minus_infinity_prunes`, -inf marks a pruned weight and is accepted, unless
+    a row (along the last dimension) holds nothing else. Of a sharded weight only this process's part is read.
     """
-    seen: set[int] = set()
+    checked: set[int] = set()
     for path, module in model.named_modules():
         prunable = getattr(module, "minus_infinity_prunes", ())
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen or parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
+            if id(parameter) in checked or parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
                 continue
-            seen.add(id(parameter))
+            checked.add(id(parameter))
             if _is_broken(parameter.detach(), name in prunable):
                 return f"{path}.{name}" if path else name
     return None

@@ -1,4 +1,4 @@
-"""The explicit table of model families: where blocks, attention, MLP, norms, value states and heads live.
+"""Table of model families: the module names of blocks, attention, MLP, norms, value states and heads.
 
 Paths are dotted attribute names. Those of a `Family` start at the *body* (the model without its head) or at a block;
 those of a `Head` start at the model. A family that is not in the table is found by structure (`fulldepth.hf.finder`),
@@ -17,24 +17,26 @@ Design = Literal["pre", "parallel", "post"]
 ValuePart = Literal["whole", "last-third", "last-third-of-each-head"]
 Modality = Literal["text", "images"]
 Pool = Literal["token", "first", "last", "mean-patches", "mean", "inside"]
+CountedTokens = Literal["all", "eos"]
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a model turns `h_L` into logits: final norm, pooling, then a chain of modules."""
+    """The path from `h_L` to the logits: final norm, pooling, then a chain of modules."""
 
     modules: tuple[str, ...]
-    """Modules applied in order, from the model; the first that reads `[B, T, D]` itself goes with `pool="inside"`."""
+    """Paths from the model, applied in order; with `pool="inside"` the first module reads `[B, T, D]` itself."""
     pool: Pool = "token"
-    """`token`: one prediction a position. Otherwise one a sequence, from the first token, the last that is no padding,
-    the mean of all but the first (`mean-patches`), the mean of all that is no padding, or by the head itself."""
+    """`token`: one prediction per position. Otherwise one per sequence, from the first token (`first`), the last token
+    that is not padding (`last`), the mean of all but the first (`mean-patches`), the mean of all that are not padding
+    (`mean`), or by the head itself (`inside`)."""
     normed: bool = True
-    """Whether the final norm comes before the head and its pooling."""
+    """Whether the final norm comes before pooling and head."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The anatomy of one family of models, by name."""
+    """The module names of one family of models, by role."""
 
     name: str
     blocks: str
@@ -44,8 +46,10 @@ class Family:
     mlp: str | None
     """Module that reads the attention sub-layer's output x' (MLP or its first part), from the block."""
     design: Design = "pre"
-    """`pre`: x' = x + A, y = x' + M (A, M may carry norms of their own: sandwich). `parallel`: y = x + A + M.
-    `post`: x' = norm(x + A), y = norm(m + M), where m is what the MLP reads."""
+    """`pre`: x' = x + A, y = x' + M (A and M may include norms: sandwich). `parallel`: y = x + A + M.
+    `post`: x' = norm(x + A), y = norm(m + M), where m is the MLP's input."""
+    design_switch: str | None = None
+    """Attribute of the configuration; where it is false, the design is `pre`."""
     attention_branch: str | None = None
     """Module whose output A is added to the stream; the attention module unless named."""
     mlp_branch: str | None = None
@@ -55,23 +59,25 @@ class Family:
     mlp_norm: str | None = None
     """Norm before the MLP (pre, parallel) or after the sum (post)."""
     value: str | None = None
-    """Projection that makes the value states, from the block."""
+    """Projection to the value states, from the block."""
     value_part: ValuePart = "whole"
-    """Which channels of that projection are the value states."""
+    """The channels of that projection that are the value states."""
     final_norm: str | None = None
     """Norm after the last block, from the body."""
+    norm_between: str | None = None
+    """Attribute of the configuration; where it is true, the final norm also stands between blocks."""
     branch_scale: str | None = None
     """Attribute of the configuration that multiplies both branches."""
     input_norms: str | None = None
-    """Norms of the earlier states that a block adds up to its x (tree), from the block; such a block has x at its
-    `attention_norm`, others are given it."""
+    """Norms of the earlier states whose sum is a block's x (tree), from the block. In such a block x is the input of
+    `attention_norm`; in others it is the block's own input."""
     output: str | None = None
     """Projection that joins the attention heads (W_O), from the block."""
     router: str | None = None
-    """Module that gives the weights of the attention's memory, from the block; layer 1 and other models have none."""
+    """Module that returns the weights of the attention's memory, from the block; absent in layer 1."""
     attention_connection: str | None = None
     """Module that mixes the residual streams before attention (Hyper-Connections), from the block. Blocks that have it
-    hold several streams, `[B, T, n, D]`; wherever the stream is read their sum is meant, which the final norm reads."""
+    hold several streams, `[B, T, n, D]`; measures and the final norm read their sum."""
     mlp_connection: str | None = None
     """The same before the MLP."""
     calls: str | None = None
@@ -80,28 +86,29 @@ class Family:
     sequence_first: bool = False
     """Whether blocks work on `[T, B, D]`."""
     sparse: bool = False
-    """Whether layers may lack a branch, which adds nothing there."""
+    """Whether layers may lack a branch."""
     body: str | None = None
-    """Path from the model to the body; the model's own base model unless named."""
+    """Path from the model to the body; None = the model's own base model."""
     tower: Literal["text", "vision"] | None = None
-    """For models of two towers: which one this row describes."""
+    """For models of two towers: the one that this row describes."""
     modality: Modality = "text"
+    counted_tokens: CountedTokens | None = None
+    """The default token policy of models without a language-model head; None = it follows from the task."""
     heads: Mapping[str, Head] | None = None
     """Ending of the model's class name -> its head; None = found by following the tensors to the logits."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Family:
-        """A family described in settings, with the names of these fields.
+        """A family from settings whose keys are the names of these fields, or of `HEAD_FIELDS`.
 
         Raises:
-            FulldepthError: for an unknown field, or when `blocks` is missing.
+            FulldepthError: for an unknown field, a value of the wrong type, or when `blocks` is missing.
         """
-        known = [*(f.name for f in fields(cls) if f.name != "heads"), *HEAD_FIELDS]
+        names = [*(f.name for f in fields(cls) if f.name != "heads"), *HEAD_FIELDS]
         for name in values:
-            if name not in known:
-                raise unknown("anatomy field", name, known)
-        choices = {"design": Design, "value_part": ValuePart, "pool": Pool, "modality": Modality}
-        for name, literal in choices.items():
+            if name not in names:
+                raise unknown("anatomy field", name, names)
+        for name, literal in CHOICES.items():
             if name in values and values[name] not in get_args(literal):
                 raise unknown(f"value of anatomy.{name}:", str(values[name]), get_args(literal))
         for name, value in values.items():
@@ -120,14 +127,18 @@ class Family:
 
 HEAD_FIELDS = ("head", "pool", "normed")
 """Fields of settings that describe the head: `head` is its modules from the model, joined by `+`, or null for none."""
+CHOICES = {
+    "design": Design,
+    "value_part": ValuePart,
+    "pool": Pool,
+    "modality": Modality,
+    "counted_tokens": CountedTokens,
+}
+"""Field of settings -> its values."""
 
 
 def _head_from(values: Mapping[str, Any]) -> dict[str, Head] | None:
-    """The head that settings describe, for any class of model; None where it has to be found.
-
-    Raises:
-        FulldepthError: if `pool` or `normed` stand without `head`.
-    """
+    """The head that settings describe, for any class of model; None where it has to be found."""
     if "head" not in values:
         if {"pool", "normed"} & values.keys():
             raise FulldepthError("anatomy.pool and anatomy.normed describe a head; name its modules with anatomy.head.")
@@ -167,8 +178,8 @@ DEPTH_LLAMA = replace(
     attention_connection="attention_connection",
     mlp_connection="mlp_connection",
 )
-"""This package's Llama with a tree, streams or a memory; without its switches it is Llama. Values are read after the
-memory has routed them."""
+"""This package's Llama with a tree, several streams or a memory; without these switches it is Llama. Value states are
+read after routing."""
 
 GEMMA = replace(
     LLAMA,
@@ -198,6 +209,7 @@ GPT_NEOX = Family(
     attention="attention",
     mlp="mlp",
     design="parallel",
+    design_switch="use_parallel_residual",
     attention_norm="input_layernorm",
     mlp_norm="post_attention_layernorm",
     value="attention.query_key_value",
@@ -289,6 +301,7 @@ CLIP_TEXT = Family(
     final_norm="final_layer_norm",
     body="text_model",
     tower="text",
+    counted_tokens="eos",
     heads={},
 )
 
@@ -299,6 +312,7 @@ CLIP_VISION = replace(
     body="vision_model",
     tower="vision",
     modality="images",
+    counted_tokens=None,
     heads={"ForImageClassification": Head(("classifier",), pool="mean-patches", normed=False)},
 )
 
@@ -312,7 +326,9 @@ DETR = Family(
     mlp_norm="final_layer_norm",
     value="self_attn.v_proj",
     final_norm="decoder.layernorm",
+    norm_between="auxiliary_loss",
     modality="images",
+    counted_tokens="all",
     heads={"ForObjectDetection": Head(("class_labels_classifier",))},
 )
 
@@ -339,11 +355,11 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 }
 """model_type -> its rows (two for models of two towers)."""
 SKIPPED = "fulldepth_skipped_"
-"""What stands before the `model_type` of a family in that of its class without skipped parts."""
+"""Prefix of the `model_type` of a family's class without skipped parts."""
 
 
 def rows_of(model_type: str) -> tuple[Family, ...] | None:
-    """The rows of a family, which also describe its class without skipped parts; None if it is not in the table."""
+    """The rows of a model type, or of the family of a class without skipped parts; None if it is not in the table."""
     rows = FAMILIES.get(model_type.removeprefix(SKIPPED))
     if rows is None or not model_type.startswith(SKIPPED):
         return rows

@@ -1,7 +1,6 @@
-"""Finds the anatomy of a family that is not in the table, from the names and the order of its modules.
+"""Proposes the anatomy of a model that is not in the table of families, from the names and order of its modules.
 
-The finder only proposes; the numerical checks at load decide: the stream must pass from block to block, branches must
-add up, the lens must give the logits.
+The numerical checks at load accept or refuse a proposal (`fulldepth.execution.verify`).
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ VALUE = re.compile(r"(^|\.)(v_proj|value|v|v_lin|wv)$")
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Class of a wrapper -> its attribute that holds the model."""
 MOST_LISTS = 24
-"""Lists of modules that are tried as the blocks."""
+"""Most lists of modules that are tried as blocks."""
 
 
 def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Family]:
     """Proposals for a model's anatomy, likeliest first.
 
-    Every `ModuleList` may be the list of blocks, the longest first; attention and MLP are children of its first block
-    of such a name; norms whose names speak of what comes *after* a branch are tried as parts of the branch. The final
-    norm and the head are found by following the tensors of a pass (`fulldepth.execution.stream`).
+    Every `ModuleList` is a candidate for the list of blocks, the longest first. Attention and MLP are the children of
+    the first block with matching names; norms named after a position *behind* a branch are tried as parts of the
+    branch. Final norm and head are found by following the tensors of a pass (`fulldepth.execution.stream`).
 
     Args:
         model: of a family that is not in the table.
-        tower: `text` or `vision`, to look in the model's `text_model` or `vision_model` alone.
+        tower: `text` or `vision`, to search only the model's `text_model` or `vision_model`.
 
     Raises:
         FulldepthError: if there is no list of blocks or no such tower, or the model is an encoder-decoder or reads
-            neither text nor images; says what was found.
+            neither text nor images.
     """
     name = type(model).__name__
     if tower is not None:
@@ -62,17 +61,20 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
         )
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
     sparse = str(model.config.model_type).startswith(SKIPPED)
-    found = [family for path, blocks in lists[:MOST_LISTS] for family in _proposals(model, path, blocks, sparse)]
-    place: dict[str, Any] = {} if tower is None else {"body": f"{tower}_model", "tower": tower, "heads": {}}
-    place |= {"modality": "images" if inputs == "pixel_values" else "text", "sparse": sparse}
-    return [replace(family, **place) for family in found]
+    fields: dict[str, Any] = {} if tower is None else {"body": f"{tower}_model", "tower": tower, "heads": {}}
+    fields |= {"modality": "images" if inputs == "pixel_values" else "text", "sparse": sparse}
+    return [
+        replace(family, **fields)
+        for path, blocks in lists[:MOST_LISTS]
+        for family in _proposals(model, path, blocks, sparse)
+    ]
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
     """The transformers model inside adapters of PEFT (LoRA and others that change its layers), `torch.compile` and DDP.
 
     Raises:
-        FulldepthError: for adapters that put prompts before the sequence, and for what holds no transformers model.
+        FulldepthError: for adapters that put prompts before the sequence, and objects without a transformers model.
     """
     while type(model).__name__ in WRAPPERS:
         model = getattr(model, WRAPPERS[type(model).__name__])
@@ -87,7 +89,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
         model = model.base_model.model  # PeftModel and PeftMixedModel
     if not isinstance(model, PreTrainedModel):
         raise FulldepthError(
-            f"{type(model).__name__} is no transformers model; give the model itself, before wrapping it."
+            f"{type(model).__name__} is not a transformers model; pass the model itself, before wrapping it."
         )
     return model
 
@@ -99,11 +101,7 @@ def towers(model: PreTrainedModel) -> list[str]:
 
 
 def _refuse_other_inputs(model: PreTrainedModel) -> None:
-    """Refuse what cannot be fed.
-
-    Raises:
-        FulldepthError: for encoder-decoders, and models of sound, series and the like.
-    """
+    """Refuse encoder-decoders, and models of inputs other than text and images."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
@@ -115,7 +113,7 @@ def _refuse_other_inputs(model: PreTrainedModel) -> None:
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head, by transformers' own convention; the model itself where it has no such part."""
+    """The model without its head, by transformers' convention; the model itself where it has no such part."""
     names = [model.base_model_prefix, "model"] if "For" in type(model).__name__ else [model.base_model_prefix]
     parts = (getattr(model, name, None) for name in names if name)
     return next(
@@ -124,16 +122,13 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _reads(part: nn.Module, name: str) -> bool:
-    """Whether a part reads the model's own inputs; some classes name their encoder as transformers names the body."""
+    """Whether a part reads the model's inputs; some classes give their encoder the name of the body."""
     parameters = signature(part.forward).parameters
     return name in parameters or "hidden_states" not in parameters
 
 
 def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
-    """Every design that the names in the first block allow; other blocks may be of another kind.
-
-    Where blocks may lack parts, the first of those with the most parts is read.
-    """
+    """Every design that the names in a block allow: the first, or with `sparse` the first with the most parts."""
     block = max(blocks, key=lambda block: len([*block.children()])) if sparse else blocks[0]
     children = [name for name, _ in block.named_children()]
     norms = [name for name in children if NORM.search(name) and not isinstance(block.get_submodule(name), nn.Dropout)]
@@ -149,7 +144,7 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     if attention:
         names = [name for name, _ in block.get_submodule(attention).named_modules() if VALUE.search(name)]
         value = f"{attention}.{names[0]}" if len(names) == 1 else None
-    found = Family(
+    family = Family(
         f"found ({model.config.model_type})",
         blocks=path,
         attention=attention,
@@ -159,9 +154,9 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
         branch_scale="residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
     )
     if {"attention", "intermediate", "output"} <= set(children):
-        yield replace(BERT, name=found.name, blocks=path, heads=None)
+        yield replace(BERT, name=family.name, blocks=path, heads=None)
     if attention is None or mlp is None:
-        yield found
+        yield family
         return
     before_mlp = _between(norms, attention, mlp)
     posts = [name for name in norms if "post" in name]
@@ -169,15 +164,15 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     after_mlp = next((n for n in posts if MLP.search(n)), None)
     if after_attention and after_mlp:  # sandwich, or norms on the branches alone
         inner = next((n for n in norms if "pre" in n and MLP.search(n)), None)
-        yield replace(found, attention_branch=after_attention, mlp_branch=after_mlp, mlp_norm=inner)
-    yield replace(found, mlp_norm=before_mlp)
-    yield replace(found, mlp_norm=before_mlp, design="parallel")
+        yield replace(family, attention_branch=after_attention, mlp_branch=after_mlp, mlp_norm=inner)
+    yield replace(family, mlp_norm=before_mlp)
+    yield replace(family, mlp_norm=before_mlp, design="parallel")
     if len(norms) == 2:
-        yield replace(found, design="post", attention_norm=norms[0], mlp_norm=norms[1])
+        yield replace(family, design="post", attention_norm=norms[0], mlp_norm=norms[1])
 
 
 def _between(norms: list[str], attention: str | None, mlp: str | None) -> str | None:
-    """The norm that most likely stands before the MLP: the last one whose name does not tie it to attention."""
+    """The likeliest norm before the MLP: the last one whose name does not refer to attention."""
     candidates = [name for name in norms if not (ATTENTION.search(name) and "post" not in name)]
     if attention is None or mlp is None or not candidates:
         return None

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading
-from fulldepth.hf.checkpoint_files import check_numbers
+from fulldepth.hf.file_checks import check_numbers
 from fulldepth.hf.gguf_header import Header, read_header
 
 SUFFIX, PACKAGE = ".gguf", "package:"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
-from fulldepth.hf.checkpoint_files import Weights
+from fulldepth.hf.file_checks import Weights
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """Number of a metadata type -> its form; 8 is a string, 9 an array."""

@@ -1,4 +1,4 @@
-"""The last layer's classifier, ready to read any layer: `Acc^(l)` and the logit lens stand on it."""
+"""`Classifier`: the model's head applied to the states of any layer, for lens accuracy and the logit lens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.families import Pool
-from fulldepth.hf.whole_module import WholeModule, has_shards
+from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
 
 
 class Classifier:
@@ -42,17 +42,17 @@ class Classifier:
         self._norm: Callable[[Tensor], Tensor] | None = None
 
     def after_forward(self) -> Self:
-        """A classifier to call between a forward pass of the model and its backward pass, with gradients.
+        """A classifier for use between the model's forward and backward pass, with gradients.
 
-        The classifier itself; of a sharded model one that holds this step's weights, see `WholeModule`.
+        This object itself; for a sharded model one with this step's weights, see `GatheredModule`.
         """
-        if not has_shards(self.anatomy.model):
+        if not uses_fsdp(self.anatomy.model):
             return self
-        whole = copy.copy(self)
-        whole.modules = [WholeModule(module) for module in self.modules]
+        gathered = copy.copy(self)
+        gathered.modules = [GatheredModule(module) for module in self.modules]
         norm = self.anatomy.final_norm
-        whole._norm = None if norm is None else WholeModule(norm)
-        return whole
+        gathered._norm = None if norm is None else GatheredModule(norm)
+        return gathered
 
     @property
     def per_token(self) -> bool:
@@ -61,19 +61,19 @@ class Classifier:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the head reads its input; None if its weights are offloaded and come when they are called."""
+        """Device of the head's input; None if its weights are offloaded."""
         device = next((p.device for p in self.modules[-1].parameters()), None)
         return None if device is None or device.type == "meta" else device
 
     def buffer(self, rows: int) -> Tensor | None:
-        """[rows, V] room for `logits` to write into, where the head ends in an ordinary matrix; else None."""
+        """[rows, V] buffer for `logits`; None unless the head ends in an ordinary linear layer."""
         last = self.modules[-1]
         if type(last) is not nn.Linear or type(last.weight) is not nn.Parameter or hasattr(last, "_hf_hook"):
             return None
         return last.weight.new_empty(rows, len(last.weight)) if self.device is not None else None
 
     def prepare(self, states: Tensor) -> Tensor:
-        """[..., D'] what the last matrix of the head reads: final norm, and the modules before that matrix."""
+        """[..., D'] input of the head's last module: the states after the final norm and the modules before it."""
         return self._before_last(self._normed(states))
 
     def _normed(self, states: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Classifier:
     def logits(self, prepared: Tensor, out: Tensor | None = None) -> Tensor:
         """[..., V] logits of prepared states; `[N, V]` written into `out` (from `buffer`) if it is given.
 
-        The same room for every chunk keeps the logits in cache: fresh ones cost a fifth of the product itself.
+        Reusing one buffer for all chunks keeps the logits in cache: new memory costs a fifth of the product itself.
         """
         last = self.modules[-1]
         if out is None:
@@ -110,19 +110,19 @@ class Classifier:
         return self.pooled(self.pool(states, attention_mask))
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, D] what a sequence head reads of `states: [B, T, D]`: normed, then picked or averaged."""
+        """[B, D] input of a sequence head from `states: [B, T, D]`: normed, then selected or averaged."""
         return pool(self._normed(states), attention_mask, self.head.pool)
 
     def pooled(self, states: Tensor) -> Tensor:
-        """[B, C] logits of what `pool` gives."""
+        """[B, C] logits of pooled states."""
         return self.logits(self._before_last(states))
 
 
 def pool(states: Tensor, attention_mask: Tensor | None, way: Pool) -> Tensor:
-    """What a sequence head reads of `states: [B, T, D]`: `[B, D]`, or the states themselves if it pools inside.
+    """Input of a sequence head from `states: [B, T, D]`: `[B, D]`, or the states themselves for heads that pool inside.
 
     Args:
-        states: after the final norm where the head has it.
+        states: after the final norm, if the head has one.
         attention_mask: `[B, T]`, 0 = padding; None if no position is.
         way: as in `Head.pool`.
     """

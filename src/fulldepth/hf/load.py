@@ -1,4 +1,4 @@
-"""Loads checkpoints safely: safetensors only, no foreign code unless asked, nothing silently left at random."""
+"""Loads checkpoints safely: safetensors only, no code from the checkpoint unless asked, no weights left at random."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
-from fulldepth.hf.checkpoint_files import (
+from fulldepth.hf.distributed_checkpoint import is_sharded
+from fulldepth.hf.file_checks import (
     MOST_EDGE,
     PROCESSOR_FILES,
     bounded_construction,
@@ -37,7 +38,6 @@ from fulldepth.hf.checkpoint_files import (
 )
 from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged
 from fulldepth.hf.gguf_header import read_header
-from fulldepth.hf.shards import is_sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
@@ -46,32 +46,31 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model and where it came from."""
+    """A loaded model and its origin."""
 
     model: PreTrainedModel
     name: str
-    """Folder or Hub name, as given (the class name for a model that was passed in)."""
+    """Folder or Hub name; the class name for a model that was passed in."""
     revision: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
     def config_hash(self) -> str:
-        """sha256 of the configuration's canonical JSON, without what loading and saving write into it."""
-        document = json.dumps(_own(self.model.config.to_diff_dict()), sort_keys=True, default=str)
+        """sha256 of the configuration's canonical JSON, without precision, class and version."""
+        document = json.dumps(_without_volatile(self.model.config.to_diff_dict()), sort_keys=True, default=str)
         return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
 
 
-def _own(entries: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without precision, class and version, which stand beside it in every result."""
+def _without_volatile(entries: dict[str, Any]) -> dict[str, Any]:
     volatile = ("dtype", "architectures", "transformers_version")
-    return {k: _own(v) if isinstance(v, dict) else v for k, v in entries.items() if k not in volatile}
+    return {k: _without_volatile(v) if isinstance(v, dict) else v for k, v in entries.items() if k not in volatile}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, else the first accelerator, else the CPU.
+    """The named device; for None the first accelerator, else the CPU.
 
     Raises:
-        FulldepthError: if the name means nothing or the device is not there.
+        FulldepthError: if the name is invalid or the device cannot be used.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,6 +100,7 @@ def load_checkpoint(
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    model_class: Any = None,
 ) -> Checkpoint:
     """Load a model in evaluation mode, from a local folder or by its Hub name.
 
@@ -112,22 +112,27 @@ def load_checkpoint(
         device_map: `auto`, or a map of modules to devices, for models larger than one device.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: run modelling code that the checkpoint carries.
+        model_class: class to load; None = the one that the checkpoint's `config.json` names.
 
     Raises:
-        FulldepthError: if nothing loadable is there, only pickled weights are, files are broken, or weights that the
-            model needs are missing (stock loading would leave them at random with a warning).
+        FulldepthError: if the checkpoint has no safetensors weights, its files are broken, or it lacks weights that the
+            model needs (stock loading would leave them at random with a warning).
     """
     where = packaged(str(name))
     gguf = find_gguf(where)
     if gguf is None:
         _check_folder(where)
     target = pick_device(device) if device_map is None else None
-    config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
+    config: Any = None
+    if model_class is None:
+        config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
+    else:
+        check_config(where, revision)
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
     options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
     model: Any
     with _plain_errors(where):
-        loader = _model_class(where, config, trust_remote_code)
+        loader = model_class or _model_class(where, config, trust_remote_code)
         with _quiet(), bounded_construction(where, weights):
             if gguf is not None:
                 model, info = load_gguf_model(gguf, config, loader, **options)
@@ -143,7 +148,7 @@ def load_checkpoint(
                 )
     model.name_or_path = model.config.name_or_path = str(name)
     _check_fit(where, type(model).__name__, info)
-    if gguf is None and getattr(config, "quantization_config", None) is None:
+    if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
     warnings = []
     if info["unexpected_keys"]:
@@ -174,7 +179,7 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
     """The configuration of a checkpoint.
 
     Raises:
-        FulldepthError: if there is none, it is damaged, or it holds numbers that no model has.
+        FulldepthError: if it is missing or damaged, or holds numbers that no model has.
     """
     where = packaged(str(name))
     if (gguf := find_gguf(where)) is not None:
@@ -183,22 +188,6 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
     check_config(where, revision)
     with _plain_errors(where):
         return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-
-
-def find_tokenizer(name: str | Path) -> str | None:
-    """Where the tokenizer of a checkpoint is: in it, beside it, or in `tokenizer` beside it; a Hub name as it is.
-
-    None if a local folder and its surroundings hold none.
-    """
-    where = packaged(str(name))
-    folder = Path(where)
-    if not folder.is_dir() or find_gguf(where) is not None:
-        return where
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        for place in (folder, folder.parent, folder.parent / "tokenizer"):
-            if (place / file).is_file():
-                return str(place)
-    return None
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -211,12 +200,12 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     gguf = find_gguf(where)
     if gguf is None:
         check_tokenizer_files(where, revision)
-    with _plain_errors(where, what="tokenizer"), _quiet():
+    with _plain_errors(where, kind="tokenizer"), _quiet():
         if gguf is not None:
             tokenizer = load_gguf_tokenizer(gguf)
         else:
             tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-        special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # some files load, and fail when asked
+        special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
         if number is not None and not isinstance(number, int):
             raise FulldepthError(f"Cannot load a tokenizer from {where}: {name} is {one_line(repr(number), 60)}.")
@@ -226,7 +215,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
 def load_processor(
     name: str | Path, config: Any, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The image processor saved with a checkpoint; where there is none, a plain one of the configuration's size.
+    """The image processor saved with a checkpoint; without one, a plain processor for the configuration's image size.
 
     Raises:
         FulldepthError: if its files are damaged.
@@ -235,7 +224,7 @@ def load_processor(
     folder = Path(name)
     if not is_folder(where) or any((folder / file).exists() for file in PROCESSOR_FILES):
         check_processor_files(where, revision)
-        with _plain_errors(where, what="image processor"), _quiet():
+        with _plain_errors(where, kind="image processor"), _quiet():
             return AutoImageProcessor.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     size = getattr(config, "image_size", 224)
     size = size[0] if isinstance(size, list | tuple) and size else size
@@ -249,12 +238,12 @@ def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
     """The class that the checkpoint was saved from."""
     names = getattr(config, "architectures", None) or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        given = one_line(repr(names), 100)
-        raise FulldepthError(f"`architectures` in {where}/config.json is {given}; expected a list of class names.")
-    found = getattr(transformers, names[0], None) if names else None
-    if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None:
-        return found
-    for auto in (AutoModelForCausalLM, AutoModel):  # classes of others that transformers was told of
+        value = one_line(repr(names), 100)
+        raise FulldepthError(f"`architectures` in {where}/config.json is {value}; expected a list of class names.")
+    stock = getattr(transformers, names[0], None) if names else None
+    if isinstance(stock, type) and issubclass(stock, PreTrainedModel) and stock.config_class is not None:
+        return stock
+    for auto in (AutoModelForCausalLM, AutoModel):  # classes registered by this package or others
         registered = auto._model_mapping.get(type(config), None)
         if names and getattr(registered, "__name__", None) == names[0]:
             return registered
@@ -263,16 +252,16 @@ def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
         return getattr(transformers, name, AutoModelForCausalLM)
     if not names:
         raise FulldepthError(
-            f"{where}/config.json names no class (`architectures`): it is not known what the weights are."
+            f"{where}/config.json names no model class (`architectures`), so its weights cannot be loaded."
         )
     name = one_line(names[0], 100)
     if getattr(config, "auto_map", None):
-        raise FulldepthError(f"{name} is code that {where} carries; it runs only with --trust-remote-code.")
+        raise FulldepthError(f"{name} is defined by code in {where}, which runs only with --trust-remote-code.")
     raise FulldepthError(f"transformers {transformers.__version__} has no model class {name}, which {where} needs.")
 
 
 def _check_folder(where: str) -> None:
-    """Say early and plainly what a local folder lacks."""
+    """Refuse a local folder without a configuration or safetensors weights, naming what is missing."""
     folder = Path(where)
     try:
         exists = bool(where) and folder.exists()
@@ -297,16 +286,13 @@ def _check_folder(where: str) -> None:
                 f"{where} holds its weights in shards. Put them together: fulldepth train export {folder.absolute()}."
             )
         pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
-        found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
-        raise FulldepthError(f"{where} has {found}; expected *.safetensors. Convert with save_pretrained first.")
+        files = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
+        raise FulldepthError(f"{where} has {files}; expected *.safetensors. Convert with save_pretrained first.")
 
 
 @contextmanager
-def _plain_errors(where: str, what: str = "model") -> Iterator[None]:
-    """Turn whatever the libraries raise for broken or absent files into one readable sentence.
-
-    Rust libraries raise bare `Exception`, and `BaseException` when they panic. Only memory that ran out passes.
-    """
+def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
+    """Turn any exception of the libraries into one readable sentence, except that memory ran out (see `reading`)."""
     try:
         yield
     except (FulldepthError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -315,18 +301,18 @@ def _plain_errors(where: str, what: str = "model") -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         if "trust_remote_code" in str(error):
-            raise FulldepthError(f"{where} carries its own code; it runs only with --trust-remote-code.") from error
+            raise FulldepthError(f"{where} carries its own code, which runs only with --trust-remote-code.") from error
         if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
             raise FulldepthError(
                 f"The checkpoint in {where} does not fit its configuration: {one_line(error)}"
             ) from error
         reason = one_line(error) or type(error).__name__
-        raise FulldepthError(f"Cannot load a {what} from {where}: {reason}") from error
+        raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence loading reports and bars; what matters in them is checked and said by the caller."""
+    """Silence loading reports and progress bars; the caller checks the loading report itself."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)

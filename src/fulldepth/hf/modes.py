@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module's own mode again."""
+    """Evaluation mode inside `with`; afterwards every module has its earlier mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Reads weights that accelerate has offloaded, from where they are: the CPU's memory or files on disk."""
+"""Reads weights that accelerate has offloaded to the CPU's memory or to disk."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from fulldepth.errors import FulldepthError
 
 
 def loaded_weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A parameter or buffer of a model; one that is offloaded is read, and held by nobody else.
+    """A parameter or buffer of a model, read from memory or disk if it is offloaded.
 
     Args:
-        model: as loaded, perhaps with a device map.
+        model: as loaded, possibly with a device map.
         name: of the tensor in the model's state dict.
-        tensor: as the module holds it; on the device `meta` if it is offloaded.
+        tensor: the entry of the state dict; on the device `meta` if it is offloaded.
 
     Raises:
-        FulldepthError: if it is on no device, and no hook of accelerate says where it is.
+        FulldepthError: if it is on the device `meta` and no hook of accelerate has it.
     """
     if tensor.device.type != "meta":
         return tensor
-    path, _, rest = name.rpartition(".")
+    path, _, suffix = name.rpartition(".")
     while True:
         for weights in _weights_maps(model.get_submodule(path)):
             try:
-                found: Tensor = weights[rest]
+                weight: Tensor = weights[suffix]
             except KeyError:
                 continue
-            return found
+            return weight
         if not path:
-            raise FulldepthError(f"The weight {name} is not in memory, and offloaded nowhere, so it cannot be read.")
+            raise FulldepthError(f"The weight {name} is neither in memory nor offloaded, so it cannot be read.")
         path, _, parent = path.rpartition(".")
-        rest = f"{parent}.{rest}"
+        suffix = f"{parent}.{suffix}"
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model expects its inputs: the device of its first weights that are loaded."""
+    """The device of a model's inputs: that of its first loaded weights."""
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
@@ -51,10 +51,10 @@ def is_offloaded(model: nn.Module) -> bool:
 
 @contextmanager
 def in_memory(module: nn.Module) -> Iterator[None]:
-    """Load the offloaded weights of a module and keep them inside `with`, whatever runs it.
+    """Load the offloaded weights of a module once, keep them inside `with`, and offload them on leaving.
 
-    By itself accelerate reads a weight again in every forward pass, over whatever was put in its place. On leaving the
-    weights are offloaded again. A module without offloaded weights stays as it is.
+    Otherwise accelerate reads a weight again in every forward pass and overwrites a changed value. A module without
+    offloaded weights is not changed.
     """
     with ExitStack() as stack:
         for part in module.modules():
@@ -66,7 +66,7 @@ def in_memory(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _loaded(module: nn.Module, hook: Any) -> Iterator[None]:
-    """Have one hook of accelerate load its module's weights now, and drop them on leaving."""
+    """Load the weights of one hook of accelerate, and drop them on leaving."""
     try:
         hook.pre_forward(module)
         hook.offload = False
@@ -83,6 +83,6 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _weights_maps(module: nn.Module) -> list[Mapping[str, Tensor]]:
-    """Where accelerate's hooks on a module read its weights from."""
+    """The maps from which accelerate's hooks on a module read its weights."""
     maps = (getattr(hook, "weights_map", None) for hook in _hooks(module))
     return [weights for weights in maps if weights is not None]

@@ -1,4 +1,4 @@
-"""The four trainable factors of every layer that heal a model whose branches were skipped."""
+"""`Scalars`: the trainable factors of every layer that compensate for skipped branches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 from fulldepth.errors import FulldepthError, unknown
 
 GRANULARITIES = ("attention", "mlp", "layer")
-"""What is skipped of a layer: its attention (with norm and cache), its MLP (with norm), or all of it."""
+"""Skipped part of a layer: its attention (with norm and cache), its MLP (with norm), or all of it."""
 FACTORS = ("b_att", "s_att", "b_mlp", "s_mlp")
-"""Factors of a whole layer: of the attention branch, of the stream it is added to, and the same of the MLP."""
-LEFT = {"attention": FACTORS[2:], "mlp": FACTORS[:2], "layer": ()}
+"""Factors of a layer: of the attention branch, of the stream that it is added to, and the same for the MLP."""
+REMAINING = {"attention": FACTORS[2:], "mlp": FACTORS[:2], "layer": ()}
 """Granularity -> factors that a skipped layer keeps."""
 
 
@@ -27,32 +27,32 @@ def factor_names(granularity: str, skipped: bool) -> tuple[str, ...]:
     """
     if granularity not in GRANULARITIES:
         raise unknown("granularity", str(granularity), GRANULARITIES)
-    return LEFT[granularity] if skipped else FACTORS
+    return REMAINING[granularity] if skipped else FACTORS
 
 
 def check_layers(layers: Iterable[int], num_layers: int) -> frozenset[int]:
     """1-based layers as a set.
 
     Raises:
-        FulldepthError: for what is no whole number from 1 to `num_layers`.
+        FulldepthError: for anything but whole numbers from 1 to `num_layers`.
     """
     if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
         raise FulldepthError(f"Layers are {layers!r}; expected whole numbers from 1 to {num_layers}.")
-    found = list(layers)
-    for layer in found:
+    numbers = list(layers)
+    for layer in numbers:
         if isinstance(layer, bool) or not isinstance(layer, Integral) or not 1 <= layer <= num_layers:
             raise FulldepthError(f"There is no layer {layer!r}; this model has the layers 1 to {num_layers}.")
-    return frozenset(map(int, found))
+    return frozenset(map(int, numbers))
 
 
 class Scalars(nn.Module):
-    """Factors of the residual stream, `x' = b_att A + s_att x` and `y = b_mlp M + s_mlp x'`, all 1 at the start.
+    """Factors of the residual stream, `x' = b_att A + s_att x` and `y = b_mlp M + s_mlp x'`, initially all 1.
 
     `A` and `M` are what attention and MLP add to the stream. A parallel block reads its MLP's input from x, and is
-    `y = s_mlp (b_att A + s_att x) + b_mlp M`. Only factors of what is left are parameters: a layer without attention
-    has the two of the MLP, a layer without MLP the two of attention, a skipped layer none.
+    `y = s_mlp (b_att A + s_att x) + b_mlp M`. A layer without attention has only the two factors of the MLP, a layer
+    without MLP only those of attention, a skipped layer none.
 
-    They are float32 whatever the model's dtype: a bfloat16 number cannot rise above 1 in steps smaller than 0.004.
+    They are float32 whatever the model's dtype: bfloat16 cannot represent small changes of a number near 1.
 
     Args:
         num_layers: L.
@@ -63,7 +63,7 @@ class Scalars(nn.Module):
     Raises:
         FulldepthError: for layers out of range, an unknown granularity, or a width below 1.
 
-    Source: Hopscotch (arXiv 2506.03303); a skipped layer as its public code has it.
+    Source: Hopscotch (arXiv 2506.03303); skipped layers as in its public code.
     """
 
     def __init__(
@@ -112,23 +112,23 @@ class Scalars(nn.Module):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], num_layers: int, granularity: str = "attention") -> Scalars:
-        """The inverse of `as_dict`; which layers are skipped shows in the factors they lack.
+        """The inverse of `as_dict`; the factors that a layer lacks show that it is skipped.
 
         Raises:
-            FulldepthError: for layers out of range or missing, factors that no layer has, and what is no finite
-                number, or a list of another length than the others.
+            FulldepthError: for layers out of range or missing, unknown factors, and values that are not finite numbers
+                or lists of one length.
         """
         if not isinstance(mapping, Mapping):
             raise FulldepthError(f"Scalars are a {type(mapping).__name__}; expected a mapping from layers.")
-        known = [str(layer) for layer in range(1, _positive("The number of layers", num_layers) + 1)]
+        layers = [str(layer) for layer in range(1, _positive("The number of layers", num_layers) + 1)]
         for layer in mapping:
-            if str(layer) not in known:
+            if str(layer) not in layers:
                 raise FulldepthError(f"Scalars of layer {layer!r}; this model has the layers 1 to {num_layers}.")
-        given = {str(layer): values for layer, values in mapping.items()}
-        skipped = {int(layer) for layer in known if _is_skipped(layer, given.get(layer, {}), granularity)}
+        by_layer = {str(layer): values for layer, values in mapping.items()}
+        skipped = {int(layer) for layer in layers if _is_skipped(layer, by_layer.get(layer, {}), granularity)}
         tensors = {
             (layer, name): _tensor(value, f"{name} of layer {layer}")
-            for layer, values in given.items()
+            for layer, values in by_layer.items()
             for name, value in values.items()
         }
         shapes = {tuple(tensor.shape) for tensor in tensors.values()}
@@ -142,37 +142,37 @@ class Scalars(nn.Module):
         return scalars
 
     def extra_repr(self) -> str:
-        """What was asked for."""
+        """The arguments of the constructor."""
         return (
             f"{self.num_layers}, skipped={sorted(self.skipped)}, granularity={self.granularity!r}, width={self.width}"
         )
 
 
-def _positive(what: str, number: Any) -> int:
+def _positive(name: str, number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise FulldepthError(f"{what} is {number!r}; expected a whole number of at least 1.")
+        raise FulldepthError(f"{name} is {number!r}; expected a whole number of at least 1.")
     return number
 
 
 def _is_skipped(layer: str, values: Any, granularity: str) -> bool:
-    """Whether the factors given for a layer are those of a skipped one."""
+    """Whether a layer's factors are those of a skipped layer."""
     names = set(values) if isinstance(values, Mapping) else None
     for skipped in (False, True):
         if names == set(factor_names(granularity, skipped)):
             return skipped
-    whole, left = (", ".join(factor_names(granularity, skipped)) or "none" for skipped in (False, True))
+    full, remaining = (", ".join(factor_names(granularity, skipped)) or "none" for skipped in (False, True))
     got = repr(values) if names is None else ", ".join(map(str, values)) or "none"
     raise FulldepthError(
-        f"Layer {layer} has the scalars {got}; expected {whole}, or {left} where its {granularity} is skipped."
+        f"Layer {layer} has the scalars {got}; expected {full}, or {remaining} where its {granularity} is skipped."
     )
 
 
-def _tensor(value: Any, what: str) -> torch.Tensor:
+def _tensor(value: Any, name: str) -> torch.Tensor:
     """A finite number or a list of them, float32."""
     numbers = value if isinstance(value, list | tuple) else [value]
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
-        raise FulldepthError(f"The scalar {what} is {value!r}; expected a number, or a list of one a channel.")
-    most = torch.finfo(torch.float32).max
-    if not all(abs(n) <= most for n in numbers):  # NaN is at most nothing
-        raise FulldepthError(f"The scalar {what} is {value!r}; expected a finite number, at most {most:.1e} in size.")
+        raise FulldepthError(f"The scalar {name} is {value!r}; expected a number, or a list of one per channel.")
+    limit = torch.finfo(torch.float32).max
+    if not all(abs(n) <= limit for n in numbers):  # also refuses NaN
+        raise FulldepthError(f"The scalar {name} is {value!r}; expected a finite number, at most {limit:.1e} in size.")
     return torch.tensor(value, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Skips parts of a model in place, scales what is left, and always heals it.
+"""Skips parts of a model in place, scales the rest, and restores the model.
 
-Nothing is taken out: the modules stay where they are, with their names and weights; only what they compute when called
-is replaced for a while. So parameters, state dict, hooks and anatomy read the same during surgery.
+Modules keep their places, names and weights; only their `forward` functions are replaced temporarily. Parameters,
+state dict, hooks and anatomy are therefore the same while parts are skipped.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from fulldepth.hf.scalars import GRANULARITIES, Scalars, check_layers, factor_na
 from fulldepth.hf.wiring import Wiring, cache_index, check_can_skip, first_input, wirings
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Lists of blocks that are being operated on."""
+"""Lists of blocks with switches in use."""
 _CLASS = object()
-"""A module that takes a function from its class, as usual."""
+"""Marks a function that a module inherits from its class."""
 _MODEL = 0
-"""Where a layer is asked for: what belongs to no layer."""
+"""Layer number of replacements that belong to no layer."""
 BRANCH = {"attention": "b_att", "mlp": "b_mlp"}
 STREAM = {"attention": "s_att", "mlp": "s_mlp"}
-"""Part -> its factors: of its branch, and of the stream that the branch is added to."""
+"""Part -> factor of its branch; part -> factor of the stream that the branch is added to."""
 
 
 class Switches:
     """Turns attention, MLP or whole layers of a decoder off and on in place, and scales the rest.
 
-    A skipped attention computes no norm, no attention and no keys or values; its stream passes unchanged, `x' = x`.
-    Only a counter of one number a token goes into its cache entry, for a cache tells its length, and a mask its size,
-    by the first entries. So `generate`, loops with a cache, left-padded batches and the forward pass without cache
-    agree for every set of layers. A cache goes on with the set that it was filled with, or a larger one.
+    A skipped attention computes no norm, no attention and no keys or values; the stream is unchanged, `x' = x`. Its
+    cache entry gets one number per token, because the length of a cache and the size of a mask are read from the first
+    entries. `generate`, loops with a cache, left-padded batches and passes without a cache therefore agree for every
+    set of layers. A cache can be continued with the set of skipped layers that it was filled with, or a larger one.
 
-    On leaving, also by an exception, every module computes what it did before. In use once at a time, then again.
+    On leaving, also by an exception, the model is restored. One `with` at a time; the object can be used again.
 
     Args:
-        anatomy: the model and where its parts are; its design is taken as proven (`capture.verify`).
-        granularity: what a layer that is skipped does not compute: `attention`, `mlp` or `layer`.
+        anatomy: the model; its design must have been checked (`execution.find_anatomy`).
+        granularity: the part that a skipped layer does not compute: `attention`, `mlp` or `layer`.
 
     Raises:
-        FulldepthError: for an unknown granularity, and a model that cannot skip, with the reason: encoders, post-norm
-            blocks, blocks that read more than the layer before them (tree, Hyper-Connections, memory).
+        FulldepthError: for an unknown granularity, and a model that cannot skip: encoders, post-norm blocks, blocks
+            that read more than the layer before them (tree, Hyper-Connections, memory).
     """
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
@@ -63,7 +63,7 @@ class Switches:
 
     @property
     def skipped(self) -> frozenset[int]:
-        """The 1-based layers that are skipped now."""
+        """The 1-based layers that are skipped at present."""
         return self._skipped
 
     @property
@@ -82,7 +82,7 @@ class Switches:
 
     def __enter__(self) -> Self:
         if self._wirings is not None:
-            raise FulldepthError("These switches are in use already; leave their `with` first.")
+            raise FulldepthError("These switches are already in use; leave their `with` first.")
         blocks = self.anatomy.block_list
         if blocks in _SWITCHED:
             raise FulldepthError(
@@ -105,27 +105,27 @@ class Switches:
         _SWITCHED.discard(self.anatomy.block_list)
 
     def skip(self, layers: Iterable[int]) -> None:
-        """Skip these 1-based layers and no others; nothing is loaded or copied.
+        """Skip exactly these 1-based layers; nothing is loaded or copied.
 
         Raises:
             FulldepthError: outside `with`, for layers out of range, and for a layer that has no such part.
         """
         self._check_entered()
-        wanted = check_layers(layers, self.anatomy.num_layers)
-        for layer in sorted(wanted):
+        skipped = check_layers(layers, self.anatomy.num_layers)
+        for layer in sorted(skipped):
             if self.granularity != "layer" and self.anatomy.part(layer, self.granularity) is None:
                 raise FulldepthError(f"Layer {layer} has no {self.granularity} to skip.")
-        changed = self._skipped ^ wanted
-        self._skipped = wanted
+        changed = self._skipped ^ skipped
+        self._skipped = skipped
         for layer in sorted(changed):
             self._apply(layer)
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `save_pretrained` does meanwhile: the weights are all there, and would load as the plain model."""
+        """Replaces `save_pretrained`, which would write the plain model."""
         if self._skipped or self._scalars is not None:
             raise FulldepthError(
-                "A model that is switched in place would be saved whole, and load as the plain model. Export it "
-                "(fulldepth skip apply), or save it outside the `with`."
+                "Saving a model that is switched in place would write the plain model. Export it (fulldepth skip "
+                "apply), or save it outside the `with`."
             )
         return save(*args, **kwargs)
 
@@ -143,16 +143,16 @@ class Switches:
             raise FulldepthError(f"Scalars of {scalars.width} channels for a model of {anatomy.width}.")
         for role in ("attention", "mlp"):
             if not anatomy.has(role):
-                found = ", ".join(map(str, anatomy.layers_with(role)))
-                raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {found} do.")
+                present = ", ".join(map(str, anatomy.layers_with(role)))
+                raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {present} do.")
 
     def _apply(self, layer: int) -> None:
-        """Let one layer compute what the set and the scalars say."""
+        """Replace the functions of one layer according to skipped layers and scalars."""
         self._heal(layer)
         skipped = layer in self._skipped
         factors = None if self._scalars is None else self._scalars.get(layer)
         if factors is not None and set(factors) != set(factor_names(self.granularity, skipped)):
-            # Not at once: set and scalars are changed one after the other.
+            # An error only when the layer runs: skipped layers and scalars are set one after the other.
             self._replace(layer, self.anatomy.blocks[layer - 1], partial(_refuse, layer, skipped, tuple(factors)))
             return
         if skipped:
@@ -192,7 +192,7 @@ class Switches:
         return part
 
     def _replace(self, layer: int, module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
-        """Let a module do something else; remembers what it had (offloading, too, puts a `forward` into a module)."""
+        """Replace a function of a module, and remember the earlier one (offloading also sets `forward` on modules)."""
         self._replaced.setdefault(layer, {}).setdefault((module, name), vars(module).get(name, _CLASS))
         vars(module)[name] = function
 
@@ -208,7 +208,7 @@ class Switches:
 def skipping(
     anatomy: Anatomy, layers: Iterable[int], granularity: str = "attention", scalars: Scalars | None = None
 ) -> Iterator[Switches]:
-    """Skip these 1-based layers inside `with`, with scalars if given; on leaving, the model is as before.
+    """Skip these 1-based layers inside `with`, with optional scalars; on leaving, the model is restored.
 
     Raises:
         FulldepthError: as `Switches`.
@@ -220,7 +220,7 @@ def skipping(
 
 
 class _Mixer:
-    """One layer's factors at work: turns a branch into what the block has to add to its own stream."""
+    """Applies one layer's factors: replaces a branch's output so that the block's own sum is the scaled one."""
 
     def __init__(self, anatomy: Anatomy, layer: int, factors: dict[str, nn.Parameter]) -> None:
         self._factors = factors
@@ -229,32 +229,32 @@ class _Mixer:
         self._block = anatomy.blocks[layer - 1]
         self._dropout = _has_dropout(self._block, anatomy.part(layer, "attention"), anatomy.part(layer, "mlp"))
         self._stream: Tensor | None = None
-        """What the next branch is added to."""
+        """The stream that the next branch is added to."""
 
     def mixes(self, role: str) -> bool:
         """Whether there are factors for this part."""
         return BRANCH[role] in self._factors
 
     def notes(self, role: str) -> bool:
-        """Whether the stream is read before this part: in parallel blocks at the attention's, for both."""
+        """Whether the stream is recorded before this part; in parallel blocks before attention, for both parts."""
         return role == "attention" if self._parallel else self.mixes(role)
 
     def note(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module that reads the stream: x, or x' where the MLP does.
+        """Record the input of a module that reads the stream: x, or x' for the MLP.
 
-        Not the block: gradient checkpointing recomputes what is inside it.
+        Not the block's input: gradient checkpointing recomputes only the modules inside the block.
         """
         self._stream = first_input(args, kwargs)
         return forward(*args, **kwargs)
 
     def mix(self, role: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A branch that is added to the stream: `b A + (s - 1) x`, so that the block's own sum is `b A + s x`."""
+        """The branch's output `b A + (s - 1) x`, so that the block's own sum is `b A + s x`."""
         output = forward(*args, **kwargs)
         stream, self._stream = self._stream, None
         if stream is None:
             raise FulldepthError("Scalars cannot be used: this model computes its MLP before its attention.")
         if self._dropout and self._block.training:
-            raise FulldepthError("Scalars need the model in evaluation mode: its blocks drop out what they add.")
+            raise FulldepthError("Scalars need the model in evaluation mode: its blocks drop out branches.")
         branch = output[0] if isinstance(output, tuple) else output
         mixed = _mixed(branch, stream, self._factors[BRANCH[role]], self._factors[STREAM[role]], self._scale)
         if self._parallel and role == "attention" and self.mixes("mlp"):
@@ -275,14 +275,14 @@ def _mixed(branch: Tensor, stream: Tensor, b: Tensor, s: Tensor, scale: float) -
 
 
 def _has_dropout(block: nn.Module, *parts: nn.Module | None) -> bool:
-    """Whether a block in training drops out branches on their way to the stream."""
+    """Whether a block in training applies dropout between its branches and the stream."""
     modules = [child for child in block.children() if child not in parts and isinstance(child, nn.Dropout)]
     rates = [value for name, value in vars(block).items() if "dropout" in name and isinstance(value, float)]
     return any(module.p > 0 for module in modules) or any(rate > 0 for rate in rates)
 
 
 def _shaped(state: Tensor, outputs: int) -> Any:
-    """A tensor in the form that its block expects: itself, or first in a tuple."""
+    """A state as its block expects it: the tensor, or the first element of a tuple."""
     return (state, *[None] * (outputs - 1)) if outputs else state
 
 
@@ -291,7 +291,7 @@ def _identity(*args: Any, **kwargs: Any) -> Any:
 
 
 def _nothing(outputs: int, index: int | None, *args: Any, **kwargs: Any) -> Any:
-    """A branch that adds nothing; an attention's still counts its tokens."""
+    """Replaces a branch by zeros; attention still counts its tokens in the cache."""
     states = first_input(args, kwargs)
     if index is not None:
         _count(states, index, args, kwargs)
@@ -299,7 +299,7 @@ def _nothing(outputs: int, index: int | None, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pass_by(outputs: int, index: int, *args: Any, **kwargs: Any) -> Any:
-    """A block that gives what it is given."""
+    """Replaces a block by the identity."""
     states = first_input(args, kwargs)
     _count(states, index, args, kwargs)
     return _shaped(states, outputs)
@@ -313,17 +313,14 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
 
 
 def _count(states: Tensor, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Put tokens without keys and values into the cache, if there is one: one number each, in the cache's own way.
-
-    Through the cache's own `update`, so that lengths, windows, beams and crops stay its business.
-    """
+    """Add one number per token to the cache, if there is one, through its own `update` (windows, beams, crops)."""
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if cache is None:
         return
     entry = cache.layers[index] if index < len(cache.layers) else None
 
     def blanks(held: Tensor | None) -> Tensor:
-        # An entry that has a shape already keeps it: made in advance, or filled while the layer attended.
+        # An entry that already has a shape keeps it: allocated in advance, or filled while the layer was not skipped.
         heads, width = (held.shape[1], held.shape[-1]) if held is not None and held.ndim == 4 else (1, 1)
         return states.new_zeros(states.shape[0], heads, states.shape[1], width)
 

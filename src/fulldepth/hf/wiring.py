@@ -1,4 +1,4 @@
-"""How the blocks of a decoder call their parts, and which decoders can do without some of them."""
+"""The calls between a decoder block and its parts, and the check that a decoder can skip some of them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from fulldepth.hf.anatomy import Anatomy
 
 @dataclass(frozen=True)
 class Port:
-    """How a block calls one of its two parts."""
+    """The call of one of a block's two parts."""
 
     norm: str | None
-    """The child whose output the part reads; None where the part reads the stream itself."""
+    """Child whose output is the part's input; None where the input is the stream itself."""
     shared: bool
-    """Whether something else reads that norm too."""
+    """Whether another module also reads that norm."""
     outputs: int
-    """Elements of the tuple that the part gives; 0 for a tensor."""
+    """Length of the tuple that the part returns; 0 for a tensor."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a block calls its parts."""
+    """The calls of a block's parts."""
 
     attention: Port
     mlp: Port
     outputs: int
-    """Elements of the tuple that the block gives; 0 for a tensor."""
+    """Length of the tuple that the block returns; 0 for a tensor."""
 
 
 _Call = tuple[nn.Module, Any, Any]
-"""A module, the tensor that it read, what it gave."""
+"""A module, its input and its output."""
 
 
-class _Seen(Exception):  # noqa: N818
-    """Enough of the model has run."""
+class _AllRecorded(Exception):  # noqa: N818
+    """Ends a pass after the last block of interest."""
 
 
 def wirings(anatomy: Anatomy) -> dict[int, Wiring]:
-    """How every layer's block calls its parts, read off two tokens that run through the first block of each kind."""
+    """The wiring of every layer, recorded while two tokens run through the first block of each kind."""
     parts = {
         layer: (block, anatomy.part(layer, "attention"), anatomy.part(layer, "mlp"))
         for layer, block in enumerate(anatomy.blocks, start=1)
@@ -60,7 +60,7 @@ def wirings(anatomy: Anatomy) -> dict[int, Wiring]:
         calls[layer].append((module, first_input(args, kwargs), output))
         waiting.discard(module)
         if not waiting:
-            raise _Seen
+            raise _AllRecorded
 
     with ExitStack() as hooks:
         for layer in calls:
@@ -70,27 +70,23 @@ def wirings(anatomy: Anatomy) -> dict[int, Wiring]:
                     handle = module.register_forward_hook(partial(record, layer), with_kwargs=True)
                     hooks.callback(handle.remove)
         _run_two_tokens(anatomy)
-    found = {kind: _wiring(anatomy, layer, calls[layer]) for kind, layer in firsts.items()}
-    return {layer: found[kind] for layer, kind in kinds.items()}
+    by_kind = {kind: _wiring(anatomy, layer, calls[layer]) for kind, layer in firsts.items()}
+    return {layer: by_kind[kind] for layer, kind in kinds.items()}
 
 
 def _run_two_tokens(anatomy: Anatomy) -> None:
-    """A pass that leaves no trace, not even in the random numbers that dropout would take."""
+    """Run a pass without side effects, including on the random state."""
     embeddings: Any = anatomy.body.get_input_embeddings()  # type: ignore[operator]
-    home = embeddings.weight.device
-    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu" if home.type == "meta" else home)  # meta: offloaded
+    device = embeddings.weight.device
+    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu" if device.type == "meta" else device)  # meta: offloaded
     devices = [ids.device] if ids.device.type == "cuda" else []
-    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices), suppress(_Seen):
+    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices), suppress(_AllRecorded):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
 def _wiring(anatomy: Anatomy, layer: int, calls: list[_Call]) -> Wiring:
-    """How one block calls its parts.
-
-    Raises:
-        FulldepthError: if it does not call them, or they do not read what the anatomy says.
-    """
+    """The wiring of one block; refuses a block that does not call its parts as the anatomy says."""
     block = anatomy.blocks[layer - 1]
     names = {module: name for name, module in block.named_children()}
     _, stream, output = next(call for call in calls if call[0] is block)
@@ -102,12 +98,12 @@ def _wiring(anatomy: Anatomy, layer: int, calls: list[_Call]) -> Wiring:
             continue
         call, added = (next((call for call in calls if call[0] is module), None) for module in (part, branch))
         if call is None or added is None:
-            raise FulldepthError(f"Layer {layer} cannot be switched: its block does not call its {role} on a text.")
-        _, read, gave = call
-        norm, given, _ = next((c for c in calls if c[2] is read and c[0] in names), (None, read, None))
-        readers = [module for module, other, _ in calls if other is read]
-        ports[role] = Port(None if norm is None else names[norm], len(readers) > 1, _elements(gave))
-        if not block.training and not _is_close(given, stream):  # dropout would hide it
+            raise FulldepthError(f"Layer {layer} cannot be switched: its block does not call its {role} for text.")
+        _, part_input, part_output = call
+        norm, norm_input, _ = next((c for c in calls if c[2] is part_input and c[0] in names), (None, part_input, None))
+        readers = [module for module, other, _ in calls if other is part_input]
+        ports[role] = Port(None if norm is None else names[norm], len(readers) > 1, _elements(part_output))
+        if not block.training and not _is_close(norm_input, stream):  # dropout would hide it
             path = "itself" if norm is None else f"through {names[norm]}"
             raise FulldepthError(f"Layer {layer} cannot be switched: its {role} does not read the stream {path}.")
         if anatomy.family.design != "parallel":
@@ -116,11 +112,11 @@ def _wiring(anatomy: Anatomy, layer: int, calls: list[_Call]) -> Wiring:
     return Wiring(ports["attention"], ports["mlp"], _elements(output))
 
 
-def _is_close(given: Any, stream: torch.Tensor) -> bool:
-    """Whether two states are the same but for rounding, in any dtype; a state and its norm are not."""
-    if not isinstance(given, torch.Tensor) or given.numel() != stream.numel():
+def _is_close(states: Any, stream: torch.Tensor) -> bool:
+    """Whether two states are equal up to rounding in any dtype; a state and its norm are not."""
+    if not isinstance(states, torch.Tensor) or states.numel() != stream.numel():
         return False
-    return bool((given.view_as(stream) - stream).abs().max() <= 0.1 * stream.abs().max())
+    return bool((states.view_as(stream) - stream).abs().max() <= 0.1 * stream.abs().max())
 
 
 def _elements(output: Any) -> int:
@@ -128,7 +124,11 @@ def _elements(output: Any) -> int:
 
 
 def check_can_skip(anatomy: Anatomy) -> None:
-    """Refuse what cannot skip, with the reason."""
+    """Refuse a model that cannot skip blocks.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
     reason = _obstacle(anatomy)
     if reason:
         raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip: {reason}.")
@@ -148,13 +148,13 @@ def _obstacle(anatomy: Anatomy) -> str | None:
         "its attention also reads an encoder": (
             getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
         ),
-        "its norms stand after the sums, so a block without its branch would not pass the stream on": (
+        "its norms follow the residual sums, so a block without its branch would change the stream": (
             family.design == "post"
         ),
         "its layers read a tree of earlier outputs": bool(anatomy.layers_with("input_norms")),
         "its blocks hold several residual streams (Hyper-Connections)": anatomy.has_streams,
         "its attention reads a memory of earlier layers": bool(anatomy.layers_with("router")),
-        "where its attention and MLP are is not known": not (
+        "its attention and MLP modules are not known": not (
             anatomy.layers_with("attention") and anatomy.layers_with("mlp")
         ),
         "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
@@ -163,7 +163,7 @@ def _obstacle(anatomy: Anatomy) -> str | None:
 
 
 def cache_index(anatomy: Anatomy, layer: int) -> int:
-    """The entry of a 1-based layer in a cache."""
+    """Index of a 1-based layer's entry in a cache."""
     attention = anatomy.part(layer, "attention")
     for module in attention.modules() if attention is not None else ():
         if isinstance(index := getattr(module, "layer_idx", None), int):
@@ -172,5 +172,5 @@ def cache_index(anatomy: Anatomy, layer: int) -> int:
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that a module reads."""
+    """The tensor input of a call."""
     return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))

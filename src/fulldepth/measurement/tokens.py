@@ -117,10 +117,8 @@ def _default(anatomy: Anatomy) -> str:
     """What `auto` means for a model that has a class token, if its kind usually has one."""
     if anatomy.task in ("causal-lm", "masked-lm"):
         return "all"
-    if anatomy.family.name == "clip-text":
-        return "eos"
-    if anatomy.family.name == "detr":
-        return "all"
+    if anatomy.family.counted_tokens is not None:
+        return anatomy.family.counted_tokens
     if anatomy.head is not None and anatomy.head.pool == "last":
         return "last"
     return "cls" if anatomy.task != "representation" or anatomy.family.modality == "images" else "all"

@@ -1,4 +1,4 @@
-"""The result folder: one tidy table, one JSON document, one page. Reads and writes it; needs no torch."""
+"""Reads and writes the result folder: one tidy table, one JSON document, one page. Needs no torch."""
 
 from fulldepth.results.document import SCHEMA_VERSION
 from fulldepth.results.finding import Finding

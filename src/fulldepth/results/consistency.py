@@ -1,4 +1,4 @@
-"""Whether the document and the table of a result folder fit each other."""
+"""Checks that the document and the table of a result folder are consistent."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.figures.skip_results import TOGETHER
 
 NEEDED = {"training": ("step",), "comparison": ("model", "difference")}
-"""Kind of results -> columns beside those of every table."""
+"""Kind of results -> required columns beside those of every table."""
 
 
 def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
     """Refuse a folder whose document and table contradict each other.
 
     Raises:
-        FulldepthError: if the kind is unknown to folders, a column or an entry that the kind needs is missing, or the
-            table has layers that the model has not.
+        FulldepthError: if the kind is not one of a folder, a required column or entry is missing, or the table has
+            more layers than the model.
     """
     kind = str(meta.get("kind"))
     if kind == TOGETHER:

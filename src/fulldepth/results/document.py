@@ -1,7 +1,6 @@
-"""What `results.json` may hold: the entries that pages, figures and comparisons read, with their types and ranges.
+"""Schema of `results.json`: types and ranges of the entries that pages, figures and comparisons read.
 
-Every entry may be missing or null, and any other entry may stand beside it: documents of earlier and later versions
-are read as long as what they share has the same type.
+Every entry may be missing or null, and other entries are allowed, so that documents of other versions can be read.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from fulldepth.results.finding import Finding, Number
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
-"""Largest document. A series holds a lens grid for every checkpoint, about 1 MB for the deepest models."""
+"""Largest document in bytes. A series has a lens grid for every checkpoint, about 1 MB for the deepest models."""
 MOST_LAYERS = 1024
-"""Deepest model."""
+"""Most layers of a model."""
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
@@ -53,7 +52,7 @@ class Split(Part):
 
 
 class Data(Part):
-    """The data that numbers were read on."""
+    """The data of a measurement, training or search."""
 
     name: str | None = None
     kind: str | None = None
@@ -67,7 +66,7 @@ class Data(Part):
 
 
 class Policy(Part):
-    """Which tokens count."""
+    """The token policy."""
 
     name: str | None = None
     sentence: str | None = None
@@ -91,7 +90,7 @@ class Sample(Part):
 
 
 class LensGrid(Part):
-    """What every layer predicts at every position of a few sequences."""
+    """Predictions of every layer at every position of a few sequences."""
 
     samples: list[Sample] | None = None
 
@@ -134,13 +133,13 @@ class RunSettings(Part):
 
 
 class Fits(Part):
-    """How the scalars of a plan were fitted."""
+    """Fits of a plan's scalars."""
 
     healed: Mapping | None = None
 
 
 class Cost(Part):
-    """What a search took."""
+    """Cost of a search."""
 
     fit: Fits | None = None
 

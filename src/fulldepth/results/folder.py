@@ -1,4 +1,4 @@
-"""`Results`: what a verb found, with its figures; writes and reads the result folder."""
+"""`Results`: a verb's table and document, with figures; writes and reads the result folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 DOCUMENT, TABLE, PAGE = "results.json", "results.parquet", "report.html"
 STORED = "table"
 """Entry of the stored document: `sha256` and `bytes` of the table that belongs to it. Not part of `Results.meta`."""
-
-
 HELD = {
     "settings.yaml": "a training run",
     "plan.json": "a plan of fulldepth skip",
     "progress.json": "an unfinished search of fulldepth skip",
 }
-"""File -> what a folder with it holds. Results of another command there would be taken for its own."""
+"""File -> contents of a folder with this file, into which other commands must not write results."""
 
 
 class TableMismatchError(FulldepthError):
@@ -52,14 +50,14 @@ class TableMismatchError(FulldepthError):
 
 @dataclass
 class Results:
-    """What a verb found: `table` (tidy, one row a statistic) and `meta` (everything needed to read and repeat it)."""
+    """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...)."""
 
     table: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
     def headline(self) -> dict[str, dict[str, Any]]:
-        """Name -> {value, unit, sentence}: the few numbers to look at first, each with one plain sentence."""
+        """Name -> {value, unit, sentence}: the most important numbers, each with one sentence."""
         return dict(self.meta.get("headline") or {})
 
     @property
@@ -138,18 +136,18 @@ class Results:
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """What a document says of the table that was written with it."""
+    """sha256 and size of a table's file."""
     with reading(path), path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
 
 
 def holder(folder: str | Path) -> str | None:
-    """What a folder belongs to, in words, where results of its own stand beside it; None = nothing of that kind."""
-    return next((words for name, words in HELD.items() if (Path(folder) / name).exists()), None)
+    """Description of a folder that holds something else than results; None for other folders."""
+    return next((contents for name, contents in HELD.items() if (Path(folder) / name).exists()), None)
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can hold it: findings as objects, NaN and infinities as None."""
+    """`value` for JSON: findings as objects, NaN and infinities as None."""
     if isinstance(value, Finding):
         return finite(value.document())
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Where results come from: the entries that every `results.json` begins with. Loads none of the packages it names."""
+"""`provenance`: the first entries of every `results.json`. Reads package versions without importing the packages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from fulldepth import __version__
 
 FRAMEWORKS = ("torch", "transformers")
-"""Packages that the numbers of a model depend on."""
+"""Packages whose versions may change the numbers of a model."""
 
 
 def versions(packages: Sequence[str] = FRAMEWORKS) -> dict[str, str]:
-    """Versions that numbers may depend on: of fulldepth, of installed packages, and of Python.
+    """Versions of fulldepth, of installed packages, and of Python.
 
     Raises:
         importlib.metadata.PackageNotFoundError: if a package is not installed.
@@ -31,9 +31,9 @@ def provenance(
 
     Args:
         kind: of the results.
-        settings: resolved, as the command ran with them.
-        packages: whose versions to note.
-        **facts: what only some commands have, such as `seed` and `machine`.
+        settings: the resolved settings.
+        packages: packages whose versions are recorded.
+        **facts: further entries, such as `seed` and `machine`.
     """
     return {
         "kind": kind,

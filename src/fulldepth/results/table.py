@@ -1,4 +1,4 @@
-"""The table of a result folder: its columns with their types, and how it is read from a file that may be damaged."""
+"""The table of a result folder: its columns and types, and a reader for untrusted files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WHOLE = {
     **dict.fromkeys(("count", "batch", "context"), (1 << 63) - 1),
     "step": 1 << 53,
 }
-"""Column of whole numbers from 0 -> the largest."""
+"""Column of whole numbers -> the largest; the smallest is 0."""
 STATED = ("measure", "statistic", "unit", "step")
 """Columns without missing values."""
 
 MOST_BYTES = 2 << 30
-"""Largest table: its file, its columns without compression, and its text written out."""
+"""Largest table: its file, its columns without compression, and its expanded text."""
 MOST_ROWS = 20_000_000
 MOST_COLUMNS = 100
 
@@ -66,17 +66,17 @@ def read(path: Path) -> pd.DataFrame:
             _check_type(path, name, kind)
         with reading(path):
             texts = [name for name, kind in fields.items() if _is_text(kind)]
-            found = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
-            found.validate(full=True)
-    _check_text(path, found, texts)
+            columns = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
+            columns.validate(full=True)
+    _check_text(path, columns, texts)
     with reading(path):
-        table = pd.DataFrame({name: _series(found[name], name) for name in names})
+        table = pd.DataFrame({name: _series(columns[name], name) for name in names})
     _check_ranges(path, table)
     return table
 
 
 def _check_shape(path: Path, names: list[str], rows: int, size: int) -> None:
-    """Refuse a table without a column, or with too much of anything."""
+    """Refuse a table that lacks columns or exceeds the limits."""
     if missing := [column for column in COLUMNS if column not in names]:
         raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
     if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
@@ -95,24 +95,24 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _check_type(path: Path, name: str, kind: pa.DataType) -> None:
-    """Refuse a column whose type is not that of its name; columns that are not known may be numbers or text."""
-    right = {
+    """Refuse a column of the wrong type; unknown columns may be numbers or text."""
+    is_kind = {
         "text": _is_text(kind),
         "numbers": pa.types.is_floating(kind),
         "whole numbers": pa.types.is_integer(kind),
         "true and false": pa.types.is_boolean(kind),
     }
-    wanted = "text" if name in TEXT else "numbers" if name in REAL else "whole numbers" if name in WHOLE else None
+    required = "text" if name in TEXT else "numbers" if name in REAL else "whole numbers" if name in WHOLE else None
     empty = pa.types.is_null(kind) and name not in (*STATED, *REAL)
-    if not (empty or (any(right.values()) if wanted is None else right[wanted])):
-        expected = wanted or "numbers or text"
+    if not (empty or (any(is_kind.values()) if required is None else is_kind[required])):
+        expected = required or "numbers or text"
         raise FulldepthError(
             f"Cannot read {path}: the column {one_line(name, 60)} is of type {one_line(kind, 60)}, expected {expected}."
         )
 
 
 def _check_text(path: Path, table: pa.Table, names: list[str]) -> None:
-    """Refuse text that is short in the file, each value once, and too long when it is written out."""
+    """Refuse text that is stored once per value and becomes too long when expanded."""
     total = 0
     for name in names:
         for chunk in table[name].chunks:
@@ -124,7 +124,7 @@ def _check_text(path: Path, table: pa.Table, names: list[str]) -> None:
 
 
 def _series(column: pa.ChunkedArray, name: str) -> pd.Series:
-    """One column as pandas holds it in a table that was just made."""
+    """A column with the pandas type that `tabulate` gives it."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return column.cast(pa.large_string()).to_pandas()
@@ -136,12 +136,12 @@ def _series(column: pa.ChunkedArray, name: str) -> pd.Series:
 
 
 def _check_ranges(path: Path, table: pd.DataFrame) -> None:
-    """Refuse missing values where there must be none, and whole numbers out of range."""
+    """Refuse missing values in `STATED` columns, and whole numbers out of range."""
     for name in (name for name in STATED if name in table.columns):
         if table[name].isna().any():
             raise FulldepthError(f"Cannot read {path}: the column {name} has missing values.")
-    for name, most in WHOLE.items():
-        known = table[name].dropna() if name in table.columns else pd.Series()
-        if len(known) and (known.min() < 0 or known.max() > most):
-            worst = known.min() if known.min() < 0 else known.max()
-            raise FulldepthError(f"Cannot read {path}: the column {name} holds {worst}, expected 0 to {most}.")
+    for name, largest in WHOLE.items():
+        values = table[name].dropna() if name in table.columns else pd.Series()
+        if len(values) and (values.min() < 0 or values.max() > largest):
+            worst = values.min() if values.min() < 0 else values.max()
+            raise FulldepthError(f"Cannot read {path}: the column {name} holds {worst}, expected 0 to {largest}.")

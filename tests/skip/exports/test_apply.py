@@ -103,5 +103,5 @@ def test_a_model_that_was_saved_again_loads(format, tmp_path):
     made.save_pretrained(tmp_path / "tuned")
     assert torch.equal(logits(load(tmp_path / "tuned")), logits(made))
     model.save_pretrained(tmp_path / "stock")
-    with pytest.raises(FulldepthError, match="no export"):
+    with pytest.raises(FulldepthError, match="not an export"):
         load(tmp_path / "stock")

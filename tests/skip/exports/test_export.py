@@ -268,7 +268,7 @@ def test_every_reader_computes_the_width_that_was_meant(size, width):
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("mistral", {}, "llama and qwen2, this is a mistral"),
+        ("mistral", {}, "llama and qwen2; this model is a mistral"),
         ("llama", {"head_dim": 16}, "head_dim"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window"),
     ],
@@ -451,7 +451,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one_into_that_folder(t
 
 
 def test_load_wants_an_export(tmp_path):
-    with pytest.raises(FulldepthError, match="is no export of a skip plan"):
+    with pytest.raises(FulldepthError, match="is not an export of a skip plan"):
         load(tmp_path)
     (tmp_path / NOTES).write_text('{"schema_version": 9, "format": "fast"}')
     with pytest.raises(FulldepthError, match="schema version 9"):
@@ -471,7 +471,7 @@ def test_load_wants_an_export(tmp_path):
     with pytest.raises(FulldepthError, match=r"fulldepth_skip\.json is no valid plan. blocks is empty"):
         load(tmp_path)
     (tmp_path / NOTES).write_text(json.dumps(notes))
-    with pytest.raises(FulldepthError, match="Cannot load a model"):
+    with pytest.raises(FulldepthError, match=r"no config\.json"):
         load(tmp_path)
 
 

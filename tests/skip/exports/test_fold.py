@@ -141,10 +141,10 @@ def test_factors_follow_the_recursion(values, blocks, granularity, parallel):
         removed = granularity if layer in blocks else ""
         assert scales[2 * layer - 2] * stored == pytest.approx(x)
         x1 = x if removed in ("attention", "layer") else b_att * a + s_att * x
-        between = stored + factors[layer - 1][0] * a
+        between = stored + factors[layer, "attention"] * a
         assert parallel or scales[2 * layer - 1] * between == pytest.approx(x1)
         x = x1 if removed in ("mlp", "layer") else b_mlp * m + s_mlp * x1
-        stored = between + factors[layer - 1][1] * m
+        stored = between + factors[layer, "mlp"] * m
     assert scales[-1] * stored == pytest.approx(x)
 
 
@@ -244,7 +244,8 @@ def test_another_model_is_refused():
 def test_a_folding_that_changes_predictions_is_refused_and_undone(monkeypatch):
     """Should the factors go elsewhere than to the ends of branches, nothing wrong leaves this room."""
     model = tiny_models.build("llama")
-    monkeypatch.setattr(room, "branch_factors", lambda *args, **kwargs: ([(0.5, 0.5)] * 3, (1.0,) * 7))
+    halves = {(layer, role): 0.5 for layer in (1, 2, 3) for role in ("attention", "mlp")}
+    monkeypatch.setattr(room, "branch_factors", lambda *args, **kwargs: (halves, (1.0,) * 7))
     before = state(model)
     with pytest.raises(FulldepthError, match="Folding is refused"):
         fold(model, planned.plan(model, [2]))

@@ -109,7 +109,7 @@ def test_shards_hold_what_transformers_saves(family, tmp_path):
 @pytest.mark.parametrize("size", ["5 apples", 0, "-1GB"])
 def test_sizes_of_files_are_numbers_above_0(size, tmp_path):
     model = tiny_models.build("llama")
-    with pytest.raises(FulldepthError, match="Expected the size of a file such as 5GB"):
+    with pytest.raises(FulldepthError, match="Expected a file size such as 5GB"):
         export(planned.plan(model, [2]), model, "folded", tmp_path / "out", shard_size=size)
 
 

@@ -22,9 +22,9 @@ AUTO_MAP = {
     "AutoModel": "modeling_depth_llama.DepthLlamaModel",
     "AutoModelForCausalLM": "modeling_depth_llama.DepthLlamaForCausalLM",
 }
-"""Auto class -> what it finds among the modelling files that a checkpoint carries."""
+"""Auto class -> class in the modelling files of a checkpoint."""
 IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
-"""Entries of a configuration that say whose it is."""
+"""Entries of a configuration that identify its class and origin."""
 EMBEDDING = -1
 """The embedding's number in a tree, whose layers are numbered from 0."""
 
@@ -58,10 +58,10 @@ def build_tree(num_layers: int) -> dict[int, tuple[int, int]]:
 
 
 class DepthLlamaConfig(LlamaConfig):
-    """All fields of `LlamaConfig`, and switches that change how layers are connected.
+    """All fields of `LlamaConfig`, and switches that change the connections between layers.
 
-    With the defaults the model is Llama: same weights by the same names, same outputs. What the switches cost and which
-    stock family they start from, the class says itself (`extra_flops` and what follows it).
+    With the defaults the model is Llama: the same weights with the same names, the same outputs. The methods below
+    state the cost of the switches and the related stock family.
 
     Args:
         residual: `serial`; `tree`: the input of some layers is the sum of two separately normalised earlier outputs
@@ -70,23 +70,22 @@ class DepthLlamaConfig(LlamaConfig):
         tree: layer -> `[ancestor, previous]`, all 0-based, -1 = embedding; None takes that of `build_tree`.
         num_streams: residual streams of `hyper`.
         hyper_dynamic: whether the connections of `hyper` depend on the streams, or are constants.
-        memory: what attention reads keys and values from. `none`: the residual stream. `static`, `dynamic`: for every
+        memory: source of the attention's keys and values. `none`: the residual stream. `static`, `dynamic`: for every
             key/value head, a mixture of all earlier layers' outputs ("LIME", Sec. 4); `kv`: a linear map of the key
             and value states of all earlier layers and heads (its later public version).
-        kv_init: how `memory="kv"` starts. `identity`: as plain Llama. `public`: earlier layers at random.
-        router_input: what a dynamic router reads. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3).
+        kv_init: initial weights of `memory="kv"`. `identity`: as plain Llama. `public`: random for earlier layers.
+        router_input: input of a dynamic router. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3).
         router_top_p: for every head and token of a dynamic router, keep only the smallest set of sources
             whose weights exceed this (App. B); None keeps all.
-        memory_chunk: heads whose mixture exists at a time; None chooses. Changes memory and speed, not the result.
+        memory_chunk: heads that are mixed at a time; None = automatic. Affects memory and speed, not the result.
 
     Raises:
-        ValueError: for an unknown value, a tree that refers forward or out of range, or switches without a meaning
-            together.
+        ValueError: for an unknown value, a tree that refers forward or out of range, or incompatible switches.
     """
 
     model_type = "depth_llama"
     stock_model_type = "llama"
-    """Family whose checkpoints this class takes, with switches thrown."""
+    """Family whose checkpoints this class can load, with switches added."""
     # Layers read more than the layer before them: neither split has been worked out for that.
     base_model_tp_plan = None  # type: ignore[assignment]
     base_model_pp_plan = None  # type: ignore[assignment]
@@ -107,29 +106,29 @@ class DepthLlamaConfig(LlamaConfig):
 
     @classmethod
     def from_llama(cls, llama_config: PreTrainedConfig, **switches: Any) -> DepthLlamaConfig:
-        """The configuration of a Llama with switches thrown, for `from_pretrained(..., config=...)`.
+        """The configuration of a Llama with switches added, for `from_pretrained(..., config=...)`.
 
         Raises:
-            ValueError: if the configuration is of another family, or a switch is unknown or has no meaning with others.
+            ValueError: if the configuration is of another family, or a switch is unknown or incompatible with others.
         """
         if llama_config.model_type not in ("llama", cls.model_type):
             raise ValueError(f"expected the configuration of a llama, got one of {llama_config.model_type!r}")
         values = {name: value for name, value in llama_config.to_dict().items() if name not in IDENTITY}
         if llama_config._attn_implementation is not None:
             values["attn_implementation"] = llama_config._attn_implementation
-        known = {field.name for field in fields(cls)} | {"attn_implementation", *values}
+        names = {field.name for field in fields(cls)} | {"attn_implementation", *values}
         for name in switches:
-            _check_choice("switch", name, known)
+            _check_choice("switch", name, names)
         return cls(**(values | switches))
 
     @property
     def switches(self) -> dict[str, str]:
-        """The switches that make this another model than a Llama, and their values."""
+        """The switches that differ from a Llama, with their values."""
         plain = {"residual": "serial", "memory": "none"}  # the others need one of these
         return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
 
     def stock_config(self) -> LlamaConfig:
-        """The configuration of a Llama of the same sizes, whatever the switches are."""
+        """The configuration of a Llama of the same sizes, without the switches."""
         own = {field.name for field in fields(self)} - {field.name for field in fields(LlamaConfig)} | {*IDENTITY}
         values = {name: value for name, value in self.to_dict().items() if name not in own}
         return LlamaConfig(**values | {"attn_implementation": self._attn_implementation})
@@ -152,7 +151,7 @@ class DepthLlamaConfig(LlamaConfig):
         return flops
 
     def extra_activation_bytes(self, *, product: int, norm: int, state: int) -> float:
-        """Bytes of one token that the forward pass keeps for the backward pass because of the switches, in all layers.
+        """Bytes per token that the switches make the forward pass keep for the backward pass, over all layers.
 
         Tree: two norms for each layer of the tree. Hyper-Connections, twice a layer: the streams and the branch's
         output, `(n + 1) D`, and if dynamic `2 n^2 + 6 n` float32 of weights. Memory `static`, `dynamic`: a normalised
@@ -166,23 +165,23 @@ class DepthLlamaConfig(LlamaConfig):
         """
         layers, width, streams = self.num_hidden_layers, self.hidden_size, self.num_streams
         heads, channels = self._key_value_sizes
-        kept = 0.0
+        size = 0.0
         if self.residual == "tree":
-            kept += 2 * len(self.tree or {}) * norm * width
+            size += 2 * len(self.tree or {}) * norm * width
         if self.residual == "hyper":
             weights = 4 * (2 * streams**2 + 6 * streams) if self.hyper_dynamic else 0
-            kept += 2 * layers * ((streams + 1) * width * state + weights)
+            size += 2 * layers * ((streams + 1) * width * state + weights)
         if self.memory in ("static", "dynamic"):
-            kept += layers * width * product
+            size += layers * width * product
         if self.memory == "dynamic":
-            kept += 4 * heads * layers * (layers + 1) / 2
+            size += 4 * heads * layers * (layers + 1) / 2
         if self.memory == "kv":
-            kept += 2 * layers * heads * channels * product
-        return kept
+            size += 2 * layers * heads * channels * product
+        return size
 
     @property
     def num_residual_streams(self) -> int:
-        """States of `[B, T, D]` that one layer hands to the next."""
+        """Number of `[B, T, D]` states between layers."""
         return self.num_streams if self.residual == "hyper" else 1
 
     @property
@@ -192,10 +191,10 @@ class DepthLlamaConfig(LlamaConfig):
         return self.num_key_value_heads or heads, self.head_dim or self.hidden_size // heads
 
     def resolve(self) -> None:
-        """Check the switches and fill in the tree; models call it again, for attributes can be set later.
+        """Check the switches and fill in the tree; models call it again, because attributes may be set later.
 
         Raises:
-            ValueError: as the class says.
+            ValueError: as for the class.
         """
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), get_args(choices))
@@ -217,7 +216,7 @@ class DepthLlamaConfig(LlamaConfig):
             self.tree = _checked_tree(tree, self.num_hidden_layers)
 
     def _check_combination(self) -> None:
-        """Refuse switches that would do nothing, or that nobody has defined together."""
+        """Refuse switches that have no effect, or whose combination is not defined."""
         if self.residual == "hyper" and self.memory != "none":
             raise ValueError(
                 f"memory={self.memory!r} with residual='hyper' has no meaning: memory mixes the outputs of earlier "
@@ -231,18 +230,18 @@ class DepthLlamaConfig(LlamaConfig):
             ("router_input='raw'", self.router_input != "normed", "memory", ("dynamic",)),
             ("router_top_p", self.router_top_p is not None, "memory", ("dynamic",)),
         )
-        for option, given, switch, values in needs:
-            if given and getattr(self, switch) not in values:
-                wanted = " or ".join(repr(value) for value in values)
-                raise ValueError(f"{option} needs {switch}={wanted}, got {switch}={getattr(self, switch)!r}")
+        for option, is_set, switch, values in needs:
+            if is_set and getattr(self, switch) not in values:
+                required = " or ".join(repr(value) for value in values)
+                raise ValueError(f"{option} needs {switch}={required}, got {switch}={getattr(self, switch)!r}")
 
 
 def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:
-    known = list(choices)
-    if value not in known:
-        near = get_close_matches(str(value), known, n=1, cutoff=0.5)
+    names = list(choices)
+    if value not in names:
+        near = get_close_matches(str(value), names, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {kind} {value!r}.{hint} Available: {', '.join(known)}")
+        raise ValueError(f"unknown {kind} {value!r}.{hint} Available: {', '.join(names)}")
 
 
 def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:

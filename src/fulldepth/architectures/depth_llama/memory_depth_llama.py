@@ -1,6 +1,6 @@
-"""Layer-integrated memory (LIME): attention whose keys and values read all earlier layers.
+"""Routers of layer-integrated memory (LIME): weights of the earlier states that a layer's keys and values read.
 
-Three routers say which earlier states a layer reads, and how much of each; `routing_depth_llama` does the reading:
+`routing_depth_llama` computes the mixtures:
 
 - `StaticRouter`, `DynamicRouter` with `routed_key_value`: layer r projects mixtures of the normalised residual
   streams X_0..X_{r-1}, one mixture per key/value head (LIME, Sec. 4 and App. E).
@@ -152,7 +152,7 @@ class KeyValueRouter(nn.Module):
         return self.weight
 
     def prune(self, p: float) -> None:
-        """Refused.
+        """Raise an error: the weights are not shares.
 
         Raises:
             ValueError: always.

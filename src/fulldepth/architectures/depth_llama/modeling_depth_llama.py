@@ -28,9 +28,9 @@ Decay = Literal["matrices", "all", "routers"]
 
 
 class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
-    """A Llama layer; what it reads besides the layer before it comes as further positional tensors.
+    """A Llama layer whose additional inputs are positional tensors.
 
-    Positional, because reentrant checkpointing follows gradients through positional tensors only.
+    Reentrant gradient checkpointing follows gradients through positional tensors only.
     """
 
     def __init__(self, config: DepthLlamaConfig, layer_idx: int) -> None:
@@ -88,7 +88,7 @@ class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
 
 
 class DepthLlamaPreTrainedModel(PreTrainedModel):
-    """What the bare model and the language model share: initial weights, optimiser groups, pruning."""
+    """Base class of the model and the language model: initial weights, optimiser groups, pruning."""
 
     config_class = DepthLlamaConfig
     base_model_prefix = "model"
@@ -277,12 +277,12 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _run_layers(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """The layers one after another, each with the tree's outputs and the memory that it reads.
+        """Run the layers in order, each with the tree's outputs and the memory that it reads.
 
-        As many as the configuration says now: `generate(assistant_early_exit=k)` sets it to k while it drafts.
+        Their number is the configuration's: `generate(assistant_early_exit=k)` sets it to k for drafts.
         """
         tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
-        kept = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
+        read_later = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
         outputs = {EMBEDDING: hidden_states}  # of layers that a tree reads later
         memory: list[Tensor] = []
         kind, eps = self.config.memory, self.config.rms_norm_eps
@@ -297,7 +297,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             result = layer(previous, ancestor, *(memory[: -1 if own_input else None] if routed else ()), **kwargs)
             hidden_states, *own = result if isinstance(result, tuple) else (result,)
             memory.extend(own)
-            if index - 1 not in kept:
+            if index - 1 not in read_later:
                 del outputs[index - 1]
         return hidden_states
 
@@ -339,8 +339,8 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, positions, :])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -355,7 +355,7 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
     def added_parameters(self) -> set[str]:
         """Names of the weights that the switches add to a Llama: routers, connections and their norms.
 
-        A Llama's checkpoint lacks them, and they keep the start that their papers give them.
+        A Llama's checkpoint lacks them; they keep the initial values of their papers.
         """
         with torch.device("meta"):
             stock = self.stock_class(self.config.stock_config())
@@ -372,8 +372,8 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`, also with `assistant_early_exit=k`: drafts come from the logits of `h_k`.
 
-        transformers sets `config.num_hidden_layers` to k for a draft, and leaves it there if the draft fails or is
-        interrupted; here the number of layers is always restored.
+        transformers sets `config.num_hidden_layers` to k for a draft, and does not restore it if the draft fails or is
+        interrupted; here it is always restored.
 
         Raises:
             ValueError: for k outside 0..L.

@@ -1,12 +1,12 @@
-"""Reading a memory of earlier layers, in the memory of the layers themselves.
+"""Keys and values from mixtures of earlier layers, without keeping the mixtures in memory.
 
-The pseudocode of LIME (App. E) makes a tensor `[H_kv, B, T, D]` per layer and keeps it for backward. Here nothing of
-that size exists. The gain of the norm is folded into the projection, so the normalised streams (`normalise`) are the
-same for all layers and are kept once; tiles of tokens, and on request chunks of heads, are mixed, projected and
-dropped; backward mixes them again. Outputs and gradients are those of the pseudocode.
+The pseudocode of LIME (App. E) creates a tensor `[H_kv, B, T, D]` per layer and keeps it for backward. This module does
+not. The gain of the norm is folded into the projection, so the normalised streams (`normalise`) are the same for all
+layers and are kept once; tiles of tokens, and optionally chunks of heads, are mixed, projected and dropped; backward
+mixes them again. Outputs and gradients are those of the pseudocode.
 
-A few tokens without gradients, as in decoding, take a shorter way: the gain scales their mixtures, which are then
-smaller than the projections, and all of them exist at once.
+Few tokens without gradients, as in decoding, are mixed at once: the gain scales their mixtures, which are smaller than
+the projections.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class _RoutedHeads(torch.autograd.Function):
 
 
 class _Room:
-    """Working memory that one tile leaves to the next: getting fresh memory costs more than the arithmetic in it."""
+    """Working memory that all tiles share: allocating it anew costs more than the arithmetic."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self.like, self.dtype = like, dtype

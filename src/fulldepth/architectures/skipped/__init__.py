@@ -1,6 +1,6 @@
 """`fulldepth_skipped_*`: stock decoders without the parts that a skip plan removed.
 
-Files that import only torch, transformers and each other, so that a checkpoint can carry them.
+These files import only torch, transformers and each other, so that a checkpoint can carry them.
 """
 
 from fulldepth.architectures.skipped.configuration_decilm import DeciLMConfig

@@ -1,4 +1,4 @@
-"""Key/value caches of models some of whose layers have no attention."""
+"""Key/value caches of models with layers without attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class TokenCounter(CacheLayerMixin):
-    """The only entry of a cache when no layer has attention: how many tokens were seen."""
+    """The only entry of a cache when no layer has attention: the number of tokens."""
 
     is_croppable = True
     is_sliding = False
@@ -24,15 +24,15 @@ class TokenCounter(CacheLayerMixin):
         """Nothing is stored."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: no layer has keys and values."""
+        """Raise an error: no layer has keys and values."""
         raise NotImplementedError("this model has no attention, so its cache holds no keys and values")
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Number of tokens."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of a mask that nobody reads; before transformers 5 from the positions of the query."""
+        """Length and offset of a mask, which no layer reads; transformers 4 passes the query's positions."""
         length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.cumulative_length + length, 0
 
@@ -41,15 +41,15 @@ class TokenCounter(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """No limit, by the name before transformers 5."""
+        """No limit; the name before transformers 5."""
         return -1
 
     def reset(self) -> None:
-        """Start at no tokens."""
+        """Set the number of tokens to 0."""
         self.cumulative_length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens (a negative number, as in transformers)."""
+        """Remove the last tokens (a negative number, as in transformers)."""
         self.cumulative_length = max(0, self.cumulative_length - abs(tokens_to_remove))
 
     def offload(self) -> None:
@@ -69,15 +69,15 @@ class TokenCounter(CacheLayerMixin):
 
 
 def compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
-    """Take the entries of layers without attention out of an empty cache that was made for all layers. In place.
+    """Remove the entries of layers without attention from an empty cache with entries for all layers, in place.
 
     Args:
-        cache: any cache: one that was compacted before, or grows by itself, stays as it is.
+        cache: a cache; one that was compacted before, or adds entries by itself, does not change.
         skipped: layers without attention, 1..L.
         num_layers: L.
 
     Raises:
-        ValueError: if the cache already holds tokens for all layers, so that another model filled it.
+        ValueError: if the cache already holds tokens for all layers, and so was filled by another model.
     """
     if skipped and len(cache.layers) == num_layers:
         if cache.get_seq_length() > 0:

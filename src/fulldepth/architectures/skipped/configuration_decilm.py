@@ -1,7 +1,7 @@
 """The configuration of DeciLM (`nemotron-nas`), as vLLM, llama.cpp's converter and mlx-lm read it.
 
-Carried by checkpoints in that layout, so that `trust_remote_code` finds a class for it. Written for this project: it
-knows blocks with a part left out and grouped-query attention that is the same in every block, and no other variation.
+Checkpoints in that layout carry it for `trust_remote_code`. It supports blocks without attention or MLP, and the same
+grouped-query attention in every block, and no other variation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AUTO_MAP = {
 
 
 class BlockConfigs:
-    """What `DeciLMConfig` adds to a Llama. A class apart, as transformers 5 makes `__init__` for the configuration."""
+    """Fields beside those of a Llama. A separate class, because transformers 5 generates `DeciLMConfig.__init__`."""
 
     block_configs: list[Any] | None
     num_hidden_layers: int
@@ -39,7 +39,7 @@ class BlockConfigs:
         self._check()
 
     def _check(self) -> None:
-        """Refuse a list of another length than the model's."""
+        """Refuse a list whose length is not the number of blocks."""
         number = len(self.block_configs or ())
         if number != self.num_hidden_layers:
             raise ValueError(f"{number} block_configs for {self.num_hidden_layers} blocks")
@@ -56,30 +56,30 @@ class BlockConfigs:
 
     @property
     def stream_scale(self) -> None:
-        """The layout has no word for it."""
+        """None: the layout has no such entry."""
         return None
 
     @property
     def scalars(self) -> None:
-        """The layout has no word for them."""
+        """None: the layout has no such entry."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As stock, with blocks as plain dictionaries."""
+        """The stock entries, with blocks as plain dictionaries."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         values["block_configs"] = [_plain(block) for block in self.block_configs or []]
         return values
 
 
 class DeciLMConfig(BlockConfigs, LlamaConfig):
-    """A Llama whose blocks are described one by one.
+    """A Llama with a description of every block.
 
     Args:
         block_configs: for each block `attention` (`no_op`, `n_heads_in_group`, ...) and `ffn` (`no_op`, `ffn_mult`,
             ...); read as attributes, `block_configs[0].attention.no_op`.
 
     Raises:
-        ValueError: unless there is one for every block.
+        ValueError: unless there is one entry per block.
     """
 
     model_type = "nemotron-nas"

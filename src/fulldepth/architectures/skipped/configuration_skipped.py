@@ -1,6 +1,6 @@
-"""Configurations of `fulldepth_skipped_*`: decoders whose skipped attention blocks and MLPs do not exist.
+"""Configurations of `fulldepth_skipped_*`: decoders without the skipped attention blocks and MLPs.
 
-One class for each stock configuration, made when it is asked for: `SkippedLlamaConfig` for `LlamaConfig`.
+There is one class for each stock configuration, created on first access: `SkippedLlamaConfig` for `LlamaConfig`.
 """
 
 from __future__ import annotations
@@ -12,35 +12,33 @@ from typing import Any, ClassVar
 import transformers
 
 NO_ATTENTION, NO_MLP = "fulldepth_no_attention", "fulldepth_no_mlp:"
-"""Entry of a saved `layer_types` for a layer without attention, and what stands before that of one without MLP. Stock
-configurations refuse to load them, so that `LlamaForCausalLM.from_pretrained` cannot make another model (with what is
-missing at random) of such a checkpoint."""
+"""Entry of a saved `layer_types` for a layer without attention, and prefix of the entry for a layer without MLP. Stock
+configurations refuse both, so that `LlamaForCausalLM.from_pretrained` cannot load such a checkpoint with random weights
+in place of the missing ones."""
 OLDER_ROPE = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""`model_type` -> names that its configuration before transformers 5 has in place of the usual ones."""
+"""`model_type` -> usual name of an entry -> its name in the family's configuration before transformers 5."""
 ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text")
 """Families with two kinds of rotary positions, by type of layer."""
-
-
 FIELDS: dict[str, Any] = {
     "skipped_attention": list[int] | None,
     "skipped_mlp": list[int] | None,
     "stream_scale": list[float] | None,
     "scalars": dict[str, dict[str, float]] | None,
 }
-"""What is added to a stock configuration, with its types."""
+"""Fields that are added to a stock configuration, with their types."""
 
 
 class SkippedConfig:
-    """What the configurations below add to a stock one. Layers are numbered 1..L, as in a skip plan.
+    """Base class of the configurations below: fields beside the stock ones. Layers are numbered 1..L.
 
     Args:
         skipped_attention: layers without attention: no norm before it, no weights, no entry in the cache.
         skipped_mlp: layers without an MLP.
-        stream_scale: what the residual stream was divided by where norms read it: before attention and before the MLP
-            of every layer, then before the final norm. The norms' eps follows, so that they give what they gave
-            before. None: it is as it was.
-        scalars: factors that the weights cannot hold: number of a layer -> `b_att`, `s_att`, `b_mlp`, `s_mlp`, as far
-            as it has them; `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
+        stream_scale: divisor of the residual stream where norms read it: before attention and before the MLP of every
+            layer, then before the final norm. The norms' eps is scaled as well, so that their outputs do not change.
+            None: 1 everywhere.
+        scalars: factors outside of the weights: number of a layer -> `b_att`, `s_att`, `b_mlp`, `s_mlp`, where the
+            layer has them; `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
 
     Raises:
         ValueError: for a layer that does not exist, scales that are not positive or not 2 L + 1, or a GPT-2 with
@@ -80,15 +78,15 @@ class SkippedConfig:
         if getattr(self, "layer_types", None) is not None:
             self.layer_types = self._plain(self.layer_types)
         else:
-            kwargs.pop("layer_types", None)  # only marks, where the stock configuration has no such field
+            kwargs.pop("layer_types", None)  # only marks: the stock configuration has no such field
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self._check()
 
     def _check(self) -> None:
-        """Sort the layers, and refuse what names layers that are not there."""
+        """Sort the layers, and refuse values that do not fit the model."""
         self.skipped_attention = _layers("skipped_attention", self.skipped_attention, self.num_hidden_layers)
         self.skipped_mlp = _layers("skipped_mlp", self.skipped_mlp, self.num_hidden_layers)
-        if getattr(self, "layer_types", None) is not None:  # perhaps chosen by the stock class
+        if getattr(self, "layer_types", None) is not None:  # possibly set by the stock class
             self.layer_types = self._plain(self.layer_types)
         expected = 2 * self.num_hidden_layers + 1
         if self.stream_scale is not None and not (len(self.stream_scale) == expected and min(self.stream_scale) > 0):
@@ -97,15 +95,15 @@ class SkippedConfig:
             raise ValueError("a decoder with cross-attention cannot have layers without attention here")
 
     def _plain(self, types: list[str]) -> list[str]:
-        """Layer types without marks; a layer without attention gets one that another layer needs anyway."""
+        """Layer types without marks; a layer without attention gets the type of another layer."""
         removed = set(self.skipped_attention or ())
         types = [kind.removeprefix(NO_MLP) for kind in types]
-        kept = [kind for layer, kind in enumerate(types, start=1) if layer not in removed]
-        free = kept[0] if kept else "full_attention"
-        return [free if layer in removed else kind for layer, kind in enumerate(types, start=1)]
+        remaining = [kind for layer, kind in enumerate(types, start=1) if layer not in removed]
+        substitute = remaining[0] if remaining else "full_attention"
+        return [substitute if layer in removed else kind for layer, kind in enumerate(types, start=1)]
 
     def to_dict(self) -> dict[str, Any]:
-        """As stock, with layers that lack a part marked in `layer_types`."""
+        """The stock entries, with layers that lack a part marked in `layer_types`."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         no_attention, no_mlp = set(self.skipped_attention or ()), set(self.skipped_mlp or ())
         if no_attention or no_mlp:
@@ -117,9 +115,9 @@ class SkippedConfig:
 
 
 def older_rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions by the names before transformers 5, from the entry `rope_parameters`; nothing without it.
+    """Rotary positions with the names before transformers 5, from the entry `rope_parameters`; empty without it.
 
-    Earlier versions do not read that entry, and take their defaults without a message.
+    Earlier versions ignore that entry and use their defaults without a message.
 
     Args:
         kind: `model_type` of the stock family.
@@ -140,12 +138,12 @@ def older_rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if name in rope:
             names[aliases.get(name, name)] = rope[name]
     scaled = rope.get("rope_type", "default") != "default"
-    rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    return names | {"rope_scaling": rest if scaled else None}
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    return names | {"rope_scaling": scaling if scaled else None}
 
 
 def _auto_map(config: str) -> dict[str, str]:
-    """Auto class -> what it finds among the modelling files that a checkpoint carries."""
+    """Auto class -> class in the modelling files of a checkpoint."""
     base = config.removesuffix("Config")
     return {
         "AutoConfig": f"configuration_skipped.{config}",
@@ -155,12 +153,12 @@ def _auto_map(config: str) -> dict[str, str]:
 
 
 def _layers(name: str, layers: Iterable[int] | None, num_layers: int) -> list[int]:
-    """Layers sorted, each once."""
-    found = sorted(set(layers or ()))
-    wrong = [layer for layer in found if not (isinstance(layer, int) and 1 <= layer <= num_layers)]
+    """Layers sorted, without duplicates."""
+    numbers = sorted(set(layers or ()))
+    wrong = [layer for layer in numbers if not (isinstance(layer, int) and 1 <= layer <= num_layers)]
     if wrong:
         raise ValueError(f"{name} names layer {wrong[0]}, but layers are numbered 1 to {num_layers}")
-    return found
+    return numbers
 
 
 def config_class(name: str) -> Any:
@@ -169,8 +167,8 @@ def config_class(name: str) -> Any:
     Args:
         name: of the stock class, `LlamaConfig`.
     """
-    made = f"Skipped{name}"
-    if made not in globals():
+    class_name = f"Skipped{name}"
+    if class_name not in globals():
         stock = getattr(transformers, name)
         values = {
             **dict.fromkeys(FIELDS),
@@ -179,8 +177,8 @@ def config_class(name: str) -> Any:
             "__module__": __name__,
             "model_type": f"fulldepth_skipped_{stock.model_type}",
         }
-        globals()[made] = type(made, (SkippedConfig, stock), values)
-    return globals()[made]
+        globals()[class_name] = type(class_name, (SkippedConfig, stock), values)
+    return globals()[class_name]
 
 
 def __getattr__(name: str) -> Any:

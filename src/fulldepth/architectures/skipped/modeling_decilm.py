@@ -1,8 +1,8 @@
-"""DeciLM (`nemotron-nas`) for transformers: a Llama without the parts that `block_configs` leaves out."""
+"""DeciLM (`nemotron-nas`) for transformers: a Llama without the parts that `block_configs` marks `no_op`."""
 
 from __future__ import annotations
 
-# transformers 4 copies those files of carried code that this one names, and not what they name in their turn.
+# transformers 4 copies the files that this one imports, but not the files that those import.
 from .cache_skipped import compact  # noqa: F401
 from .configuration_decilm import DeciLMConfig
 from .configuration_skipped import config_class  # noqa: F401

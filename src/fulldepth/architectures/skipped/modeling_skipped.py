@@ -1,11 +1,11 @@
-"""`fulldepth_skipped_*`: stock decoders in which skipped attention blocks and MLPs truly do not exist.
+"""`fulldepth_skipped_*`: stock decoders without the skipped attention blocks and MLPs.
 
 A layer without attention is `y = x + M(Norm(x))`: it has no attention weights, no norm before them and no entry in the
-key/value cache. Entries of the cache are numbered through the layers that have attention, so that the cache's length,
-which transformers reads from its first entry, is right whichever layers are gone.
+key/value cache. The cache has entries only for layers with attention, so that its length, which transformers reads
+from the first entry, is correct for every set of skipped layers.
 
-There is one class for each stock class, made when it is asked for: `SkippedLlamaForCausalLM` for `LlamaForCausalLM`.
-Its blocks are the stock ones; where a part is gone, something that adds nothing stands in its place.
+There is one class for each stock class, created on first access: `SkippedLlamaForCausalLM` for `LlamaForCausalLM`. Its
+blocks are the stock ones, with placeholders that add zeros for the skipped parts.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ conversions: Any = None if BEFORE_5 else import_module("transformers.conversion_
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of modules in a stock decoder: of `layers` and `final_norm` from the body, of the others from a block.
+    """Module names in a stock decoder: `layers` and `final_norm` from the body, the others from a block.
 
-    Of a tuple of norms the block has the first that exists.
+    Of a tuple of norms the first that the block has is used.
     """
 
     attention: str = "self_attn"
     attention_norms: tuple[str, ...] = ("input_layernorm",)
-    """What attention reads."""
+    """Norm before attention."""
     after_attention: str | None = None
-    """Norm behind attention."""
+    """Norm after attention."""
     mlp: tuple[str, ...] = ("mlp",)
     """The MLP, or its first and its last module."""
     mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
-    """What the MLP reads; a norm that attention reads, too, stays when one of them is gone."""
+    """Norm before the MLP; one that attention also reads remains if one of the two is skipped."""
     after_mlp: str | None = None
-    """Norm behind the MLP."""
+    """Norm after the MLP."""
     mlp_outputs: int = 0
-    """Elements of the tuple that the MLP gives; 0 for a tensor. Attention gives two everywhere."""
+    """Length of the tuple that the MLP returns; 0 for a tensor. Attention always returns two elements."""
     layers: str = "layers"
     final_norm: str = "norm"
 
     @property
     def keeps_scalars(self) -> bool:
-        """Whether scalars stand beside the weights: attention and MLP read the stream itself, whose scale they see."""
+        """Whether scalars stay outside the weights, because attention and MLP read the stream without a norm."""
         return not self.attention_norms and not self.mlp_norms
 
 
@@ -94,13 +94,13 @@ LAYOUTS = {
 }
 """`model_type` of a stock decoder -> its layout."""
 BASE_MODEL_PREFIX = {"gemma3_text": "model"}
-"""Before transformers 5, `Gemma3ForCausalLM` has that of the class with images."""
+"""Overrides: before transformers 5, `Gemma3ForCausalLM` has the prefix of the class with images."""
 
 
 class NoAttention:
-    """What stands for attention that is gone: it adds 0. No module, so that the block has none by that name."""
+    """Placeholder for skipped attention: adds 0. Not a module, so that the block has none of that name."""
 
-    is_sliding = False  # asked by Gemma 3's block before transformers 5, to choose the positions that it hands over
+    is_sliding = False  # read by Gemma 3's block before transformers 5, to choose the position embeddings
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """[B, T, D] zeros, and no weights of attention."""
@@ -108,10 +108,10 @@ class NoAttention:
 
 
 class NoMLP(nn.Module):
-    """What stands for an MLP that is gone: it adds 0.
+    """Placeholder for a skipped MLP: adds 0.
 
     Args:
-        outputs: elements of the tuple that the MLP gave; 0 for a tensor.
+        outputs: length of the tuple that the MLP returned; 0 for a tensor.
     """
 
     def __init__(self, outputs: int = 0) -> None:
@@ -124,31 +124,31 @@ class NoMLP(nn.Module):
         return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
 
 
-def _same(hidden_states: Tensor) -> Tensor:
-    """What stands for a norm of attention that is gone."""
+def _identity(hidden_states: Tensor) -> Tensor:
+    """Placeholder for a norm of skipped attention."""
     return hidden_states
 
 
 def _put(block: nn.Module, name: str | None, part: Any) -> None:
-    """Put something in the place of a module, or nothing where there is none."""
+    """Replace a module; does nothing for None."""
     if name is not None:
         delattr(block, name)
         setattr(block, name, part)
 
 
 def _norm_of(block: nn.Module, names: tuple[str, ...]) -> str | None:
-    """The norm that a part of a block reads; None where it reads the stream itself."""
+    """The norm before a part of a block; None where the part reads the stream itself."""
     return next((name for name in names if hasattr(block, name)), None)
 
 
 def _leave_out(block: nn.Module, layout: Layout, attention: bool, mlp: bool) -> None:
-    """Put what adds nothing in the place of a block's attention, its MLP, and the norms of each alone."""
+    """Replace a block's skipped parts and the norms that only they read by placeholders."""
     norm, mlp_norm = (_norm_of(block, names) for names in (layout.attention_norms, layout.mlp_norms))
     shared = norm == mlp_norm
     if attention:
         _put(block, layout.attention, NoAttention())
-        _put(block, None if shared else norm, _same)
-        _put(block, layout.after_attention, _same)
+        _put(block, None if shared else norm, _identity)
+        _put(block, layout.after_attention, _identity)
     if mlp:
         for name in (None if shared else mlp_norm, *layout.mlp[:-1], layout.after_mlp):
             _put(block, name, nn.Identity())
@@ -156,7 +156,7 @@ def _leave_out(block: nn.Module, layout: Layout, attention: bool, mlp: bool) -> 
 
 
 def _rescale(norm: Any, scale: float) -> None:
-    """Let a norm read `x / scale` as it read x: only its eps knows the difference."""
+    """Change a norm's eps so that its output for `x / scale` is that for x."""
     if not isinstance(norm, nn.Module) or scale == 1.0:
         return
     for name in ("eps", "variance_epsilon"):
@@ -171,21 +171,21 @@ def _of_scaled(scale: float, forward: Any, hidden_states: Tensor) -> Tensor:
 
 
 class _Factors:
-    """The factors of one branch at work: it gives `b A + (s - 1) x`, to which its block adds x."""
+    """Applies the factors of one branch: its output becomes `b A + (s - 1) x`, to which the block adds x."""
 
     def __init__(self, b: float, s: float) -> None:
         self.b, self.s = b, s
         self.stream: Tensor | None = None
 
     def note(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module that reads the stream."""
+        """Record the input of the module that reads the stream."""
         self.stream = args[0] if args else kwargs["hidden_states"]
         return forward(*args, **kwargs)
 
     def mix(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module whose output the block adds; in float32 at least, in the dtype of the sum."""
+        """The scaled output of the branch, computed in float32 at least, in the dtype of the sum."""
         branch, stream = forward(*args, **kwargs), self.stream
-        assert stream is not None  # noted before
+        assert stream is not None  # recorded by `note`
         self.stream = None
         dtype = torch.promote_types(branch.dtype, stream.dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -193,7 +193,7 @@ class _Factors:
 
 
 def _multiply(block: nn.Module, layout: Layout, own: dict[str, float]) -> None:
-    """Scalars at the branches of a block whose attention and MLP read the stream itself and end in norms."""
+    """Apply scalars to a block whose attention and MLP read the stream itself and end in norms."""
     for name, reader, end in (
         ("att", layout.attention, layout.after_attention),
         ("mlp", layout.mlp[0], layout.after_mlp),
@@ -205,41 +205,34 @@ def _multiply(block: nn.Module, layout: Layout, own: dict[str, float]) -> None:
 
 
 def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hand over a cache that has entries for the layers with attention alone.
-
-    Args:
-        names: of the forward's arguments.
-        stack: the module that runs the layers.
-        args: by position.
-        kwargs: by name.
-    """
+    """Forward pre-hook: pass a cache with entries only for layers with attention; `names` are the arguments' names."""
     kwargs = kwargs | dict(zip(names, args, strict=False))
     cache, config = kwargs.get("past_key_values"), stack.config
     if cache is None and _wants_cache(stack, kwargs.get("use_cache")):
         cache = kwargs["past_key_values"] = DynamicCache(config=config)
     if isinstance(cache, Cache):
-        # Not L but what the configuration says: early exit in `generate` lowers it for a while.
+        # Not L: early exit in `generate` lowers the configuration's number temporarily.
         num_layers = config.num_hidden_layers
         compact(cache, {layer for layer in config.skipped_attention if layer <= num_layers}, num_layers)
     return (), kwargs
 
 
 def _wants_cache(stack: Any, use_cache: bool | None) -> bool:
-    """Whether the stock class would make a cache."""
-    wanted = stack.config.use_cache if use_cache is None else use_cache
-    return bool(wanted) and not (stack.gradient_checkpointing and stack.training)
+    """Whether the stock class would create a cache."""
+    requested = stack.config.use_cache if use_cache is None else use_cache
+    return bool(requested) and not (stack.gradient_checkpointing and stack.training)
 
 
 def _after_pass(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-    """Count the tokens of a cache without entries."""
+    """Forward hook: count the tokens of a cache without keys and values."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], TokenCounter):
-        given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-        cache.layers[0].cumulative_length += given.shape[1]  # type: ignore[union-attr]
+        inputs = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        cache.layers[0].cumulative_length += inputs.shape[1]  # type: ignore[union-attr]
 
 
 class SkippedModel:
-    """A stock decoder without its head whose skipped parts do not exist. Stands before the stock class."""
+    """Mixin before a stock decoder without head: the decoder without the skipped parts."""
 
     layout: ClassVar[Layout]
 
@@ -268,7 +261,7 @@ class SkippedModel:
         stack.register_forward_hook(_after_pass, with_kwargs=True)
 
     def _rescale_norms(self, block: nn.Module, scales: list[float]) -> None:
-        """Let the norms before attention and MLP read what they read before; one that both read, once."""
+        """Adapt the norms before attention and MLP to the stream's scale; a norm that both read, once."""
         names = [_norm_of(block, norms) for norms in (self.layout.attention_norms, self.layout.mlp_norms)]
         for name, scale in dict(zip(names, scales, strict=True)).items():
             if name is not None:
@@ -276,7 +269,7 @@ class SkippedModel:
 
 
 class SkippedForCausalLM:
-    """A stock decoder with a language-model head around a `SkippedModel`. Stands before the stock class."""
+    """Mixin before a stock decoder with a language-model head, around a `SkippedModel`."""
 
     model_class: ClassVar[type]
 
@@ -287,12 +280,7 @@ class SkippedForCausalLM:
 
 
 def _make(model_type: str, base: str) -> None:
-    """Make the classes of a family.
-
-    Args:
-        model_type: of the stock decoder.
-        base: the name of its configuration without `Config`.
-    """
+    """Create the classes of a family; `base` is the name of its configuration class without `Config`."""
     stock: list[str] = [MODEL_MAPPING_NAMES[model_type], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # type: ignore[list-item]
     body, causal_lm = (getattr(transformers, name) for name in stock)
     own = {"__module__": __name__, "config_class": config_class(f"{base}Config")}
@@ -301,12 +289,12 @@ def _make(model_type: str, base: str) -> None:
     values = own | {"__doc__": f"`{stock[1]}` without skipped parts.", "model_class": model_class}
     if model_type in BASE_MODEL_PREFIX:
         values["base_model_prefix"] = BASE_MODEL_PREFIX[model_type]
-    made = type(f"Skipped{base}ForCausalLM", (SkippedForCausalLM, causal_lm), values)
-    globals().update({model_class.__name__: model_class, made.__name__: made})
+    head_class = type(f"Skipped{base}ForCausalLM", (SkippedForCausalLM, causal_lm), values)
+    globals().update({model_class.__name__: model_class, head_class.__name__: head_class})
     if conversions is not None:  # transformers 5 stores weights of some families by other names than their modules'
-        names = (model_class.__name__, made.__name__, f"fulldepth_skipped_{model_type}")
-        for name, known in zip(names, (*stock, model_type), strict=True):
-            if (mapping := conversions.get_checkpoint_conversion_mapping(known)) is not None:
+        names = (model_class.__name__, head_class.__name__, f"fulldepth_skipped_{model_type}")
+        for name, stock_name in zip(names, (*stock, model_type), strict=True):
+            if (mapping := conversions.get_checkpoint_conversion_mapping(stock_name)) is not None:
                 conversions.register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.hf import Anatomy, find_ends
+from fulldepth.hf import Anatomy, find_output_weights
 from fulldepth.skip.assessment.quantisers import packed_as_torchao
 from fulldepth.skip.exports.export import (
     check_target,
@@ -165,7 +165,7 @@ def folded_int8(measured: Anatomy, original: Anatomy, plan: Plan, ids: torch.Ten
 
     Args:
         measured: the model in int8; left alone.
-        original: the model that it was made of, whose ends of branches are looked for.
+        original: the model that it was made of, whose output weights are changed in the copy.
         plan: what is skipped, and the scalars.
         ids: [B, T] tokens to run.
 
@@ -175,16 +175,11 @@ def folded_int8(measured: Anatomy, original: Anatomy, plan: Plan, ids: torch.Ten
     check_foldable(original, plan)
     made = replace(measured, model=copy.deepcopy(measured.model))
     factors, _ = branch_factors(plan, original.num_layers, parallel=original.family.design == "parallel")
-    wanted = {
-        (layer, role): factor
-        for layer, pair in enumerate(factors, start=1)
-        for role, factor in zip(("attention", "mlp"), pair, strict=True)
-        if factor != 1.0
-    }
+    branches = [branch for branch, factor in factors.items() if factor != 1.0]
     paths = {module: path for path, module in original.model.named_modules()}
-    for (layer, role), end in find_ends(original, wanted, ids).items():
-        branch, factor = made.model.get_submodule(paths[end.branch]), wanted[layer, role]
-        for name, values in end.times(factor).items():
+    for (layer, role), weights in find_output_weights(original, branches, ids).items():
+        branch, factor = made.model.get_submodule(paths[weights.branch]), factors[layer, role]
+        for name, values in weights.times(factor).items():
             parameter: Any = branch.get_parameter(name)
             if not hasattr(parameter, "__tensor_flatten__"):
                 parameter.copy_(values)

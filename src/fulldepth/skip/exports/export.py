@@ -1,4 +1,4 @@
-"""`export`: a plan and its model as a checkpoint that was loaded again, elsewhere, before it got its name."""
+"""`export` writes a plan's model as a checkpoint that a fresh process has loaded and checked; `load` reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fulldepth.skip.plan import MOST_BYTES, PER_CHANNEL, Plan
 from fulldepth.skip.subject import tokenizer_folder
 
 NOTES = "fulldepth_skip.json"
-"""What an export says of itself: format, error, notes, and the whole plan."""
+"""File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
 
 
@@ -49,7 +49,7 @@ class Export:
     bytes: int
     """Size of the folder."""
     verified: bool
-    """Whether the reader that the format is for has loaded it and given these logits."""
+    """Whether the program that the format is made for has loaded it and computed these logits."""
     notes: tuple[str, ...]
 
 
@@ -69,21 +69,21 @@ def export(
 ) -> Export:
     """Write a plan's model as a checkpoint, load it in a fresh process, compare logits, and only then name it.
 
-    The folder appears whole or not at all: it is written beside `output` under another name. It carries the tokenizer,
+    The folder is written under a temporary name, and renamed to `output` after the check. It contains the tokenizer,
     the generation settings, and `fulldepth_skip.json` with the plan. Weights are changed and written file by file:
     beside the model at most `shard_size` bytes are held, or one layer's weights while the folding is measured. A model
     that is loaded here is dropped before the fresh process starts.
 
     Args:
-        plan: what is skipped, with the scalars; or its file.
-        model: the checkpoint that the plan was made for, or the model as loaded from it, which stays as it is.
+        plan: the plan, or its file.
+        model: the checkpoint that the plan was made for, or the model as loaded from it, which does not change.
         format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
-            code), `decilm` (without them, in the layout of vLLM and llama.cpp), or `layer` (whole layers gone).
-        output: folder to be made.
-        tokenizer: to be saved with it, or its folder or Hub name; None takes the one that the search read with: named
-            there, or beside the checkpoint, or beside the one that the plan names.
+            code), `decilm` (without them, in the layout of vLLM and llama.cpp), or `layer` (without whole layers).
+        output: folder to create.
+        tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used: named in the plan,
+            or beside the checkpoint, or beside the one that the plan names.
         dtype: precision to load the model in; None = that of the search.
-        device: where to; None = the first accelerator, else the CPU. A loaded model stays where it is.
+        device: device to load the model on; None = the first accelerator, else the CPU. A loaded model is not moved.
         device_map: `auto` or a map of modules, for models larger than one device; the fresh process uses `auto` then.
         revision: branch, tag or commit of a Hub model and its tokenizer.
         trust_remote_code: run code that the checkpoint or its tokenizer carries.
@@ -91,119 +91,102 @@ def export(
 
     Raises:
         FulldepthError: if `output` exists, the plan is for another model, has scalars per channel, or is of a
-            granularity that the format does not know, folding is refused, the disk is full, or the export loads as
-            anything but the plan's model; for a device and a device map at once.
+            granularity that the format does not hold, folding is refused, the disk is full, the export computes other
+            logits than the plan's model, or both `device` and `device_map` are set.
     """
-    chosen, most, target = FORMATS[known_format(format)], _bytes(shard_size), Path(output)
+    file_format, most_bytes, target = FORMATS[known_format(format)], _bytes(shard_size), Path(output)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     check_exportable(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    loaded = _opened(plan, model, device, device_map, dtype=dtype or plan.dtype, **hub)
-    anatomy = check_format(loaded, Outline.of(plan), chosen)
+    loaded, source = _opened(model, device, device_map, dtype=dtype or plan.dtype, **hub)
+    plan.check_model(loaded)
+    stock = check_format(loaded, Outline.of(plan), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
-    source = model.name_or_path if isinstance(model, PreTrainedModel) else model
     with folder_to_be(target) as folder:
-        whole = anatomy if anatomy.model is loaded else find_anatomy(loaded)
-        written = _write(plan, whole, anatomy, chosen, folder, most)
-        del loaded, whole, anatomy
+        anatomy = stock if stock.model is loaded else find_anatomy(loaded)
+        written = _write(plan, anatomy, stock, file_format, folder, most_bytes, reader_map)
+        del loaded, anatomy, stock
         gc.collect()  # a model that was passed in is held by its owner
         places = (plan.data.get("tokenizer"), source, plan.model.name)
         written.notes.extend(save_tokenizer(tokenizer, places, folder, **hub))
-        return _proven(plan, chosen, target, _Checked(folder, written, reader_map))
-
-
-def _proven(plan: Plan, format: Format, target: Path, checked: _Checked) -> Export:
-    """Load the checkpoint as others will, compare its logits, and write down what it is."""
-    folder = checked.folder
-    publish_older_tokenizer(folder)
-    strip_foreign_code(folder, carries_code=format.reader == "carried")
-    error = checked.by(format.reader)
-    verified, said = format.verify(checked.by)
-    notes = (*said, *checked.written.notes)
-    report = Export(format.name, target, error, count_parameters(folder), 0, verified, notes)
-    _describe(report, plan, folder)
-    return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        return _checked(plan, file_format, target, written)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What is known of an export besides its files."""
-
-    ids: Tensor
-    """[B, T] tokens to compare logits on."""
-    logits: Tensor
-    """[B, T, V] of the healed model."""
-    allowed: float
-    """Largest error of the export's, relative to the largest logit."""
-    notes: list[str]
-
-
-def _write(plan: Plan, whole: Anatomy, anatomy: Anatomy, format: Format, folder: Path, shard_size: int) -> _Written:
-    """Write the checkpoint, without tokenizer and notes; the model stays as it is.
-
-    Args:
-        plan: for this model.
-        whole: of the model.
-        anatomy: of a stock class that computes the same of text.
-        format: that can hold both.
-        folder: where to.
-        shard_size: most bytes of one file of weights.
-    """
-    folding = format.folding(anatomy, plan)
-    ids = probes(whole)
-    expected = scaled_logits(whole, plan, ids)
-    with generation_settings(anatomy.model, folder), without_bars():
-        notes = format.write(Draft(anatomy, plan, folding, folder, shard_size))
-    if whole.config is not whole.model.config and anatomy.config is anatomy.model.config:
-        notes.append(f"This is the language model of a {type(whole.model).__name__} alone; it reads no images.")
-    publish_older_names(folder)
-    return _Written(ids, expected, format.tolerance(folding, expected.dtype), notes)
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """An export to be loaded by fresh processes."""
+    """A checkpoint on disk, and the logits that fresh processes have to compute from it."""
 
     folder: Path
-    written: _Written
+    ids: Tensor
+    """[B, T] tokens."""
+    logits: Tensor
+    """[B, T, V] of the healed model."""
+    tolerance: float
+    """Largest error of a logit, relative to the largest logit."""
     device_map: str | None
+    """`auto` if the fresh process spreads the model over devices and disk."""
+    notes: list[str]
 
-    def by(self, reader: str) -> float:
-        """The error of its logits, as a reader loads it."""
-        own = self.written
-        return prove(self.folder, own.ids, own.logits, own.allowed, reader, self.device_map)
+    def error_by(self, reader: str) -> float:
+        """The error of the logits that a reader computes, relative to the largest."""
+        return prove(self.folder, self.ids, self.logits, self.tolerance, reader, self.device_map)
+
+
+def _checked(plan: Plan, format: Format, target: Path, written: _Written) -> Export:
+    """Compare the logits that fresh processes compute, and write the notes."""
+    folder = written.folder
+    publish_older_tokenizer(folder)
+    strip_foreign_code(folder, carries_code=format.reader == "carried")
+    error = written.error_by(format.reader)
+    verified, notes = format.verify(written.error_by)
+    notes = [*notes, *written.notes]
+    report = Export(format.name, target, error, count_parameters(folder), 0, verified, tuple(notes))
+    _describe(report, plan, folder)
+    return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+
+
+def _write(
+    plan: Plan,
+    anatomy: Anatomy,
+    stock: Anatomy,
+    format: Format,
+    folder: Path,
+    shard_size: int,
+    device_map: str | None,
+) -> _Written:
+    """Write the checkpoint without its tokenizer; `stock` is of a stock class that computes what `anatomy` does."""
+    folding = format.folding(stock, plan)
+    ids = probes(anatomy)
+    expected = scaled_logits(anatomy, plan, ids)
+    with generation_settings(stock.model, folder), without_bars():
+        notes = format.write(Draft(stock, plan, folding, folder, shard_size))
+    if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
+        notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
+    publish_older_names(folder)
+    return _Written(folder, ids, expected, format.tolerance(folding, expected.dtype), device_map, notes)
+
+
+def _opened(
+    model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
+) -> tuple[PreTrainedModel, str | None]:
+    """The model, loaded with these options unless it already is, and its folder or Hub name."""
+    if device is not None and device_map is not None:
+        raise FulldepthError("Set a device or a device map, not both.")
+    if isinstance(model, PreTrainedModel):
+        return model, model.name_or_path
+    return load_checkpoint(model, device=device, device_map=device_map, **options).model, str(model)
 
 
 def _bytes(size: int | str) -> int:
-    """A size such as `5GB` as a number of bytes.
-
-    Raises:
-        FulldepthError: if it is none, or not above 0.
-    """
+    """A size such as `5GB` as a positive number of bytes."""
     try:
         number = convert_file_size_to_int(size)
     except ValueError:
         number = 0
     if number <= 0:
-        raise FulldepthError(f"Expected the size of a file such as 5GB or 500MB, got {one_line(repr(size), 60)}.")
+        raise FulldepthError(f"Expected a file size such as 5GB or 500MB, got {one_line(repr(size), 60)}.")
     return number
-
-
-def _opened(
-    plan: Plan, model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
-) -> PreTrainedModel:
-    """The plan's model, loaded with these options unless it is already.
-
-    Raises:
-        FulldepthError: if it is another model; for a device and a device map at once.
-    """
-    if device is not None and device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
-    where = {"device": device, "device_map": device_map}
-    loaded = model if isinstance(model, PreTrainedModel) else load_checkpoint(model, **where, **options).model
-    plan.check_model(loaded)
-    return loaded
 
 
 def load(
@@ -212,10 +195,10 @@ def load(
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model of an export of any format, in evaluation mode; no foreign code runs.
+    """The model of an export of any format, in evaluation mode, without running code from the folder.
 
-    An export of the format `fast` or `decilm` that was fine-tuned or saved again (`save_pretrained`) has no notes, and
-    is loaded all the same.
+    An export of the format `fast` or `decilm` that was saved again (`save_pretrained`), for example after fine-tuning,
+    has no notes and is loaded by its configuration.
 
     Args:
         directory: of the export.
@@ -230,11 +213,7 @@ def load(
 
 
 def _format_of(folder: Path) -> Format:
-    """The format that an export's notes name; without notes, the one whose model its `config.json` describes.
-
-    Raises:
-        FulldepthError: if the folder is no export.
-    """
+    """The format that an export's notes name; without notes, the one whose model its `config.json` describes."""
     path = folder / "config.json"
     if not (folder / NOTES).exists() and path.is_file() and isinstance(config := read_json(path), dict):
         for format in FORMATS.values():
@@ -259,15 +238,15 @@ class Notes(pydantic.BaseModel):
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """What an export says of itself; its plan is a valid `Plan`.
+    """The entries of `fulldepth_skip.json`, with a valid plan.
 
     Raises:
-        FulldepthError: if there is nothing, it does not fit the schema, or it was written by a newer version.
+        FulldepthError: if the file is missing, does not fit the schema, or was written by a newer version.
     """
     path = folder / NOTES
     if not path.exists():
         raise FulldepthError(
-            f"{folder} is no export of a skip plan: it has no {NOTES}. `fulldepth skip apply` makes one."
+            f"{folder} is not an export of a skip plan: it has no {NOTES}. `fulldepth skip apply` makes exports."
         )
     document = read_json(path, most=MOST_BYTES)
     version = document.get("schema_version") if isinstance(document, dict) else None
@@ -294,7 +273,7 @@ def check_exportable(plan: Plan) -> None:
 
 @contextmanager
 def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Carry the generation settings as they are: some checkpoints have such as transformers loads but will not save."""
+    """Write the generation settings unchanged: transformers loads some that it refuses to save with a model."""
     settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -308,10 +287,10 @@ def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
 def save_tokenizer(
     tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
 ) -> list[str]:
-    """Save the tokenizer given, or copy the files of the first place that has one.
+    """Save the tokenizer, or copy the files of the first place that has one; returns notes.
 
     Raises:
-        FulldepthError: if a name is given that has none.
+        FulldepthError: if `tokenizer` is a name under which there is none.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         tokenizer.save_pretrained(folder)
@@ -327,7 +306,7 @@ def save_tokenizer(
 
 
 def _describe(report: Export, plan: Plan, folder: Path) -> None:
-    """Write what the export is, for programs and for people."""
+    """Write `fulldepth_skip.json` and `README.md`."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "format": report.format,

@@ -28,33 +28,42 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.stream import relative_error
-from fulldepth.hf import Anatomy, End, device_of, find_ends, in_memory, is_offloaded, scale_obstacle
+from fulldepth.hf import (
+    Anatomy,
+    OutputWeights,
+    device_of,
+    evaluating,
+    find_output_weights,
+    in_memory,
+    is_offloaded,
+    scale_obstacle,
+)
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import skipping
 from fulldepth.skip.plan import PER_CHANNEL, Plan
 
 MOST = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.1}
-"""Largest error that a folded model may have: rounding and eps stay far below, anything else is another model."""
+"""Largest relative logit error of a folded model. Rounding and eps stay far below; more means another model."""
 PROBES, PROBE_LENGTH = 4, 32
-"""Sequences that logits are compared on, and the most tokens in one."""
+"""Number of sequences that logits are compared on, and the largest number of tokens in one."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What folding does to one branch: its last weights are multiplied with a factor."""
+    """The change that folding makes to one branch: its output weights are multiplied by a factor."""
 
     where: str
     """For messages: `attention of layer 3`."""
-    end: End
+    weights: OutputWeights
     factor: float
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
-        """New values of a weight of the branch, in its own type.
+        """The new value of one of the weights, in its own type.
 
         Raises:
             FulldepthError: if the type cannot hold them.
         """
-        values = self.end.multiplied(weight, self.factor)
+        values = self.weights.multiplied(weight, self.factor)
         if not bool(torch.isfinite(values).all()):
             raise FulldepthError(
                 f"Folding makes {name} of the {self.where} too large for {weight.dtype}: its factor is "
@@ -65,31 +74,31 @@ class Change:
 
 @dataclass(frozen=True)
 class Folding:
-    """What folding does, and how exact it is."""
+    """The changes that folding makes to a model, and their measured error."""
 
     logit_error: float
     """Largest difference of a logit from the model with its scalars outside, relative to the largest logit."""
     stream_scale: tuple[float, ...]
     """c where norms read the stream, kept as x / c: before attention and MLP of each layer, then at the end."""
     note: str
-    """The error and where it comes from, in a sentence."""
+    """A sentence that states the error and its cause."""
     changes: Mapping[str, Change] = field(default_factory=dict, repr=False)
-    """Name of a weight in the model's state dict -> what becomes of it."""
+    """Name of a weight in the model's state dict -> its change."""
 
     @classmethod
     def unscaled(cls, anatomy: Anatomy, note: str) -> Self:
-        """That of a model whose weights stay as they are."""
+        """A folding that changes no weights."""
         return cls(0.0, (1.0,) * (2 * anatomy.num_layers + 1), note)
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
-        """A weight of the folded model, computed from the model's own; one that does not change is given as it is."""
+        """The weight of the folded model, computed from the model's own weight of that name."""
         return self.changes[name].weight(name, weight) if name in self.changes else weight
 
 
 def fold(model: PreTrainedModel, plan: Plan) -> Folding:
-    """Multiply a plan's scalars into the model's own weights, and zero the skipped branches. In place, for good.
+    """Multiply a plan's scalars into the model's own weights in place, and zero the skipped branches.
 
-    The error is measured first, then one weight after the other is changed: nothing is held twice.
+    The error is measured before any weight changes. Then one weight after the other is replaced.
 
     Args:
         model: the model that the plan was made for, as loaded.
@@ -101,8 +110,8 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
 
     Raises:
         FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of
-            the stream is not positive or differs by channel, or weights are quantised or offloaded; says which. The
-            model is as it was then.
+            the stream is not positive or differs by channel, or weights are quantised or offloaded. The
+            model is unchanged then.
     """
     if is_offloaded(model):
         raise FulldepthError(
@@ -119,7 +128,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
 
 
 def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Folding:
-    """Which weights change, and the error of the model that has them; the model stays as it is.
+    """Compute the changes of a folding and measure their error; the model itself does not change.
 
     A branch gets its new weights for the length of its forward pass, so that those of one branch are held at a time.
 
@@ -135,32 +144,23 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Foldi
     ids = probes(anatomy)
     factors, scales = branch_factors(plan, anatomy.num_layers, parallel=anatomy.family.design == "parallel")
     changes = _changes(anatomy, factors, ids)
-    kind, why = ("healed", _why(anatomy)) if heals(plan) else ("skipping", "There are no scalars to fold.")
+    kind, cause = ("healed", _cause(anatomy)) if heals(plan) else ("skipping", "There are no scalars to fold.")
     with _in_use(changes.values()), _adding_nothing(anatomy, factors):
-        got = logits(anatomy, ids)
+        folded_logits = logits(anatomy, ids)
     expected = scaled_logits(anatomy, plan, ids)
-    error = relative_error(got, expected)
+    error = relative_error(folded_logits, expected)
     if not error <= (MOST[expected.dtype] if most is None else most):
         raise FulldepthError(
             f"Folding is refused: the logits of the folded {type(anatomy.model).__name__} miss those of the healed "
-            f"one by {error:.1e} of the largest. {why}"
+            f"one by {error:.1e} of the largest. {cause}"
         )
-    note = f"Logits within {error:.1e} of the {kind} model's, relative. {why}"
+    note = f"Logits within {error:.1e} of the {kind} model's, relative. {cause}"
     return Folding(error, scales, note, changes)
 
 
 @contextmanager
 def folded(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Iterator[Folding]:
-    """Let the model compute with the folded weights inside `with`; its own weights stay as they are.
-
-    Args:
-        anatomy: the model; the plan is not compared with its weights.
-        plan: what is skipped, and the scalars.
-        most: largest error in logits that is accepted; None: `MOST` of the model's precision.
-
-    Raises:
-        FulldepthError: as `prepare`.
-    """
+    """Let the model compute with the folded weights inside `with`; arguments and errors as in `prepare`."""
     folding = prepare(anatomy, plan, most=most)
     with _in_use(folding.changes.values()):
         yield folding
@@ -172,7 +172,7 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
     Raises:
         FulldepthError: with the reason.
     """
-    if not heals(plan):  # zeros at the end of a branch are exact whatever reads the stream
+    if not heals(plan):  # zeros in a branch's output weights are exact whatever reads the stream
         return
     check_scalable(anatomy, per_channel=any(isinstance(v, list) for own in plan.scalars.values() for v in own.values()))
     for layer, own in plan.scalars.items():
@@ -209,18 +209,18 @@ def check_scalable(anatomy: Anatomy, *, per_channel: bool = False) -> None:
         ),
         "it has no final norm to take the last factor out": anatomy.final_norm is None,
     }
-    why = next((reason for reason, applies in reasons.items() if applies), None)
-    if why := why or scale_obstacle(anatomy, probes(anatomy)):
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason := reason or scale_obstacle(anatomy, probes(anatomy)):
         raise FulldepthError(
-            f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {why}. A plan without "
-            "scalars (--no-fit) can be exported."
+            f"The scalars of a {type(anatomy.model).__name__} cannot be folded into its weights: {reason}. A plan "
+            "without scalars (--no-fit) can be exported."
         )
 
 
 def branch_factors(
     plan: Plan, num_layers: int, *, parallel: bool = False
-) -> tuple[list[tuple[float, float]], tuple[float, ...]]:
-    """What each layer's attention and MLP are multiplied with, and the scale c of the stream.
+) -> tuple[dict[tuple[int, str], float], tuple[float, ...]]:
+    """The factor of each branch, and the scale c of the stream.
 
     Args:
         plan: scalars above 0 where they multiply the stream.
@@ -228,9 +228,10 @@ def branch_factors(
         parallel: whether layers add both branches to one x.
 
     Returns:
-        L pairs (attention, MLP), 0 for a skipped branch; and the 2 L + 1 scales of `Folding.stream_scale`.
+        (1-based layer, `attention` or `mlp`) -> factor, 0 for a skipped branch; and the 2 L + 1 scales of
+        `Folding.stream_scale`.
     """
-    factors, scales, scale = [], [], 1.0
+    factors, scales, scale = {}, [], 1.0
     for layer in range(1, num_layers + 1):
         own: dict[str, Any] = plan.scalars.get(str(layer), {})
         removed = plan.granularity if layer in plan.blocks else ""
@@ -239,33 +240,25 @@ def branch_factors(
         )
         b_mlp, s_mlp = (0.0, 1.0) if removed in ("mlp", "layer") else (own.get("b_mlp", 1.0), own.get("s_mlp", 1.0))
         between, after = scale * s_att, scale * s_att * s_mlp
-        factors.append((b_att * s_mlp / after if parallel else b_att / between, b_mlp / after))
+        factors[layer, "attention"] = b_att * s_mlp / after if parallel else b_att / between
+        factors[layer, "mlp"] = b_mlp / after
         scales += [scale, scale if parallel else between]
         scale = after
     return factors, (*scales, scale)
 
 
-def _changes(anatomy: Anatomy, factors: list[tuple[float, float]], ids: Tensor) -> dict[str, Change]:
-    """Name of every weight that changes -> what becomes of it.
-
-    Raises:
-        FulldepthError: if a weight of several branches would have to be multiplied with different factors.
-    """
-    wanted = {
-        (layer, role): factor
-        for layer, pair in enumerate(factors, start=1)
-        for role, factor in zip(("attention", "mlp"), pair, strict=True)
-        if factor != 1.0
-    }
-    ends = find_ends(anatomy, wanted, ids)
+def _changes(anatomy: Anatomy, factors: Mapping[tuple[int, str], float], ids: Tensor) -> dict[str, Change]:
+    """Name of every weight that changes -> its change; refuses a weight that would need two different factors."""
+    branches = [branch for branch, factor in factors.items() if factor != 1.0]
+    output_weights = find_output_weights(anatomy, branches, ids)  # replaces the parameters of offloaded modules
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in anatomy.model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     changes: dict[str, Change] = {}
-    for (layer, role), end in ends.items():
-        change = Change(f"{role} of layer {layer}", end, wanted[layer, role])
-        for own in end.names:
-            for name in names[end.branch.get_parameter(own)]:
+    for (layer, role), weights in output_weights.items():
+        change = Change(f"{role} of layer {layer}", weights, factors[layer, role])
+        for own_name in weights.names:
+            for name in names[weights.branch.get_parameter(own_name)]:
                 if changes.setdefault(name, change).factor != change.factor:
                     raise FulldepthError(
                         f"Folding is refused: {name} belongs to the {changes[name].where} and to the {change.where}, "
@@ -280,9 +273,9 @@ def _in_use(changes: Iterable[Change]) -> Iterator[None]:
     with ExitStack() as hooks, ExitStack() as swapped:
 
         def enter(change: Change, *_: Any) -> None:
-            branch = change.end.branch
+            branch = change.weights.branch
             swapped.enter_context(in_memory(branch))
-            for name in change.end.names:
+            for name in change.weights.names:
                 parameter = branch.get_parameter(name)
                 swapped.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = change.weight(name, parameter)
@@ -290,37 +283,31 @@ def _in_use(changes: Iterable[Change]) -> Iterator[None]:
         def leave(*_: Any) -> None:
             swapped.close()
 
-        for change in {id(change.end.branch): change for change in changes}.values():
-            branch = change.end.branch
+        for branch, change in {change.weights.branch: change for change in changes}.items():
             hooks.callback(branch.register_forward_pre_hook(partial(enter, change)).remove)
             hooks.callback(branch.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
 @contextmanager
-def _adding_nothing(anatomy: Anatomy, factors: list[tuple[float, float]]) -> Iterator[None]:
-    """Prove in the passes inside `with` that branches of factor 0 give exactly 0.
-
-    Raises:
-        FulldepthError: naming the first that does not.
-    """
+def _adding_nothing(anatomy: Anatomy, factors: Mapping[tuple[int, str], float]) -> Iterator[None]:
+    """Check in the passes inside `with` that branches of factor 0 give exactly 0."""
 
     def check(where: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if bool((output[0] if isinstance(output, tuple) else output).any()):
             raise FulldepthError(f"Folding is refused: {where} still adds to the stream with its last weights at zero.")
 
     with ExitStack() as hooks:
-        for layer, pair in enumerate(factors, start=1):
-            for role, factor in zip(("attention", "mlp"), pair, strict=True):
-                branch = anatomy.part(layer, f"{role}_branch")
-                if factor == 0.0 and branch is not None:
-                    hook = partial(check, f"the {role} of layer {layer}")
-                    hooks.callback(branch.register_forward_hook(hook).remove)
+        for (layer, role), factor in factors.items():
+            branch = anatomy.part(layer, f"{role}_branch")
+            if factor == 0.0 and branch is not None:
+                hook = partial(check, f"the {role} of layer {layer}")
+                hooks.callback(branch.register_forward_hook(hook).remove)
         yield
 
 
 def probes(anatomy: Anatomy) -> Tensor:
-    """[4, T] random tokens that logits are compared on, the same every time; none is padding.
+    """[4, T] random tokens on which logits are compared, equal in every process; none is padding.
 
     The embedding of a padding token is often zero, and beside a stream of zeros any eps is large.
     """
@@ -332,22 +319,18 @@ def probes(anatomy: Anatomy) -> Tensor:
 
 @torch.no_grad()
 def logits(anatomy: Anatomy, ids: Tensor) -> Tensor:
-    """[B, T, V] logits of the model as it is, on the CPU; nothing is padding.
+    """[B, T, V] logits of the model in evaluation mode, on the CPU; nothing is padding.
 
     Raises:
         FulldepthError: if they are not finite.
     """
     model = anatomy.model
-    training = model.training
-    model.eval()
-    try:
-        ids = ids.to(device_of(model))
-        found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.cpu()
-    finally:
-        model.train(training)
-    if not bool(torch.isfinite(found).all()):
+    ids = ids.to(device_of(model))
+    with evaluating(model):
+        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.cpu()
+    if not bool(torch.isfinite(outputs).all()):
         raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
-    return found
+    return outputs
 
 
 def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
@@ -359,10 +342,10 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
         return logits(anatomy, ids)
 
 
-def _why(anatomy: Anatomy) -> str:
-    """Where the error of a folded model comes from."""
+def _cause(anatomy: Anatomy) -> str:
+    """A sentence on the cause of a folded model's error."""
     norm = anatomy.final_norm
     eps = next((float(getattr(norm, name)) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
-    said = "The norms'" if eps is None else f"{'LayerNorm' if isinstance(norm, nn.LayerNorm) else 'RMSNorm'}'s"
+    owner = "The norms'" if eps is None else f"{'LayerNorm' if isinstance(norm, nn.LayerNorm) else 'RMSNorm'}'s"
     value = "" if eps is None else f" ({eps:g})"
-    return f"{said} eps{value} is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."
+    return f"{owner} eps{value} is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."

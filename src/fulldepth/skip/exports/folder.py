@@ -1,4 +1,4 @@
-"""The folder of an export: made whole or not at all, and free of the code of others."""
+"""The folder of an export: written under a temporary name, and without references to foreign code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fulldepth.files import atomic_folder, remove_leftovers
 
 
 def check_target(target: Path) -> None:
-    """Refuse what exists.
+    """Refuse an existing file or folder.
 
     Raises:
-        FulldepthError: if there is something by that name.
+        FulldepthError: if `target` exists.
     """
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
@@ -27,7 +27,7 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def folder_to_be(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that gets its name at the end; on an error it is gone, as if never begun.
+    """A folder beside `target` that is renamed to it at the end, and removed on an error.
 
     Raises:
         FulldepthError: if it cannot be written (disk full, no permission).
@@ -42,13 +42,13 @@ def folder_to_be(target: Path) -> Iterator[Path]:
         reason = getattr(error, "strerror", None) or str(error)
         raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error
     finally:
-        with suppress(OSError):  # up to the first that is not empty
+        with suppress(OSError):  # until the first that is not empty
             for parent in new:
                 parent.rmdir()
 
 
 def strip_foreign_code(folder: Path, *, carries_code: bool) -> None:
-    """Remove `auto_map` from every configuration: it names code of the model's origin, which is not in the export.
+    """Remove `auto_map` from every configuration: it names code of the original model, which the export lacks.
 
     Args:
         folder: the export.
@@ -71,7 +71,7 @@ def _without_code(value: Any) -> Any:
 
 
 def count_parameters(folder: Path) -> int:
-    """Numbers in the weights on disk."""
+    """Number of elements in the weights on disk."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

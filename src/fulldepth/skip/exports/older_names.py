@@ -1,7 +1,8 @@
-"""Files of a checkpoint in the words of transformers 4 as well, which most servers run.
+"""Adds the names of transformers 4, which many servers still run, to a checkpoint's files.
 
 transformers 5 writes rotary positions as `rope_parameters` alone. Earlier versions look for `rope_theta`,
-`rope_scaling` and their kind, and where these are missing they take their defaults without a message: another model.
+`rope_scaling` and similar entries; where these are missing they use defaults without a message, which is another
+model.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""What tokenizers of transformers are read from."""
+"""Files that transformers reads tokenizers from."""
 RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 """`model_type` -> entries of its configuration and their older names."""
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-"""Class of transformers 5 -> what it was called before, which transformers 5 knows too."""
+"""Class of transformers 5 -> its earlier name, which transformers 5 also accepts."""
 
 
 def publish_older_names(folder: Path) -> None:
@@ -39,36 +40,33 @@ def publish_older_names(folder: Path) -> None:
 
 
 def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by the names before transformers 5: rotary positions, the type of the weights, the number of experts."""
+    """Entries with their names before transformers 5: rotary positions, type of the weights, number of experts."""
     names: dict[str, Any] = {}
     if isinstance(config.get("dtype"), str):
         names["torch_dtype"] = config["dtype"]
     if config.get("model_type") == "gpt2" and "n_positions" in config:
-        names["n_ctx"] = config["n_positions"]  # mlx-lm and llama.cpp's converter want it
+        names["n_ctx"] = config["n_positions"]  # read by mlx-lm and llama.cpp's converter
     kind = str(config.get("model_type")).removeprefix("fulldepth_skipped_")
     names |= {older: config[name] for name, older in RENAMED.get(kind, {}).items() if name in config}
     return names | older_rope(kind, config)
 
 
 def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bool:
-    """Copy the tokenizer's files of a checkpoint as they are; whether there were any.
+    """Copy a checkpoint's tokenizer files unchanged; returns whether it has any.
 
     Args:
         source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
-        folder: where to.
+        folder: destination.
         revision: branch, tag or commit, for a Hub name.
     """
-    found = False
-    for name in TOKENIZER_FILES:
-        path = _tokenizer_file(source, name, revision)
-        if path is not None:
-            shutil.copyfile(path, folder / name)
-            found = True
-    return found
+    paths = {name: path for name in TOKENIZER_FILES if (path := _tokenizer_file(source, name, revision)) is not None}
+    for name, path in paths.items():
+        shutil.copyfile(path, folder / name)
+    return bool(paths)
 
 
 def publish_older_tokenizer(folder: Path) -> None:
-    """Name the tokenizer's class, and its further special tokens, as every version knows them."""
+    """Name the tokenizer's class and its additional special tokens as all versions of transformers do."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return

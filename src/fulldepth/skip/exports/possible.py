@@ -1,4 +1,4 @@
-"""Which formats a plan can be exported in: asked by `export`, and by searches before they start."""
+"""Checks which formats can hold a plan: for `export`, and for searches before they start."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from fulldepth.skip.plan import Plan
 
 @dataclass(frozen=True)
 class Outline:
-    """What decides whether a plan fits a format, known before the plan is."""
+    """The properties of a plan that decide which formats can hold it; known before a search runs."""
 
     granularity: str
     blocks: int
-    """How many are skipped."""
+    """Number of skipped blocks."""
     healed: bool
     """Whether there are scalars other than 1."""
     per_channel: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """That of a plan."""
+        """The outline of a plan."""
         values = [value for own in plan.scalars.values() for value in own.values()]
         per_channel = any(isinstance(value, list) for value in values)
         return cls(plan.granularity, len(plan.blocks), heals(plan), per_channel)
 
     @classmethod
     def before(cls, settings: SearchSettings, blocks: int) -> Self:
-        """That of the plan which a search will find."""
+        """The outline of the plan that a search will find."""
         return cls(settings.granularity, blocks, settings.fit, settings.per_channel)
 
 
 def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> Anatomy:
-    """Refuse a format that cannot hold a plan of this model, whatever its scalars are.
+    """Refuse a format that cannot hold a plan of this model, whatever its scalars.
 
     Returns:
         The anatomy of the stock model that the format is written from.
@@ -57,7 +57,7 @@ def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> An
         )
     anatomy = find_anatomy(model)
     if anatomy.task != "causal-lm":
-        raise FulldepthError(f"Only language models can be exported, {type(model).__name__} is none.")
+        raise FulldepthError(f"Only language models can be exported; {type(model).__name__} is not one.")
     stock = as_stock(model)
     if format.reader == "stock" and not type(stock).__module__.startswith("transformers."):
         raise FulldepthError(
@@ -70,7 +70,7 @@ def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> An
 
 
 def check_scalars(anatomy: Anatomy, outline: Outline, format: Format) -> None:
-    """Refuse a format that cannot hold the scalars of this model, whatever their values are.
+    """Refuse a format that cannot hold scalars of this model, whatever their values.
 
     Raises:
         FulldepthError: with the reason.
@@ -80,9 +80,9 @@ def check_scalars(anatomy: Anatomy, outline: Outline, format: Format) -> None:
 
 
 def possible_formats(model: PreTrainedModel, outline: Outline) -> tuple[list[str], dict[str, str]]:
-    """The formats that a plan can be exported in, and for the others of its granularity the reason why not.
+    """The formats that can hold a plan, and for the others of its granularity the reason why not.
 
-    What depends on the values of the scalars (a factor of the stream at 0 or below) cannot be known before the fit.
+    Reasons that depend on the scalars' values (a factor of the stream at 0 or below) are known only after the fit.
     """
     fitting, reasons = [], {}
     for name, format in FORMATS.items():
@@ -109,6 +109,6 @@ def announce(model: PreTrainedModel, settings: SearchSettings, blocks: int) -> s
         check_scalars(check_format(model, outline, format), outline, format)
     fitting, reasons = possible_formats(model, outline)
     distinct = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
-    why = " ".join(f"Not {' or '.join(names)}: {reason}" for reason, names in distinct.items())
+    reason_text = " ".join(f"Not {' or '.join(names)}: {reason}" for reason, names in distinct.items())
     first = f"The plan can be exported as {', '.join(fitting)}." if fitting else "The plan cannot be exported."
-    return f"{first} {why}".strip()
+    return f"{first} {reason_text}".strip()

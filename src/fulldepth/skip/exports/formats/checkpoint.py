@@ -1,4 +1,4 @@
-"""What every format writes with: the model as a stock class, and a checkpoint out of a class and its weights."""
+"""Shared by all formats: the model as a stock class, and writing a checkpoint from a class and its weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fulldepth.skip.exports.formats.weight_files import WeightFiles
 from fulldepth.skip.plan import Plan
 
 IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
-"""Entries of a configuration that say whose it is."""
+"""Entries of a configuration that identify its class and origin."""
 SHARD_SIZE = 5 * 10**9
-"""Most bytes of one file of weights, and so of what is held in memory while they are written."""
+"""Largest file of weights in bytes, and so the most that is held in memory while they are written."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Weight:
     """On the device `meta`: its shape and type."""
     read: Callable[[], Tensor]
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Weight:
-        """The weight after a function of it."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> Weight:
+        """The result of a function of this weight, computed when it is read."""
         return Weight(change(self.like), lambda: change(self.read()))
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a format is to write: the model, and what the plan's scalars make of its weights."""
+    """Input of `Format.write`: the model, the plan and its folding, and the folder."""
 
     anatomy: Anatomy
     plan: Plan
@@ -55,11 +55,11 @@ class Draft:
 
     @property
     def model(self) -> PreTrainedModel:
-        """A stock class, whose skipped branches still exist; without the scalars."""
+        """A model of a stock class, with all branches and without scalars."""
         return self.anatomy.model
 
     def weights(self) -> dict[str, Weight]:
-        """Name -> weight with the plan's scalars in it; zeros at the end of skipped branches."""
+        """Name -> weight after folding; skipped branches have output weights of zero."""
         return {
             name: Weight(torch.empty_like(tensor, device="meta"), partial(self._read, name, tensor))
             for name, tensor in self.model.state_dict().items()
@@ -75,10 +75,10 @@ class Draft:
 
 
 def as_stock(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or its `stock_class` with its weights, for a class that names one and has no switch thrown.
+    """The model itself; a class with a `stock_class` and no active switch becomes that class, with the same weights.
 
     Raises:
-        FulldepthError: for one with switches, which no stock class computes, and for one whose weights are offloaded.
+        FulldepthError: for a model with active switches, which no stock class computes, or with offloaded weights.
     """
     config, stock_class = model.config, getattr(model, "stock_class", None)
     if stock_class is None:
@@ -98,7 +98,7 @@ def as_stock(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def as_text(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or of one that also reads images the language model inside it, which shares its modules."""
+    """The model itself; of a model that also reads images, its language model, which shares its modules."""
     config = model.config.get_text_config(decoder=True)
     if config is model.config:
         return model
@@ -124,25 +124,25 @@ def without_bars() -> Iterator[None]:
 
 
 def plain_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """A configuration's entries without those that say whose it is."""
+    """A configuration's entries without `IDENTITY`."""
     return {name: value for name, value in config.to_dict().items() if name not in IDENTITY}
 
 
 def save(
     draft: Draft, kind: Any, config: PreTrainedConfig, weights: Mapping[str, Weight], *, conversions: Any = None
 ) -> None:
-    """Write a checkpoint of another class or shape, file by file.
+    """Write a checkpoint of a class, file by file.
 
-    A file's weights are read when it is written, and dropped then: of weights that are not in memory, or that are
-    computed, at most those of one file are held (or one weight, where that is larger).
+    Weights are read or computed when their file is written, so that at most one file of them is held (or one weight,
+    where that is larger).
 
     Args:
-        draft: where to, and the generation settings.
+        draft: the folder, and the model whose generation settings are written.
         kind: class of the model.
         config: its configuration.
-        weights: every one that it has, by name.
-        conversions: how transformers renamed and put together the weights of the file that the model was loaded from,
-            to be undone; None: what it does for this class.
+        weights: all of its weights, by name.
+        conversions: transformers' conversions from the names in the file that the model was loaded from, to be undone;
+            None = those of the class.
 
     Raises:
         FulldepthError: if a weight is missing, left over or of another shape.
@@ -165,7 +165,7 @@ def save(
 
 
 def _own_names(model: PreTrainedModel) -> list[str]:
-    """Names of the weights that a checkpoint holds: without those tied to others."""
+    """Names of the weights in a checkpoint: without those tied to others."""
     tied = {
         target
         for target, source in model.all_tied_weights_keys.items()
@@ -177,14 +177,11 @@ def _own_names(model: PreTrainedModel) -> list[str]:
 
 
 def _write_weights(draft: Draft, model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
-    """Write weights by the names that the files of this class have.
-
-    The weights of a layer are converted together: some names in a file stand for a part of one weight in memory.
-    """
+    """Write weights under the names in files of this class; a layer's weights are converted together."""
     groups: dict[str, list[str]] = {}
     for name in weights:
-        found = re.match(r".*?\.\d+\.", name)
-        groups.setdefault(found[0] if found else name.rpartition(".")[0], []).append(name)
+        layer = re.match(r".*?\.\d+\.", name)
+        groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
     files = WeightFiles(draft.folder, draft.shard_size)
     for names in groups.values():
         size = sum(weights[name].like.nbytes for name in names)

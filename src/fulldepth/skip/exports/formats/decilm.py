@@ -1,11 +1,12 @@
 """`decilm`: the layout of DeciLM, which vLLM, llama.cpp's converter and mlx-lm read, for the shapes of Llama and Qwen2.
 
-Layers without attention are `block_configs[i].attention.no_op`. What the readers need and the model may not have:
+Layers without attention are marked `block_configs[i].attention.no_op`. The readers have requirements that the model may
+not meet:
 
-- the MLP's width comes as `ffn_mult`, rounded up to a multiple of 256: the MLP gets neurons of zeros up to it;
-- biases are on all four projections or none: Qwen2's get an output bias of zeros;
-- vLLM and llama.cpp cannot do without attention in the first layer: there it stays, with an output of zeros;
-- a layer without MLP, `ffn.no_op`, llama.cpp takes for one without anything: such plans are not written.
+- The MLP's width is stored as `ffn_mult` and rounded up to a multiple of 256: the MLP gets neurons of zeros up to it.
+- Either all four attention projections have biases or none: Qwen2's output projections get biases of zeros.
+- vLLM and llama.cpp need attention in the first layer: it stays there, with an output of zeros.
+- llama.cpp drops a layer without MLP (`ffn.no_op`) whole: plans that skip MLPs are not written.
 
 Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py`; llama.cpp `conversion/deci.py`.
 """
@@ -19,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import pick_device
-from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save, without_bars
+from fulldepth.hf import load_checkpoint
+from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.exports.readers import NotLoadedError
 
 MULTIPLE = 256
-"""What readers round the MLP's width up to."""
+"""Readers round the MLP's width up to a multiple of this."""
+NOT_OF_LLAMA = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+"""Entries of a Qwen2's configuration that a Llama does not have."""
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
 ATTENTION_REST: dict[str, Any] = {
     "num_sink_tokens": None,
@@ -42,11 +44,11 @@ ATTENTION_REST: dict[str, Any] = {
     "window_length": None,
 }
 FFN_REST: dict[str, Any] = {"replace_with_linear": False, "sparsify": None}
-"""What published configurations say of blocks that are only left out or kept."""
+"""The other entries of a block in published configurations, for blocks that are left out or kept as they are."""
 
 
 def intermediate_size(ffn_mult: float, width: int) -> int:
-    """The MLP's width as every reader computes it."""
+    """The MLP's width as all readers compute it."""
     size = int(2 * ffn_mult * width / 3)
     return size if size % MULTIPLE == 0 else size + MULTIPLE - size % MULTIPLE
 
@@ -59,7 +61,7 @@ class DeciLM(Format):
     reader = "carried"
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:
-        """Refuse a family or shape that the layout has no words for.
+        """Refuse a family or shape that the layout cannot describe.
 
         Raises:
             FulldepthError: with the reason.
@@ -67,7 +69,8 @@ class DeciLM(Format):
         config = model.config
         if config.model_type not in ("llama", "qwen2"):
             raise FulldepthError(
-                f"The decilm layout is for llama and qwen2, this is a {config.model_type}. Use --format fast or folded."
+                f"The decilm layout holds llama and qwen2; this model is a {config.model_type}. Use --format fast or "
+                "folded."
             )
         heads = config.num_attention_heads
         window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
@@ -75,19 +78,20 @@ class DeciLM(Format):
         reasons = {
             "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
             not in (None, config.hidden_size // heads),
-            "some of its layers see a sliding window only": window,
-            f"its positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
+            "some of its layers attend within a sliding window": window,
+            f"its rotary positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
         }
-        if why := next((reason for reason, applies in reasons.items() if applies), None):
-            raise FulldepthError(f"The decilm layout has no words for this model: {why}. Use --format fast or folded.")
+        if reason := next((text for text, applies in reasons.items() if applies), None):
+            raise FulldepthError(f"The decilm layout cannot hold this model: {reason}. Use --format fast or folded.")
 
     def write(self, draft: Draft) -> list[str]:
-        """Write the checkpoint, its configuration by the published names, and code for transformers."""
+        """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
         config = draft.model.config
         skipped = set(draft.plan.blocks) - {1}
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
         biased = _has(draft, "q_proj.bias")
-        values = _llama_values(config) | {
+        llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}
+        values = llama_values | {
             "architectures": ["DeciLMForCausalLM"],
             "intermediate_size": size,
             "attention_bias": biased,
@@ -100,17 +104,17 @@ class DeciLM(Format):
     def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
         """Whether mlx-lm, the reader of the layout that runs anywhere, has loaded the export."""
         if find_spec("mlx_lm") is None:
-            why = "install mlx-lm (on Linux with mlx[cpu]) to have it checked."
+            reason = "install mlx-lm (on Linux with mlx[cpu]) to have it checked."
         else:
             try:
                 error_of("mlx")
             except NotLoadedError as error:
-                why = f"mlx-lm could not: {error}"
+                reason = f"mlx-lm could not: {error}"
             else:
                 return True, ["mlx-lm has loaded it and gives the plan's logits."]
         return False, [
             "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the "
-            f"plan's logits, but no reader of the DeciLM layout has loaded it; {why}"
+            f"plan's logits, but no reader of the DeciLM layout has loaded it; {reason}"
         ]
 
     def is_saved_again(self, config: Mapping[str, Any]) -> bool:
@@ -119,23 +123,15 @@ class DeciLM(Format):
         return config.get("model_type") == DeciLMConfig.model_type and config.get("architectures") == own_class
 
     def load(self, folder: Path, *, device: Any, device_map: Any) -> PreTrainedModel:
-        """The model by its class, whose model type is not this package's to register."""
-        placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-        try:
-            with without_bars():
-                found: Any = DeciLMForCausalLM.from_pretrained(
-                    folder, dtype="auto", output_loading_info=True, trust_remote_code=False, **placed
-                )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise FulldepthError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:400]}") from error
-        model, info = found
-        if wrong := sorted(str(key) for keys in info.values() for key in keys):
-            raise FulldepthError(f"The weights in {folder} do not fit its configuration (first: {wrong[0]}).")
-        return (model if device_map is not None else model.to(pick_device(device))).eval()
+        """The model, loaded with the class named here: its model type is not registered with the Auto classes."""
+        checkpoint = load_checkpoint(folder, device=device, device_map=device_map, model_class=DeciLMForCausalLM)
+        if checkpoint.warnings:  # weights that the class does not use
+            raise FulldepthError(f"Cannot load a model from {folder}. {checkpoint.warnings[0]}")
+        return checkpoint.model
 
 
 def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> list[dict[str, dict[str, Any]]]:
-    """One entry a layer, by the published names."""
+    """One entry per layer, with the published names."""
     group = config.num_attention_heads // config.num_key_value_heads
     mult = 1.5 * size / config.hidden_size
     if intermediate_size(mult, config.hidden_size) != size:  # a rounding error away from the next multiple
@@ -150,39 +146,31 @@ def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> lis
     ]
 
 
-def _llama_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """Entries that a Llama has, too."""
-    foreign = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
-    return {name: value for name, value in plain_values(config).items() if name not in foreign}
-
-
 def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Weight]:
-    """Weights by Llama's names: those of skipped attention gone, zeros where readers want more than there is."""
+    """Weights with Llama's names: without skipped attention, and with zeros where readers expect larger tensors."""
     removed = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
     weights = {name: weight for name, weight in draft.weights().items() if not name.startswith(removed)}
     for name, weight in list(weights.items()):
         missing = size - draft.model.config.intermediate_size
         if missing and ".mlp." in name:
             if ".down_proj." not in name:
-                weights[name] = weight.then(partial(_padded, missing=missing, dim=0))
+                weights[name] = weight.map(partial(_padded, missing=missing, dim=0))
             elif name.endswith("weight"):
-                weights[name] = weight.then(partial(_padded, missing=missing, dim=1))
+                weights[name] = weight.map(partial(_padded, missing=missing, dim=1))
         if biased and name.endswith("o_proj.weight"):
-            weights.setdefault(
-                name.replace("weight", "bias"), weight.then(lambda tensor: tensor.new_zeros(len(tensor)))
-            )
+            weights.setdefault(name.replace("weight", "bias"), weight.map(lambda tensor: tensor.new_zeros(len(tensor))))
     return weights
 
 
 def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
-    """A weight with so many more entries along a dimension, all 0."""
+    """A weight with `missing` zeros more along a dimension."""
     shape = list(weight.shape)
     shape[dim] = missing
     return torch.cat([weight, weight.new_zeros(shape)], dim=dim)
 
 
 def _has(draft: Draft, ending: str) -> bool:
-    """Whether the model has a weight whose name ends so."""
+    """Whether the model has a weight with this ending of its name."""
     return any(name.endswith(ending) for name in draft.model.state_dict())
 
 
@@ -191,11 +179,11 @@ def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
     notes = []
     if size != config.intermediate_size:
         notes.append(
-            f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers know only "
+            f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers accept only "
             f"multiples of {MULTIPLE}."
         )
     if biased and not _has(draft, "o_proj.bias"):
-        notes.append("The output projections have biases of zeros: readers know biases on all projections or none.")
+        notes.append("The output projections have biases of zeros: readers need biases on all projections or none.")
     if 1 in draft.plan.blocks:
         notes.append(
             "Layer 1 keeps its attention, with an output of zeros: vLLM and llama.cpp fail on a first layer without."

@@ -1,4 +1,4 @@
-"""`fast`: skipped blocks do not exist, neither on disk nor in memory nor in the cache."""
+"""`fast`: a checkpoint without the skipped blocks, on disk, in memory and in the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fulldepth.skip.plan import Plan
 
 
 class Fast(Format):
-    """A checkpoint of a class without the skipped parts; transformers needs the code that it carries."""
+    """A checkpoint of a class without the skipped parts, and the code that transformers needs to load it."""
 
     name = "fast"
     granularities = ("attention", "mlp")
@@ -31,7 +31,7 @@ class Fast(Format):
         """Refuse a family that has no such class.
 
         Raises:
-            FulldepthError: with those that have one.
+            FulldepthError: with the families that have one.
         """
         family = model.config.get_text_config(decoder=True).model_type
         if family not in SKIPPED:
@@ -41,18 +41,18 @@ class Fast(Format):
             )
 
     def keeps_scalars(self, model: PreTrainedModel) -> bool:
-        """Whether the class multiplies by a plan's scalars itself, as the family's weights cannot hold them."""
+        """Whether the class multiplies by a plan's scalars itself, because the family's weights cannot hold them."""
         kind: Any = SKIPPED[model.config.model_type]
         return bool(kind.model_class.layout.keeps_scalars)
 
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The scalars inside the weights, unless the class keeps them; whatever the error, which `write` avoids."""
+        """The folding, unless the class keeps the scalars; any error is accepted, because `write` corrects the eps."""
         if self.keeps_scalars(anatomy.model) and heals(plan):
             return Folding.unscaled(anatomy, "The scalars stay outside the weights.")
         return prepare(anatomy, plan, most=math.inf)
 
     def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
-        """That of rounding alone: the eps of the class's norms follows the scale of the stream."""
+        """The tolerance of rounding alone: the eps of the class's norms follows the scale of the stream."""
         return TOLERANCE[dtype]
 
     def is_saved_again(self, config: Mapping[str, Any]) -> bool:
@@ -63,25 +63,25 @@ class Fast(Format):
         """Write a checkpoint of the class without the skipped parts, with its code."""
         family = draft.model.config.model_type
         kind: Any = SKIPPED[family]
-        beside = self.keeps_scalars(draft.model) and heals(draft.plan)
+        in_config = self.keeps_scalars(draft.model) and heals(draft.plan)
         attention = draft.plan.granularity == "attention"
         layers = sorted(draft.plan.blocks)
         config = kind.config_class(
             **plain_values(draft.model.config),
             skipped_attention=layers if attention else [],
             skipped_mlp=[] if attention else layers,
-            stream_scale=None if beside else list(draft.folding.stream_scale),
-            scalars=draft.plan.scalars if beside else None,
+            stream_scale=None if in_config else list(draft.folding.stream_scale),
+            scalars=draft.plan.scalars if in_config else None,
         )
         with torch.device("meta"):
-            known = kind(config).state_dict().keys()
+            own_names = kind(config).state_dict().keys()
         skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
         state = draft.weights()
-        weights = {name: weight for name, weight in state.items() if name in known or not name.startswith(skipped)}
+        weights = {name: weight for name, weight in state.items() if name in own_names or not name.startswith(skipped)}
         save(draft, kind, config, weights)
         return [
             "The scalars are in the configuration: this family's weights cannot hold them."
-            if beside
+            if in_config
             else "The scalars are in the weights, and each norm's eps follows the scale of the stream that it reads.",
             f"transformers knows {config.model_type} only with trust_remote_code=True; fulldepth.skip.load needs "
             "nothing.",

@@ -1,4 +1,4 @@
-"""`folded`: an ordinary checkpoint of the same class. It computes what the plan says, at the original's cost."""
+"""`folded`: an ordinary checkpoint of the same class, which computes the plan's model at the original's cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fulldepth.skip.exports.formats.format import Format
 
 
 class Folded(Format):
-    """All weights, with the scalars in them and zeros at the end of skipped branches."""
+    """All weights after folding; skipped branches have output weights of zero."""
 
     name = "folded"
     granularities = ("attention", "mlp", "layer")

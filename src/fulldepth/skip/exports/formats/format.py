@@ -1,4 +1,4 @@
-"""What an export format is: which plans it holds, and how it writes, loads and checks them."""
+"""`Format`: the interface of an export format, which states its plans and writes, loads and checks its exports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Format(ABC):
     granularities: ClassVar[tuple[str, ...]]
     """Granularities of the plans that it can hold."""
     reader: ClassVar[Literal["stock", "carried"]] = "stock"
-    """What loads every export again before it gets its name: transformers alone, or with code that the folder carries
-    because the model's class is not one of transformers' own."""
+    """The program that loads every export before its folder is renamed: transformers alone (`stock`), or with the code
+    in the folder (`carried`), for classes that transformers does not have."""
     text_only: ClassVar[bool] = False
     """Whether it holds only the language model of a model that also reads images."""
     computes_skipped: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class Format(ABC):
         return False
 
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The scalars inside the weights, as far as the format needs that.
+        """The folding of a plan's scalars into the weights.
 
         Raises:
             FulldepthError: if they cannot be folded.
@@ -56,14 +56,14 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, draft: Draft) -> list[str]:
-        """Write the checkpoint without tokenizer and notes, and return the notes."""
+        """Write the checkpoint without tokenizer and notes; returns the notes."""
 
     def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
         """Largest error of a logit of the export, relative to the largest logit."""
         return TOLERANCE[dtype] + folding.logit_error
 
     def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
-        """Whether the program that the format is for has loaded the export, and what to note of that.
+        """Whether the program that the format is made for has loaded the export, and notes on it.
 
         Args:
             error_of: loads the export with a reader of `readers.READERS` and returns the error of its logits.
@@ -71,11 +71,11 @@ class Format(ABC):
         return True, []
 
     def is_saved_again(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `config.json` is of a model of this format that was saved again, without the notes."""
+        """Whether a `config.json` belongs to an export of this format that was saved again, without the notes."""
         return False
 
     def load(self, folder: Path, *, device: Any, device_map: Any) -> PreTrainedModel:
-        """The model of an export, in evaluation mode; no foreign code runs.
+        """The model of an export, in evaluation mode, without running code from the folder.
 
         Raises:
             FulldepthError: if the folder is broken.

@@ -1,4 +1,4 @@
-"""Weights in safetensors files of bounded size, each written as soon as it is full."""
+"""`WeightFiles`: writes weights into safetensors files of bounded size."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class WeightFiles:
-    """The files of weights of a checkpoint, named as transformers names them.
+    """The weight files of a checkpoint, with transformers' names; each is written as soon as it is full.
 
     Args:
         folder: of the checkpoint.
-        most: bytes of weights in one file; a larger weight has a file of its own.
+        most_bytes: largest size of a file; a larger weight has a file of its own.
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
+    def __init__(self, folder: Path, most_bytes: int) -> None:
         self._folder = folder
-        self._most = most
+        self._most_bytes = most_bytes
         self._waiting: dict[str, Tensor] = {}
         self._bytes = 0
         """Of `_waiting`."""
@@ -28,21 +28,21 @@ class WeightFiles:
         self._total = 0
 
     def make_room(self, size: int) -> None:
-        """Write the file unless weights of so many bytes still go into it."""
-        if self._bytes + size > self._most:
+        """Write the current file unless it has room for weights of `size` bytes."""
+        if self._bytes + size > self._most_bytes:
             self._flush()
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Put a weight into the file, or into the next one if this one is full."""
+        """Add a weight to the current file, or to a new one if that is full."""
         self.make_room(weight.nbytes)
         self._waiting[name] = weight.detach().contiguous().cpu()
         self._bytes += weight.nbytes
 
     def close(self, parameters: int) -> None:
-        """Write what is left, give the files their names, and list them if there are several.
+        """Write the last file, rename all files, and write an index if there are several.
 
         Args:
-            parameters: numbers in the model's weights.
+            parameters: number of elements in the model's weights.
         """
         self._flush()
         count = len(self._written)
@@ -70,5 +70,5 @@ class WeightFiles:
         self._waiting, self._bytes = {}, 0
 
     def _path(self, number: int) -> Path:
-        """Name of a file while it is not known how many there will be."""
+        """Temporary name of a file: the final one contains the number of files."""
         return self._folder / f"unfinished-{number}.safetensors"

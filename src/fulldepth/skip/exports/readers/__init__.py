@@ -1,6 +1,6 @@
-"""Loads a checkpoint in a fresh process, as somebody else would, and compares its logits.
+"""Loads a checkpoint in a fresh process without this package, and compares its logits.
 
-The programs beside this file run by themselves: nothing of this package is there for them.
+The programs beside this file import nothing of this package.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ which must be refused without; `mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, wit
 last argument; `vllm`: vLLM on the CPU."""
 
 
-class Said(pydantic.BaseModel):
-    """The last line that a reader prints."""
+class ReaderReport(pydantic.BaseModel):
+    """The last line that a reader's program prints."""
 
     class_name: str = pydantic.Field(alias="class")
     cache_error: float
-    """Largest difference of logits with and without a cache, relative."""
+    """Largest difference of logits with and without a cache, relative to the largest logit."""
 
 
 class NotLoadedError(FulldepthError):
-    """A reader could not load the checkpoint at all."""
+    """A reader could not load the checkpoint."""
 
 
 def read(
@@ -51,8 +51,8 @@ def read(
     *further: str,
     device_map: str | None = None,
     interpreter: str | Path | None = None,
-) -> tuple[Tensor, Said]:
-    """What a fresh process computes from a checkpoint without this package.
+) -> tuple[Tensor, ReaderReport]:
+    """Run a reader's program in a fresh process, without this package.
 
     Args:
         folder: the checkpoint.
@@ -63,7 +63,7 @@ def read(
         interpreter: a Python that has the reader and torch; None = this one.
 
     Returns:
-        `[B, T, V]` logits, and what the reader says.
+        `[B, T, V]` logits, and the reader's report.
 
     Raises:
         NotLoadedError: if it does not load.
@@ -71,26 +71,26 @@ def read(
     program, *arguments = READERS[reader]
     if arguments and device_map is not None:
         arguments.append(device_map)
-    with tempfile.TemporaryDirectory() as place:
-        files = [str(Path(place) / name) for name in ("ids.pt", "logits.pt")]
+    with tempfile.TemporaryDirectory() as work:
+        files = [str(Path(work) / name) for name in ("ids.pt", "logits.pt")]
         torch.save(ids.cpu(), files[0])
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(place) / "modules")}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(work) / "modules")}
         python = [str(interpreter or sys.executable), "-W", "ignore", "-P", str(Path(__file__).with_name(program))]
         command = [*python, str(folder.absolute()), *files, *arguments, *further]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        done = subprocess.run(command, env=environment, check=False, cwd=place, **streams)
-        if done.returncode:
-            why = " ".join(done.stderr.strip().splitlines()[-1:])[:400]
-            raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {why}")
-        with reading(f"what a fresh process computed from {folder}"):
-            found = torch.load(files[1], weights_only=True)
-            return found, Said.model_validate_json(done.stdout.splitlines()[-1], strict=True)
+        process = subprocess.run(command, env=environment, check=False, cwd=work, **streams)
+        if process.returncode:
+            reason = " ".join(process.stderr.strip().splitlines()[-1:])[:400]
+            raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {reason}")
+        with reading(f"the logits that a fresh process computed from {folder}"):
+            logits = torch.load(files[1], weights_only=True)
+            return logits, ReaderReport.model_validate_json(process.stdout.splitlines()[-1], strict=True)
 
 
 def prove(
     folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str, device_map: str | None = None
 ) -> float:
-    """Load a checkpoint in a fresh process without this package, and compare logits with and without a cache.
+    """Compare the logits that a fresh process computes, with and without a cache.
 
     Args:
         folder: the checkpoint.
@@ -98,25 +98,25 @@ def prove(
         expected: `[B, T, V]` logits of the healed model.
         allowed: largest error, relative to the largest logit.
         reader: a key of `READERS`.
-        device_map: how transformers spreads the model over devices and disk; None: on the CPU.
+        device_map: for a reader of transformers; None = one device.
 
     Returns:
-        The error.
+        The error, relative to the largest logit.
 
     Raises:
-        NotLoadedError: if it does not load, or as something else.
-        FulldepthError: if it gives other logits.
+        NotLoadedError: if the checkpoint does not load, or loads as another class.
+        FulldepthError: if the logits differ by more than `allowed`, or depend on the cache.
     """
-    found, said = read(folder, ids, reader, device_map=device_map)
-    error = relative_error(found, expected)
+    logits, report = read(folder, ids, reader, device_map=device_map)
+    error = relative_error(logits, expected)
     if not error <= allowed:
         raise FulldepthError(
-            f"The export is dropped: loaded again as {said.class_name}, its logits miss the plan's by {error:.1e} of "
+            f"The export is dropped: loaded again as {report.class_name}, its logits miss the plan's by {error:.1e} of "
             f"the largest; {allowed:.1e} is allowed."
         )
-    if not said.cache_error <= TOLERANCE[expected.dtype]:
+    if not report.cache_error <= TOLERANCE[expected.dtype]:
         raise FulldepthError(
-            f"The export is dropped: loaded again as {said.class_name}, it gives other logits with a cache than "
-            f"without ({said.cache_error:.1e} of the largest)."
+            f"The export is dropped: loaded again as {report.class_name}, it gives other logits with a cache than "
+            f"without ({report.cache_error:.1e} of the largest)."
         )
     return error

@@ -1,4 +1,4 @@
-"""A program of its own: converts a checkpoint to GGUF, loads it with llama-cpp-python, and says what it computes.
+"""Standalone program: converts a checkpoint to GGUF, loads it with llama-cpp-python and computes its logits.
 
     python -P with_llama_cpp.py FOLDER IDS.pt LOGITS.pt convert_hf_to_gguf.py
 
@@ -25,7 +25,7 @@ import torch
 from llama_cpp import Llama
 
 FLOAT32 = 0
-"""ggml's number of that type."""
+"""ggml's number for float32."""
 
 
 def convert(folder: Path, converter: Path, target: Path) -> None:
@@ -40,14 +40,16 @@ def convert(folder: Path, converter: Path, target: Path) -> None:
 
 
 @contextmanager
-def without_vocabulary(folder: Path, place: Path, converter: Path) -> Iterator[None]:
-    """Let the converter write a model without vocabulary, from links to its files in `place`."""
+def without_vocabulary(folder: Path, links: Path, converter: Path) -> Iterator[None]:
+    """Let the converter write a model without vocabulary, from links to its files in `links`."""
     for path in folder.absolute().iterdir():
-        (place / path.name).symlink_to(path)
+        (links / path.name).symlink_to(path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = config["vocab_size"]
-    words = {"model": {"vocab": {str(token): token for token in range(size)}}, "added_tokens": []}
-    (place / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")  # Gemma 3's length is read from there
+    tokenizer = {"model": {"vocab": {str(token): token for token in range(size)}}, "added_tokens": []}
+    (links / "tokenizer.json").write_text(
+        json.dumps(tokenizer), encoding="utf-8"
+    )  # Gemma 3's length is read from there
 
     def set_vocab(self: Any) -> None:
         self._set_vocab_none()
@@ -67,20 +69,20 @@ def logits(model: Any, ids: list[int], spans: list[tuple[int, int]]) -> np.ndarr
 
 
 def main(folder: str, ids_file: str, logits_file: str, converter: str) -> None:
-    """Convert, load, compute, write, say."""
+    """Convert and load the checkpoint, write its logits, print the report."""
     ids = torch.load(ids_file, weights_only=True).tolist()
     length = len(ids[0])
     start = max(1, length - 4)
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "model.gguf"
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work) / "model.gguf"
         convert(Path(folder), Path(converter), path)
         options: dict[str, Any] = {"logits_all": True, "type_k": FLOAT32, "type_v": FLOAT32, "flash_attn": False}
         model = Llama(str(path), n_ctx=max(length, 256), n_gpu_layers=0, use_mmap=False, verbose=False, **options)
-        found = np.stack([logits(model, row, [(0, length)]) for row in ids])
+        all_at_once = np.stack([logits(model, row, [(0, length)]) for row in ids])
         spans = [(0, start), *((at, at + 1) for at in range(start, length))]
         again = np.stack([logits(model, row, spans) for row in ids])
-    torch.save(torch.from_numpy(found), logits_file)
-    error = float(np.abs(again - found).max() / max(np.abs(found).max(), 1e-30))
+    torch.save(torch.from_numpy(all_at_once), logits_file)
+    error = float(np.abs(again - all_at_once).max() / max(np.abs(all_at_once).max(), 1e-30))
     kind = model.metadata.get("general.architecture", "unknown")
     print(json.dumps({"class": f"llama.cpp {kind}", "cache_error": error}))
 

@@ -1,4 +1,4 @@
-"""A program of its own: loads a checkpoint with mlx-lm, and says what it computes.
+"""Standalone program: loads a checkpoint with mlx-lm and computes its logits.
 
     python -P with_mlx.py FOLDER IDS.pt LOGITS.pt
 
@@ -20,16 +20,16 @@ from mlx_lm.utils import load_model
 
 
 def main(folder: str, ids_file: str, logits_file: str) -> None:
-    """Load, compute, write, say."""
+    """Load the checkpoint, write its logits, print the report."""
     model, _ = load_model(Path(folder))
     ids = mx.array(torch.load(ids_file, weights_only=True).numpy())
-    found = np.array(model(ids).astype(mx.float32))
+    logits = np.array(model(ids).astype(mx.float32))
     start = max(1, ids.shape[1] - 4)
     cache = make_prompt_cache(model)
     spans = [(0, start), *((at, at + 1) for at in range(start, ids.shape[1]))]
     parts = [np.array(model(ids[:, begin:end], cache=cache).astype(mx.float32)) for begin, end in spans]
-    torch.save(torch.from_numpy(found), logits_file)
-    error = float(np.abs(np.concatenate(parts, axis=1) - found).max() / max(np.abs(found).max(), 1e-30))
+    torch.save(torch.from_numpy(logits), logits_file)
+    error = float(np.abs(np.concatenate(parts, axis=1) - logits).max() / max(np.abs(logits).max(), 1e-30))
     print(json.dumps({"class": f"{type(model).__module__}.{type(model).__name__}", "cache_error": error}))
 
 

@@ -1,4 +1,4 @@
-"""A program of its own: loads an export as somebody else would, without this package, and says what it computes.
+"""Standalone program: loads an export with transformers, without this package, and computes its logits.
 
     python -P with_transformers.py FOLDER IDS.pt LOGITS.pt stock|carried [DEVICE_MAP]
 
@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export stands without it
+sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export must load without it
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -33,10 +33,10 @@ def load(folder: str, carried: bool, device_map: str | None) -> Any:
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
-    found: Any = auto.from_pretrained(
+    loaded: Any = auto.from_pretrained(
         folder, dtype="auto", trust_remote_code=carried, output_loading_info=True, **placed
     )
-    model, info = found
+    model, info = loaded
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
         raise SystemExit(f"the weights do not fit the class {type(model).__name__}: {wrong}")
@@ -53,26 +53,26 @@ def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     length = ids.shape[1]
     start = max(1, length - 4)
-    found, cache = [], None
+    parts, cache = [], None
     for begin, end in [(0, start), *((at, at + 1) for at in range(start, length))]:
         outputs = model(
             input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
         )
         cache = outputs.past_key_values
-        found.append(outputs.logits)
-    return torch.cat(found, dim=1)
+        parts.append(outputs.logits)
+    return torch.cat(parts, dim=1)
 
 
 def main(folder: str, ids_file: str, logits_file: str, kind: str, device_map: str | None = None) -> None:
-    """Load, compute, write, say."""
+    """Load the export, write its logits, print the report."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = load(folder, kind == "carried", device_map)
     ids = torch.load(ids_file, weights_only=True)
-    found = logits(model, ids, cached=False)
+    expected = logits(model, ids, cached=False)
     again = logits(model, ids, cached=True)
-    torch.save(found, logits_file)
-    error = float((found.double() - again.double()).abs().max() / found.double().abs().max().clamp(min=1e-30))
+    torch.save(expected, logits_file)
+    error = float((expected.double() - again.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
     print(json.dumps({"class": type(model).__name__, "cache_error": error}))
 
 

@@ -1,4 +1,4 @@
-"""A program of its own: loads a checkpoint with vLLM on the CPU in float32, and says what it computes.
+"""Standalone program: loads a checkpoint with vLLM on the CPU in float32 and computes its logits.
 
     python -P with_vllm.py FOLDER IDS.pt LOGITS.pt [carried]
 
@@ -31,10 +31,10 @@ GENERATED = 4
 
 def row(entries: Any, size: int) -> np.ndarray:
     """[V] logits of one position, in the order of the vocabulary."""
-    found = np.full(size, np.nan, dtype=np.float32)
+    logits = np.full(size, np.nan, dtype=np.float32)
     for token, entry in entries.items():
-        found[token] = entry.logprob
-    return found
+        logits[token] = entry.logprob
+    return logits
 
 
 def compute(model: Any, ids: Sequence[Sequence[int]], size: int, generated: int) -> list[tuple[np.ndarray, list[int]]]:
@@ -42,15 +42,15 @@ def compute(model: Any, ids: Sequence[Sequence[int]], size: int, generated: int)
     settings = SamplingParams(
         temperature=0.0, max_tokens=generated, logprobs=-1, prompt_logprobs=-1, ignore_eos=True, detokenize=False
     )
-    found = []
-    for answer in model.generate([{"prompt_token_ids": list(one)} for one in ids], settings, use_tqdm=False):
+    results = []
+    for answer in model.generate([{"prompt_token_ids": list(sequence)} for sequence in ids], settings, use_tqdm=False):
         entries = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
-        found.append((np.stack([row(entry, size) for entry in entries]), list(answer.outputs[0].token_ids)))
-    return found
+        results.append((np.stack([row(entry, size) for entry in entries]), list(answer.outputs[0].token_ids)))
+    return results
 
 
 def main(folder: str, ids_file: str, logits_file: str, kind: str = "") -> None:
-    """Load, compute, write, say."""
+    """Load the checkpoint, write its logits, print the report."""
     ids = torch.load(ids_file, weights_only=True).tolist()
     model = LLM(
         folder,
@@ -66,13 +66,13 @@ def main(folder: str, ids_file: str, logits_file: str, kind: str = "") -> None:
     )
     size = model.llm_engine.model_config.get_vocab_size()
     one_by_one = compute(model, ids, size, GENERATED)
-    at_once = compute(model, [[*one, *more] for one, (_, more) in zip(ids, one_by_one, strict=True)], size, 1)
-    found = np.stack([logits[: len(ids[0])] for logits, _ in one_by_one])
+    at_once = compute(model, [[*sequence, *new] for sequence, (_, new) in zip(ids, one_by_one, strict=True)], size, 1)
+    prompt_logits = np.stack([logits[: len(ids[0])] for logits, _ in one_by_one])
     new = range(len(ids[0]), len(ids[0]) + GENERATED - 1)
     errors = [np.abs(a[new] - b[new]).max() for (a, _), (b, _) in zip(one_by_one, at_once, strict=True)]
-    torch.save(torch.from_numpy(found), logits_file)
+    torch.save(torch.from_numpy(prompt_logits), logits_file)
     name = model.apply_model(lambda inner: f"{type(inner).__module__}.{type(inner).__name__}")[0]
-    print(json.dumps({"class": name, "cache_error": float(max(errors) / max(np.abs(found).max(), 1e-30))}))
+    print(json.dumps({"class": name, "cache_error": float(max(errors) / max(np.abs(prompt_logits).max(), 1e-30))}))
 
 
 if __name__ == "__main__":

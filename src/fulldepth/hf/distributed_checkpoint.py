@@ -1,7 +1,7 @@
-"""Checkpoints in shards: each process writes its own part of every tensor, by torch.distributed.checkpoint.
+"""Sharded checkpoints: each process writes its part of every tensor with torch.distributed.checkpoint.
 
-Nothing in such a checkpoint is a pickle: torch's own format unpickles its `.metadata`, so the safetensors format of
-`torch.distributed.checkpoint` is used, whose headers say where in the whole tensor a part lies.
+The format is its safetensors format, whose headers state the position of a part in the full tensor. torch's default
+format is not used because it unpickles its `.metadata`.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ WEIGHT_SHARDS, OPTIMIZER_SHARDS = "weights", "optimizer"
 
 
 def is_sharded(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint's weights are in shards, which `fulldepth train export` makes one model of."""
+    """Whether a checkpoint's weights are in shards; `fulldepth train export` merges them."""
     return (Path(checkpoint) / WEIGHT_SHARDS).is_dir()
 
 
 def write_shards(
     folder: str | Path, tensors: Mapping[str, torch.Tensor], group: Any, *, background: bool
 ) -> Future[Any]:
-    """Write this process's parts of tensors; to be called by every process, with the same names.
+    """Write this process's parts of tensors; every process must call this, with the same names.
 
     Args:
-        folder: made if absent; all processes must see it.
-        tensors: DTensors, of which each process writes what it holds, and ordinary ones, which one process writes.
+        folder: on a disk that all processes share; created if absent.
+        tensors: DTensors, of which each process writes its part, and ordinary ones, which one process writes.
         group: of all processes, with a CPU backend. One group carries one write at a time.
         background: return as soon as the tensors are copied to the CPU's memory.
 
     Returns:
-        A future that is done on the first process when every process has written its part, and elsewhere too.
+        A future that is done when every process has written its part.
     """
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     if background:
         future: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=group)
         upload: Future[Any] = getattr(future, "upload_completion", future)
         return upload
-    done: Future[Any] = Future()
+    finished: Future[Any] = Future()
     try:
-        done.set_result(dcp.save(dict(tensors), storage_writer=writer, process_group=group))
-    except (Exception, CheckpointException) as error:  # which is no Exception
-        done.set_exception(error)
-    return done
+        finished.set_result(dcp.save(dict(tensors), storage_writer=writer, process_group=group))
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        finished.set_exception(error)
+    return finished
 
 
 def read_shards(folder: str | Path, tensors: Mapping[str, torch.Tensor], group: Any = None) -> None:
@@ -78,7 +78,7 @@ def read_shards(folder: str | Path, tensors: Mapping[str, torch.Tensor], group: 
 
 
 def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Name -> shape of every whole tensor in a folder of shards, or of ordinary safetensors files.
+    """Name -> shape of every full tensor in a folder of shards, or of ordinary safetensors files.
 
     Raises:
         FulldepthError: if a file is damaged.
@@ -96,7 +96,7 @@ def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
 
 
 def first_failure(error: BaseException) -> Exception:
-    """What went wrong in the first process that failed."""
+    """The error of the first process that failed."""
     failures = getattr(error, "failures", {})
     cause = next((wrapped[0] for _, wrapped in sorted(failures.items())), error)
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))

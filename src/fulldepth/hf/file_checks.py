@@ -33,28 +33,27 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MOST_CONFIG_BYTES = 16 << 20
 MOST_TOKENIZER_BYTES = 128 << 20
 MOST_NUMBER = 10**9
-"""Largest whole number in a configuration; see `OPEN_ENDED`."""
+"""Largest whole number in a configuration, except for options in `OPEN_ENDED`."""
 OPEN_ENDED = ("theta", "base", "seed")
-"""Parts of the names of options that may be larger: they set the size of nothing."""
+"""Parts of the names of options that may be larger because no size depends on them."""
 MOST_COUNT = 10**6
 """Largest number of layers, classes, experts or heads."""
 COUNTS = ("layer", "block", "depth", "label", "expert", "stage", "group", "head", "level")
 MOST_EDGE = 4096
-"""Pixels of an edge that an image processor may produce."""
+"""Most pixels of an edge that an image processor may produce."""
 EDGES = ("height", "width", "shortest_edge", "longest_edge", "size", "crop_size")
 
 SPARE_ELEMENTS = 1 << 28
-"""Elements that a model may hold beyond what its weight files explain: masks, position tables."""
+"""Elements that a model may have beyond those in its weight files: masks, position tables."""
 ELEMENTS_PER_BYTE = 4
-"""Weights in a stored byte at most: quantised to two bits."""
+"""Most weights in a stored byte: quantised to two bits."""
 SPARE_MODULES, MODULES_PER_TENSOR = 10_000, 200
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Stored types of ordinary weights; names starting with F8, F6 and F4 are also floating point."""
 
-
 UNREAD = (r"(^|\.)position_ids$",)
-"""Stored tensors of whole numbers that old checkpoints hold and that models no longer read."""
+"""Integer tensors in old checkpoints that models no longer read."""
 
 
 class Weights(NamedTuple):
@@ -66,15 +65,15 @@ class Weights(NamedTuple):
     """Bytes of the files."""
 
     def integers(self) -> dict[str, str]:
-        """The tensors that are stored as another type than floating point."""
+        """The tensors whose type is not floating point."""
         return {name: kind for name, kind in self.dtypes.items() if kind not in FLOATS and not kind.startswith("F")}
 
 
 def locate(where: str, name: str, revision: str | None = None) -> Path | None:
-    """The file `name` of a checkpoint folder, or of the Hub's (fetched if it is not in the cache); None = not there.
+    """The file `name` of a checkpoint folder or a Hub repository (downloaded if not in the cache); None if absent.
 
     Raises:
-        FulldepthError: if there is something of that name that is not a regular file. A link to one is.
+        FulldepthError: if it is neither a regular file nor a link to one.
     """
     if is_folder(where):
         path = Path(where) / name
@@ -84,7 +83,7 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
             raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
         return None
     with reading(f"{one_line(where, 200)}/{name}"):
-        found = cached_file(
+        path_in_cache = cached_file(
             where,
             name,
             revision=revision,
@@ -92,15 +91,15 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    return Path(found) if found else None
+    return Path(path_in_cache) if path_in_cache else None
 
 
 def is_folder(where: str) -> bool:
-    """Whether a checkpoint is a folder here, not a name of the Hub.
+    """Whether a checkpoint is a local folder, not a Hub name.
 
     Raises:
-        FulldepthError: if it is a folder that holds a device, a pipe or a socket: a library that opens one may wait
-            forever, or end the process.
+        FulldepthError: for a folder with a device, a pipe or a socket: a library that opens one may wait forever, or
+            end the process.
     """
     folder = Path(where)
     with reading(one_line(where, 200)):
@@ -113,7 +112,7 @@ def is_folder(where: str) -> bool:
 
 
 def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
-    """The content of config.json, with sane numbers; nothing if the Hub has none.
+    """The content of config.json after checks; empty if the Hub has none.
 
     Raises:
         FulldepthError: if it is not a bounded JSON object, holds a number that no model has, or names files or code
@@ -124,7 +123,7 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
     check_numbers(path, config)
     for key, value in _scalars(config):
         if key.endswith("_implementation") and isinstance(value, str) and set(value) & set("/:@"):
-            raise FulldepthError(f"{path}: {one_line(key, 100)} names a kernel of others, {one_line(value, 100)!r}.")
+            raise FulldepthError(f"{path}: {one_line(key, 100)} names an external kernel, {one_line(value, 100)!r}.")
     for name in ("transformers_weights", "fusion_config"):
         if config.get(name) is not None:
             raise FulldepthError(f"{path} has the entry {name!r}, which fulldepth does not follow. Remove it.")
@@ -132,21 +131,24 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def check_model_files(where: str, revision: str | None = None) -> Weights:
-    """The weight files that transformers would open, and the other files of a model, checked.
+    """Check a model's weight files and its other files; returns the headers of the weight files.
 
     Raises:
         FulldepthError: if a JSON file is damaged, the index names anything but plain `*.safetensors` files of this
-            folder, a file of weights is absent, irregular or damaged, or two of them hold the same tensor.
+            folder, a weight file is absent, irregular or damaged, or two of them contain the same tensor.
     """
     for name in MODEL_FILES:
         if path := locate(where, name, revision):
             check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
     if is_folder(where) and (shards := sorted(p.name for p in Path(where).glob("shard-*.safetensors"))):
         raise FulldepthError(f"{where} is a distributed checkpoint ({shards[0]}); expected {WEIGHTS} or {INDEX}.")
-    if whole := locate(where, WEIGHTS, revision):
-        paths = [whole]
+    if single := locate(where, WEIGHTS, revision):
+        paths = [single]
     elif index := locate(where, INDEX, revision):
-        paths = [_locate_shard(where, name, index, revision) for name in read_index(index)]
+        located = {name: locate(where, name, revision) for name in read_index(index)}
+        if missing := [name for name, path in located.items() if path is None]:
+            raise FulldepthError(f"{index} names {one_line(missing[0], 200)}, which is missing.")
+        paths = [path for path in located.values() if path is not None]
     else:
         raise FulldepthError(f"{where} has no file named {WEIGHTS} or {INDEX}.")
     dtypes: dict[str, str] = {}
@@ -159,7 +161,7 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
 
 
 def read_index(path: Path) -> list[str]:
-    """Names of the files of weights in an index, sorted.
+    """Sorted names of the weight files in an index.
 
     Raises:
         FulldepthError: if the index is damaged, or a name is not a plain `NAME.safetensors`.
@@ -178,15 +180,8 @@ def read_index(path: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
-def _locate_shard(where: str, name: str, index: Path, revision: str | None) -> Path:
-    path = locate(where, name, revision)
-    if path is None:
-        raise FulldepthError(f"{index} names {one_line(name, 200)}, which is missing.")
-    return path
-
-
 def _read_header(where: str, path: Path) -> dict[str, str]:
-    """Name and type of every tensor in a file of weights."""
+    """Name -> type of every tensor in a weight file."""
     with reading(path):
         try:
             with safe_open(path, framework="pt") as file:
@@ -198,7 +193,7 @@ def _read_header(where: str, path: Path) -> dict[str, str]:
 
 
 def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
-    """Refuse weights that are stored as whole numbers where the model calculates with floating point.
+    """Refuse weights that are stored as integers where the model needs floating point.
 
     Args:
         where: the checkpoint.
@@ -207,14 +202,14 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
         unexpected: names of stored tensors that the model does not use.
 
     Raises:
-        FulldepthError: names the first such tensor. Tensors that the model itself holds as whole numbers, and those
-            that nothing reads, are fine.
+        FulldepthError: with the name of the first such tensor. Tensors that are integers in the model, and those that
+            it does not read, are accepted.
     """
-    whole = [name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()]
-    whole += [name for name, tensor in model.named_buffers() if not tensor.is_floating_point()]
+    integers = [name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()]
+    integers += [name for name, tensor in model.named_buffers() if not tensor.is_floating_point()]
     unread = [*UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())]
     for name, kind in sorted(weights.integers().items()):
-        if any(_is_same(name, other) for other in (*whole, *unexpected)) or any(re.search(p, name) for p in unread):
+        if any(_is_same(name, other) for other in (*integers, *unexpected)) or any(re.search(p, name) for p in unread):
             continue
         raise FulldepthError(
             f"{one_line(name, 200)} is stored as {kind} in {where}, but {type(model).__name__} needs floating point. "
@@ -223,7 +218,7 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
 
 
 def _is_same(name: str, other: str) -> bool:
-    """Whether two names of a tensor differ at most by the name of the model around it."""
+    """Whether two names of a tensor are equal up to a prefix."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
@@ -247,7 +242,7 @@ def check_processor_files(where: str, revision: str | None = None) -> None:
     """Check the files of an image processor.
 
     Raises:
-        FulldepthError: if one is not a bounded JSON object, or asks for pictures larger than a model can take.
+        FulldepthError: if one is not a bounded JSON object, or has an image size out of range.
     """
     check_config(where, revision)
     for name in PROCESSOR_FILES:
@@ -261,16 +256,16 @@ def check_processor_files(where: str, revision: str | None = None) -> None:
                 raise FulldepthError(f"{path}: {key} is {value}. Expected 1 to {MOST_EDGE} pixels.")
 
 
-def _read_object(path: Path, most: int) -> dict[str, Any]:
-    """A JSON object (NaN and infinities are allowed: transformers writes them)."""
-    document = read_json(path, most=most, allow_constants=True)
+def _read_object(path: Path, most_bytes: int) -> dict[str, Any]:
+    """The JSON object in a file; NaN and infinities are allowed, because transformers writes them."""
+    document = read_json(path, most=most_bytes, allow_constants=True)
     if not isinstance(document, dict):
         raise FulldepthError(f"Cannot read {path}: expected a JSON object, got a {type(document).__name__}.")
     return document
 
 
 def _scalars(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no list or mapping, with the nearest key above it."""
+    """(key, value) of every value that is not a list or mapping, with the nearest key above it."""
     if isinstance(value, dict):
         for inner, item in value.items():
             yield from _scalars(item, inner)
@@ -282,38 +277,38 @@ def _scalars(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_numbers(path: Path | None, document: dict[str, Any]) -> None:
-    """Refuse whole numbers so large that a list of that length would exhaust the memory."""
+    """Refuse whole numbers so large that a list of that length would exhaust memory."""
     for key, value in _scalars(document):
         if not isinstance(value, int) or any(part in key for part in OPEN_ENDED):
             continue
         is_count = any(part in key for part in COUNTS) and not key.endswith(("size", "dim", "length"))
-        most = MOST_COUNT if is_count else MOST_NUMBER
-        if abs(value) > most:
-            raise FulldepthError(f"{path}: {one_line(key, 100)} is {one_line(value, 40)}. Expected at most {most:,}.")
+        limit = MOST_COUNT if is_count else MOST_NUMBER
+        if abs(value) > limit:
+            raise FulldepthError(f"{path}: {one_line(key, 100)} is {one_line(value, 40)}. Expected at most {limit:,}.")
 
 
 @contextmanager
 def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
-    """While a model is built, refuse one that is far larger than its files of weights.
+    """Refuse a model, while it is built, that is far larger than its weight files.
 
     Raises:
         FulldepthError: as soon as its parameters and buffers hold more than `ELEMENTS_PER_BYTE` elements per stored
             byte (and `SPARE_ELEMENTS`), or its modules are more than `MODULES_PER_TENSOR` per stored tensor (and
             `SPARE_MODULES`). transformers builds models on the meta device, so nothing is allocated by then.
     """
-    most = {
+    limits = {
         "elements": weights.size * ELEMENTS_PER_BYTE + SPARE_ELEMENTS,
         "modules": len(weights.dtypes) * MODULES_PER_TENSOR + SPARE_MODULES,
     }
     sizes: dict[tuple[int, str], int] = {}
     total = {"elements": 0, "modules": 0}
 
-    def grow(what: str, by: int) -> None:
-        total[what] += by
-        if total[what] > most[what]:
+    def grow(unit: str, count: int) -> None:
+        total[unit] += count
+        if total[unit] > limits[unit]:
             raise FulldepthError(
-                f"The model that {where}/{CONFIG} describes has more than {most[what]:,} {what}, but the files of "
-                f"weights hold {len(weights.dtypes):,} tensors in {weights.size:,} bytes. They do not belong together."
+                f"The model that {where}/{CONFIG} describes has more than {limits[unit]:,} {unit}, but its weight "
+                f"files hold {len(weights.dtypes):,} tensors in {weights.size:,} bytes. They do not belong together."
             )
 
     def tensor(owner: Any, name: str, value: Any) -> None:

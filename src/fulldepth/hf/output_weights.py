@@ -1,7 +1,7 @@
-"""Where the branches of a decoder end: the parameters that a branch's output is proportional to.
+"""The output weights of a decoder's branches: the parameters that a branch's output is proportional to.
 
-They are found by running the branch, so that it does not matter how a family names them: biases, stacked tensors of
-experts, shared experts and norms behind a branch are found as well as one projection.
+They are found by running the branch, so they need no names: biases, stacked tensors of experts, shared experts and
+norms behind a branch are found as well as one projection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fulldepth.hf.offloading import device_of, in_memory
 from fulldepth.hf.wiring import first_input
 
 OFFSETS = (0.0, 1.0)
-"""What families add to a weight before they use it: nothing, or 1 as Gemma's norms do."""
+"""Numbers that families add to a weight before they use it: none, or 1 as Gemma's norms do."""
 INVARIANT = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 """Largest relative change accepted where a stream of half the scale must change nothing. A factor of 2 rounds nothing,
 so that only the norms' eps is left, below 1e-4 for a stream of size 1; a gated MLP without a norm misses by 0.1."""
@@ -35,21 +35,21 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class End:
+class OutputWeights:
     """The parameters that a branch's output is proportional to."""
 
     branch: nn.Module
     names: tuple[str, ...]
-    """From the branch; none for a branch that gives zeros already."""
+    """Names inside the branch; empty for a branch whose output is already zero."""
     offset: float
-    """What the family adds to them before it uses them."""
+    """The number that the family adds to these parameters before it uses them."""
 
     def times(self, factor: float) -> dict[str, Tensor]:
-        """Name -> values with which the branch gives `factor` times its output, in the parameter's own type."""
+        """Name -> value with which the branch gives `factor` times its output, in the parameter's own type."""
         return {name: self.multiplied(self.branch.get_parameter(name), factor) for name in self.names}
 
     def multiplied(self, weight: Tensor, factor: float) -> Tensor:
-        """What a weight of this end has to be for `factor` times the output, in its own type; it stays as it is."""
+        """The same for one of these parameters; the parameter itself does not change."""
         weight = weight.detach()
         if factor == 0.0:  # 0 times a weight would be -0 for negative ones
             return torch.full_like(weight, -self.offset)
@@ -60,57 +60,55 @@ class End:
         return values
 
 
-def find_ends(anatomy: Anatomy, wanted: Iterable[tuple[int, str]], ids: Tensor) -> dict[tuple[int, str], End]:
-    """Where branches end.
+def find_output_weights(
+    anatomy: Anatomy, branches: Iterable[tuple[int, str]], ids: Tensor
+) -> dict[tuple[int, str], OutputWeights]:
+    """Find the output weights of branches by running them.
 
     All parameters of a branch are set to zero; then one after the other is restored, in the order of their modules'
     calls, if the output stays exactly 0. What is left is a smallest set, at the output. Experts in a list count as one.
+    Branches of the same modules and parameter names have the same output weights, so one of each kind is run.
 
     Args:
         anatomy: the model.
-        wanted: (1-based layer, `attention` or `mlp`).
+        branches: (1-based layer, `attention` or `mlp`).
         ids: [B, T] tokens to run.
 
     Returns:
-        (layer, role) -> its end; without layers that lack the branch.
+        (layer, role) -> its output weights; layers that lack the branch are left out.
 
     Raises:
         FulldepthError: if weights are quantised, or no weights make the output of a branch 0.
     """
-    branches = {key: branch for key in wanted if (branch := _branch(anatomy, *key)) is not None}
-    for (layer, role), branch in branches.items():
-        _check_plain(branch, f"the {role} of layer {layer}")
+    modules: dict[tuple[int, str], nn.Module] = {}
+    for layer, role in branches:
+        branch = anatomy.part(layer, f"{role}_branch")
+        if branch is not None and anatomy.part(layer, role) is not None:
+            _check_plain(branch, f"the {role} of layer {layer}")
+            modules[layer, role] = branch
+    kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in modules.items()}
+    firsts = {kinds[key]: branch for key, branch in reversed(list(modules.items()))}
+    names_of_kind: dict[Any, tuple[tuple[str, ...], float]] = {}
+    weights = {}
     with evaluating(anatomy.model):
-        return _find_all(anatomy, branches, ids)
-
-
-def _find_all(
-    anatomy: Anatomy, branches: Mapping[tuple[int, str], nn.Module], ids: Tensor
-) -> dict[tuple[int, str], End]:
-    """The end of every branch; branches of one kind end alike, so that few of them are recorded."""
-    kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in branches.items()}
-    firsts = {kinds[key]: branch for key, branch in reversed(list(branches.items()))}
-    calls = _record(anatomy, firsts.values(), ids) if firsts else {}
-    known: dict[Any, tuple[tuple[str, ...], float]] = {}
-    ends = {}
-    for (layer, role), branch in branches.items():
-        where = f"the {role} of layer {layer}"
-        kind = kinds[layer, role]
-        if kind not in known:
+        calls = _record(anatomy, firsts.values(), ids) if firsts else {}
+        for (layer, role), branch in modules.items():
+            kind = kinds[layer, role]
+            if kind in names_of_kind:
+                weights[layer, role] = OutputWeights(branch, *names_of_kind[kind])
+                continue
             if branch not in calls:
                 calls |= _record(anatomy, [branch], ids)
             with in_memory(branch):
-                names, offset = _find(branch, calls[branch], where)
+                names, offset = _find(branch, calls[branch], f"the {role} of layer {layer}")
             if names:  # a branch that gives zeros already tells nothing about the others
-                known[kind] = names, offset
-            ends[layer, role] = End(branch, names, offset)
-        else:
-            ends[layer, role] = End(branch, *known[kind])
-    return ends
+                names_of_kind[kind] = names, offset
+            weights[layer, role] = OutputWeights(branch, names, offset)
+    return weights
 
 
 def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
-    """Why the residual stream of a model cannot be kept at another scale, or None where it can.
+    """The reason why the residual stream of a model cannot be kept at another scale; None where it can.
 
     One block of each kind is run at half the stream, with half of what its branches add: the branches' outputs and the
     block's own must be half of what they were, and the final norm must not change.
@@ -120,28 +118,28 @@ def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
         ids: [B, T] tokens to run.
 
     Raises:
-        FulldepthError: as `find_ends`.
+        FulldepthError: as `find_output_weights`.
     """
     firsts: dict[Any, int] = {}
     for layer, block in enumerate(anatomy.blocks, start=1):
         firsts.setdefault((type(block), *(type(anatomy.part(layer, role)) for role in ROLES)), layer)
     layers = sorted(firsts.values())
-    ends = find_ends(anatomy, [(layer, role) for layer in layers for role in ROLES], ids)
+    weights = find_output_weights(anatomy, [(layer, role) for layer in layers for role in ROLES], ids)
     with evaluating(anatomy.model):
         calls = _record(anatomy, [anatomy.blocks[layer - 1] for layer in layers], ids)
         for layer in layers:
             block = anatomy.blocks[layer - 1]
-            own = {role: ends[layer, role] for role in ROLES if (layer, role) in ends}
+            own = {role: weights[layer, role] for role in ROLES if (layer, role) in weights}
             with in_memory(block):
-                why = _block_obstacle(block, own, calls[block])
-            if why:
-                return why
+                reason = _block_obstacle(block, own, calls[block])
+            if reason:
+                return reason
         return _norm_obstacle(anatomy.final_norm, first_input(*calls[block]))
 
 
 @torch.no_grad()
 def _norm_obstacle(norm: nn.Module | None, stream: Tensor) -> str | None:
-    """What keeps the final norm from taking the last factor out."""
+    """The reason why the final norm does not remove the scale of the stream."""
     if norm is None:
         return "it has no final norm to take the last factor out"
     with in_memory(norm):
@@ -150,30 +148,30 @@ def _norm_obstacle(norm: nn.Module | None, stream: Tensor) -> str | None:
         return None if _is_same(norm(stream / 2), norm(stream)) else "its final norm sees the scale of the stream"
 
 
-def _block_obstacle(block: nn.Module, ends: Mapping[str, End], call: _Call) -> str | None:
-    """What in a block does not follow the scale of its stream."""
+def _block_obstacle(block: nn.Module, weights: Mapping[str, OutputWeights], call: _Call) -> str | None:
+    """The reason why a block's output does not follow the scale of its stream."""
     paths = {module: path for path, module in block.named_modules()}
     halves = {
-        f"{paths[end.branch]}.{name}".removeprefix("."): values
-        for end in ends.values()
-        for name, values in end.times(0.5).items()
+        f"{paths[own.branch]}.{name}".removeprefix("."): value
+        for own in weights.values()
+        for name, value in own.times(0.5).items()
     }
-    whole = _run_block(block, {}, ends, call, 1.0)
-    half = _run_block(block, halves, ends, call, 0.5)
-    for role, end in ends.items():
-        if end.names and not _is_same(2 * half[role], whole[role]):
+    full = _run_block(block, {}, weights, call, 1.0)
+    half = _run_block(block, halves, weights, call, 0.5)
+    for role, own in weights.items():
+        if own.names and not _is_same(2 * half[role], full[role]):
             name = "MLP" if role == "mlp" else role
             return f"its {name} sees the scale of the stream, which folding changes"
-    if not _is_same(2 * half["block"], whole["block"]):
+    if not _is_same(2 * half["block"], full["block"]):
         return "its blocks add something to the stream that does not follow the scale of their branches"
     return None
 
 
 @torch.no_grad()
 def _run_block(
-    block: nn.Module, values: Mapping[str, Tensor], ends: Mapping[str, End], call: _Call, scale: float
+    block: nn.Module, values: Mapping[str, Tensor], weights: Mapping[str, OutputWeights], call: _Call, scale: float
 ) -> dict[str, Tensor]:
-    """What a block and its branches give for a stream of a scale, with other values for some parameters."""
+    """Outputs of a block and its branches for a stream of this scale, with `values` for some parameters."""
     outputs: dict[str, Tensor] = {}
     args, kwargs = call
     stream = scale * _unit(first_input(args, kwargs))
@@ -186,8 +184,8 @@ def _run_block(
         outputs[role] = _tensor(output)
 
     with ExitStack() as hooks:
-        for role, end in ends.items():
-            hooks.callback(end.branch.register_forward_hook(partial(keep, role)).remove)
+        for role, own in weights.items():
+            hooks.callback(own.branch.register_forward_hook(partial(keep, role)).remove)
         outputs["block"] = _tensor(functional_call(block, dict(values), args, kwargs))
     return outputs
 
@@ -203,14 +201,9 @@ def _is_same(got: Tensor, expected: Tensor) -> bool:
     return bool(error <= INVARIANT.get(expected.dtype, 1e-3) * expected.double().abs().max())
 
 
-def _branch(anatomy: Anatomy, layer: int, role: str) -> nn.Module | None:
-    """The module that adds to the stream; None where a layer has no such part."""
-    return None if anatomy.part(layer, role) is None else anatomy.part(layer, f"{role}_branch")
-
-
 @torch.no_grad()
 def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict[nn.Module, _Call]:
-    """What modules are called with in one pass; nothing is padding."""
+    """The arguments of modules in one pass without padding."""
     calls: dict[nn.Module, _Call] = {}
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -228,11 +221,7 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
 
 
 def _check_plain(branch: nn.Module, where: str) -> None:
-    """Refuse weights that are no ordinary numbers.
-
-    Raises:
-        FulldepthError: naming the first.
-    """
+    """Refuse quantised weights."""
     for name, parameter in branch.named_parameters():
         if parameter.dtype not in INVARIANT or hasattr(parameter, "__tensor_flatten__"):
             raise FulldepthError(
@@ -242,11 +231,7 @@ def _check_plain(branch: nn.Module, where: str) -> None:
 
 
 def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], float]:
-    """Names of the parameters at the end of a branch, and their offset.
-
-    Raises:
-        FulldepthError: if the output is not 0 whatever is set to zero.
-    """
+    """Names and offset of a branch's output weights."""
     groups: dict[str, list[str]] = {}
     order = _order(branch, call)
     for name in sorted((name for name, _ in branch.named_parameters()), key=lambda n: order[n.rpartition(".")[0]]):
@@ -258,9 +243,9 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
         }
         if _gives_zero(branch, zeros, call):
             for pattern in list(zeros):
-                rest = {other: values for other, values in zeros.items() if other != pattern}
-                if _gives_zero(branch, rest, call):
-                    zeros = rest
+                fewer = {other: values for other, values in zeros.items() if other != pattern}
+                if _gives_zero(branch, fewer, call):
+                    zeros = fewer
             return tuple(name for values in zeros.values() for name in values), offset
     raise FulldepthError(
         f"No weights make {where} add nothing, so it cannot be removed by zeros: its weights are quantised, or its "
@@ -270,12 +255,12 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
 
 @torch.no_grad()
 def _order(branch: nn.Module, call: _Call) -> dict[str, int]:
-    """Path of each module -> the place of its last call to end; -1 for those that are not called."""
+    """Path of each module -> when its last call returns, counted from 0; -1 for modules that are not called."""
     order = {path: -1 for path, _ in branch.named_modules()}
-    places = count()
+    calls = count()
 
-    def keep(path: str, *rest: Any) -> None:
-        order[path] = next(places)
+    def keep(path: str, *_: Any) -> None:
+        order[path] = next(calls)
 
     with ExitStack() as hooks:
         for path, module in branch.named_modules():

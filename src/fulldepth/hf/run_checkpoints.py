@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: which there are, and which were written to the end."""
+"""Checkpoints of a training run: lists, seals and removes them, and tells complete ones from unfinished ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, read_document, read_json, temporary_name
 
 SEAL = "complete.json"
-"""Written last into a checkpoint, by us: sizes of its files, and what a run wants to remember."""
+"""The file that is written last into a checkpoint: the sizes of its files, and notes of the run."""
 UNFINISHED = "unfinished"
-"""Written first into a checkpoint, by us, and removed once the seal is there."""
+"""The file that is written first into a checkpoint, and removed after the seal is written."""
 
 
 class SealDocument(pydantic.BaseModel):
@@ -29,27 +29,25 @@ class SealDocument(pydantic.BaseModel):
 
 
 def find_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every whole `checkpoint-N` in a training run's folder, by step; empty for a single checkpoint.
+    """(step, folder) of every complete `checkpoint-N` in a run's folder, by step; empty for a single checkpoint.
 
-    A checkpoint of another program carries no seal and counts as whole if it has a configuration. A final model at the
-    root of the folder is none of them.
+    If no checkpoint has a seal, as in runs of other programs, every one with a configuration counts as complete. A
+    final model at the root of the folder is not included.
     """
-    found = [(step, path) for step, path in _numbered(Path(run)) if (path / "config.json").is_file()]
-    ours = any((path / SEAL).exists() for _, path in found)
-    return sorted((step, path) for step, path in found if not ours or is_sealed(path))
+    candidates = [(step, path) for step, path in _numbered(Path(run)) if (path / "config.json").is_file()]
+    sealed = any((path / SEAL).exists() for _, path in candidates)
+    return sorted((step, path) for step, path in candidates if not sealed or is_sealed(path))
 
 
 def sealed_checkpoints(run: str | Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every whole checkpoint of one of our runs, by step."""
+    """(step, folder) of every sealed checkpoint of a run, by step."""
     return sorted((step, path) for step, path in _numbered(Path(run)) if is_sealed(path))
 
 
 def checkpoint_of(name: str | Path) -> str:
-    """A checkpoint's own name; for the folder of a training run, its final model if it has one, else its last whole
-    checkpoint.
-    """
-    found = [] if (Path(name) / "config.json").is_file() else find_checkpoints(name)
-    return str(found[-1][1]) if found else str(name)
+    """The name itself; for the folder of a run without a final model, its last complete checkpoint."""
+    checkpoints = [] if (Path(name) / "config.json").is_file() else find_checkpoints(name)
+    return str(checkpoints[-1][1]) if checkpoints else str(name)
 
 
 def has_weights(checkpoint: str | Path) -> bool:
@@ -59,7 +57,7 @@ def has_weights(checkpoint: str | Path) -> bool:
 
 
 def trained_steps(checkpoint: str | Path) -> int | None:
-    """The optimiser step that the Trainer noted beside a model (`trainer_state.json`); None where it does not say."""
+    """The optimiser step in a model's `trainer_state.json`; None where there is none."""
     try:
         state = read_json(Path(checkpoint) / "trainer_state.json", allow_constants=True)  # a logged loss may be NaN
     except FulldepthError:
@@ -69,18 +67,18 @@ def trained_steps(checkpoint: str | Path) -> int | None:
 
 
 def begin_checkpoint(checkpoint: str | Path) -> None:
-    """Make a checkpoint's folder and mark it as unfinished, before anything else is written into it."""
+    """Create a checkpoint's folder and mark it as unfinished, before anything else is written into it."""
     folder = Path(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / UNFINISHED).touch()
 
 
 def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None, *, without: str | None = None) -> None:
-    """Mark a checkpoint as whole: its files are all there, with these sizes.
+    """Mark a checkpoint as complete, with the sizes of its files.
 
     Args:
         checkpoint: the folder.
-        notes: what a run wants to remember.
+        notes: entries that the run can read again with `notes_of`.
         without: a folder inside that will be removed.
     """
     folder = Path(checkpoint)
@@ -94,7 +92,7 @@ def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None, *, without
 
 
 def is_sealed(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint carries a seal, and every file still has the size that it names."""
+    """Whether a checkpoint has a seal and every file has the size stated there."""
     folder = Path(checkpoint)
     try:
         expected = read_document(folder / SEAL, SealDocument).files
@@ -105,7 +103,7 @@ def is_sealed(checkpoint: str | Path) -> bool:
 
 
 def notes_of(checkpoint: str | Path) -> dict[str, Any]:
-    """What the run noted in the seal.
+    """The run's notes in the seal.
 
     Raises:
         FulldepthError: if the seal cannot be read.
@@ -114,28 +112,28 @@ def notes_of(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def settle_checkpoints(run: str | Path) -> list[Path]:
-    """Clear away what a killed run left half-written, before the run goes on.
+    """Remove or rename the incomplete checkpoints of an interrupted run, before it resumes.
 
-    Removed is a checkpoint that is newer than every whole one and either carries our mark or is empty. Anything else
-    without a valid seal is not known to be ours: `checkpoint-N` is renamed to `unsealed-checkpoint-N` (transformers
-    takes every name that starts with `checkpoint-N` for a checkpoint), so that the run can write its own.
+    A checkpoint that is newer than every sealed one, and is empty or marked as unfinished, is removed. Any other
+    `checkpoint-N` without a valid seal may be of another program and is renamed to `unsealed-checkpoint-N`
+    (transformers treats every name that starts with `checkpoint-N` as a checkpoint).
 
     Returns:
-        The new names.
+        The new paths of renamed checkpoints.
 
     Raises:
         OSError: if something cannot be removed or renamed.
     """
     folder, renamed = Path(run), []
-    whole = sealed_checkpoints(folder)
-    for _, path in whole:
+    sealed = sealed_checkpoints(folder)
+    for _, path in sealed:
         (path / UNFINISHED).unlink(missing_ok=True)  # killed between the seal and this
-    last, done = (whole[-1][0] if whole else -1), {path for _, path in whole}
+    last, complete = (sealed[-1][0] if sealed else -1), {path for _, path in sealed}
     for step, path in _numbered(folder):
-        if path in done:
+        if path in complete:
             continue
-        ours = not path.is_symlink() and ((path / UNFINISHED).exists() or not any(path.iterdir()))
-        if ours and step > last:
+        unfinished = not path.is_symlink() and ((path / UNFINISHED).exists() or not any(path.iterdir()))
+        if unfinished and step > last:
             shutil.rmtree(path)
         else:
             renamed.append(path.rename(_free(folder / f"unsealed-{path.name}")))
@@ -143,14 +141,14 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
 
 
 def drop_checkpoints(run: str | Path, keep: int) -> None:
-    """Remove all but the last `keep` whole checkpoints; a kill in between leaves none that is half there."""
+    """Remove all but the last `keep` sealed checkpoints; each is renamed first, so that none is left incomplete."""
     for _, path in sealed_checkpoints(run)[:-keep]:
         removed = path.rename(temporary_name(path))
         shutil.rmtree(removed, ignore_errors=True)
 
 
 def _free(path: Path) -> Path:
-    """The path, or the first with a number after it that nothing has."""
+    """The path, or the first unused one with a number appended."""
     number, free = 1, path
     while free.exists() or free.is_symlink():
         number += 1
@@ -166,6 +164,6 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Path inside the folder -> bytes, without our own marks."""
+    """Path inside the folder -> bytes, without seal and mark."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (SEAL, UNFINISHED))
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
