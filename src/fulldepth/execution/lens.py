@@ -14,6 +14,8 @@ CPU_CHUNK = 128
 """Tokens whose logits exist at once on a CPU: they stay in cache while they are reduced."""
 DEVICE_CHUNK_ELEMENTS = 1 << 27
 """Logits that exist at once on an accelerator."""
+IGNORE = -100
+"""Label of a position that is no target."""
 SAFE_EXPONENT = 60.0
 """Exponentials of logits up to this size, summed over any vocabulary, neither overflow nor vanish in float32."""
 
@@ -30,11 +32,11 @@ def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attenti
     home, device = states.device, classifier.device or states.device
     states, targets, attention_mask = (tensor.to(device) for tensor in (states, targets, attention_mask))
     if classifier.per_token:
-        where = (targets != -100).flatten()
+        where = (targets != IGNORE).flatten()
         read = _reduce(classifier, states.flatten(1, 2)[:, where], targets.flatten()[where])
     else:
         read = _reduce_sequences(classifier, states, targets, attention_mask)
-    row = (targets != -100).nonzero()[:, 0]  # [M]
+    row = (targets != IGNORE).nonzero()[:, 0]  # [M]
     return Readout(*(column.to(home) for column in (*read, row)))
 
 
@@ -44,7 +46,7 @@ Columns = tuple[Tensor, Tensor, Tensor]
 
 def _reduce_sequences(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Columns:
     """Sequence heads: few classes, so all layers at once."""
-    where = targets != -100
+    where = targets != IGNORE
     logits = torch.stack([classifier.sequences(layer[where], attention_mask[where]) for layer in states])
     index = torch.stack([targets[where], logits[-1].argmax(-1)], dim=1)
     hits, loss = zip(*(_read(layer.clone(), index) for layer in logits), strict=True)

@@ -24,9 +24,8 @@ from fulldepth.skip.inputs.responses import FILE as RESPONSES
 from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
 from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.selection.problem import prepared
+from fulldepth.skip.selection.problem import open_for, prepared, tokenizer_of
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import open_for, tokenizer_for
 
 RUN_SETTINGS = "settings.yaml"
 """In the folder of a training run, whose results are kept under the same names."""
@@ -77,20 +76,20 @@ def search_into(
     folder, watcher = Path(output), watcher or Watcher()
     if responses is not None and not 1 <= responses <= MOST:
         raise FulldepthError(f"The number of responses must be 1 to {MOST:,}, got {one_line(responses, 30)}.")
-    with processes() as me, me.holding(folder):
-        me.first(lambda: _check_folder(folder, resume))
-        owner, tokenizer = _open(model, data, settings, me)
+    with processes() as process, process.holding(folder):
+        process.first(lambda: _check_folder(folder, resume))
+        owner, tokenizer = _open(model, data, settings, process)
         hashed, made = model_hash(owner), None
         if responses is not None:
             announce(owner, settings, settings.blocks or len(settings.given or ()))  # before the model answers
             answering = Answering(responses, temperature, max_new_tokens)
-            made = _respond(owner, hashed, tokenizer, data, answering, settings, folder, me, watcher)
+            made = _respond(owner, hashed, tokenizer, data, answering, settings, folder, process, watcher)
             data = str(folder / RESPONSES)
-        with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
-            plan = search_with(problem, me, watcher, output=folder, resume=resume, responses=made)
-            if me.is_main and not _is_there(folder, plan):
+        with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
+            plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=made)
+            if process.is_main and not _is_there(folder, plan):
                 outcome(plan, problem, watcher=watcher).save(folder)
-        me.wait()
+        process.wait()
     return plan
 
 
@@ -110,13 +109,13 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 
 def _open(
-    model: str | Path | PreTrainedModel, data: Any, settings: SearchSettings, me: Processes
+    model: str | Path | PreTrainedModel, data: Any, settings: SearchSettings, process: Processes
 ) -> tuple[PreTrainedModel, Any]:
     """The model, loaded once for all that follows, and its tokenizer where one is needed."""
-    checkpoint = open_for(model, settings, me)
+    checkpoint = open_for(model, settings, process)
     if isinstance(data, Examples):
         return checkpoint.model, None
-    return checkpoint.model, tokenizer_for(checkpoint, settings)
+    return checkpoint.model, tokenizer_of(checkpoint, settings)
 
 
 def _is_there(folder: Path, plan: Plan) -> bool:
@@ -141,7 +140,7 @@ def _respond(
     answering: Answering,
     settings: SearchSettings,
     folder: Path,
-    me: Processes,
+    process: Processes,
     watcher: Watcher,
 ) -> Mapping[str, Any]:
     """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
@@ -164,4 +163,4 @@ def _respond(
             ),
         )
 
-    return me.first(stored)
+    return process.first(stored)

@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
-from fulldepth.execution.latency import AllocationTracker, Runner, Trial, cache_bytes, parameter_bytes
+from fulldepth.execution.flops import Costs, costs_of
+from fulldepth.execution.latency import Runner, Trial, order
+from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes
 from fulldepth.figures.benchmark import benchmarked_models
 from fulldepth.figures.skipped import parts
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
-from fulldepth.skip.assessment.bench import bench, order
+from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, step_flops, table_of
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.inputs.examples import Example, Examples, read_examples
-from fulldepth.skip.selection.flops import Costs, costs_of
 from skip import plain
 from skip.planned import layers, plan
 from skip.word_tokenizer import tokenizer

@@ -11,11 +11,11 @@ import torch
 from scipy import stats
 
 from fulldepth.distributed import Processes
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.scoring import Batch
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
-from fulldepth.skip.selection.flops import Costs, Variant
 from fulldepth.skip.selection.loss_cache import LossCache
-from fulldepth.skip.selection.score import Batch
 from fulldepth.skip.selection.search import search
 from skip import plain
 

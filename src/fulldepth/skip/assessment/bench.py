@@ -21,18 +21,20 @@ statistic: lm-eval's metric, and its `_stderr`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import verify
-from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, machine, parameter_bytes
+from fulldepth.execution.flops import costs_of
+from fulldepth.execution.language_model import check_task, prove
+from fulldepth.execution.latency import Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, evaluating
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import skipping
@@ -45,9 +47,7 @@ from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks,
 from fulldepth.skip.assessment.heldout_loss import heldout_losses
 from fulldepth.skip.assessment.tasks import TaskScorer
 from fulldepth.skip.inputs.examples import Examples
-from fulldepth.skip.selection.flops import costs_of
-from fulldepth.skip.selection.problem import read_data
-from fulldepth.skip.subject import check_task, tokenizer_for
+from fulldepth.skip.selection.problem import read_data, tokenizer_of
 
 
 def bench(
@@ -160,13 +160,9 @@ class _Original(NamedTuple):
     def of(cls, entries: Sequence[Entry]) -> _Original:
         """Prove the anatomy of the first entry, and try what is to be skipped in it."""
         model = entries[0].model
-        candidates = anatomy_candidates(model)
-        check_task(candidates[0])
-        ids = torch.arange(3, 11, device=model.device).view(2, 4) % (candidates[0].vocab_size or 1)
-        proven = verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        if proven.classifier is None:
-            raise FulldepthError(f"{type(model).__name__} has no prediction head.")
-        anatomy, toggles, said = proven.anatomy, {}, []
+        ids = torch.arange(3, 11).view(2, 4) % (check_task(anatomy_candidates(model)[0]).vocab_size or 1)
+        anatomy, classifier = prove(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        toggles, warnings = {}, []
         every = SkippedBlocks("attention", frozenset(anatomy.layers_with("attention")))
         for skipped_blocks in dict.fromkeys([every, *(entry.skipped_blocks for entry in entries[1:])]):
             if skipped_blocks is None or not skipped_blocks.layers:
@@ -177,8 +173,8 @@ class _Original(NamedTuple):
                         f"without the {skipped_blocks.granularity} of {sorted(skipped_blocks.layers)}"
                     )
             except FulldepthError as error:
-                said.append(f"No toggled prediction: {error}")
-        return cls(anatomy, proven.classifier, toggles, said)
+                warnings.append(f"No toggled prediction: {error}")
+        return cls(anatomy, classifier, toggles, warnings)
 
 
 def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
@@ -192,20 +188,14 @@ def _scorer(entry: Entry, settings: BenchSettings, tokenizer: Any) -> TaskScorer
     """What scores models on the tasks that are asked for, with the original's tokenizer unless another is named."""
     if not settings.tasks:
         return None
-    tokenizer = tokenizer_for(Checkpoint(entry.model, entry.name), settings, tokenizer)
+    tokenizer = tokenizer_of(Checkpoint(entry.model, entry.name), settings, tokenizer)
     return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
 
 
 def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
     """Refuse what cannot run, or not side by side."""
     first = entries[0].model
-    longest = max(settings.contexts) + settings.new_tokens
-    limit = anatomy.max_positions
-    if limit is not None and longest > limit:
-        raise FulldepthError(
-            f"A context of {max(settings.contexts)} tokens and {settings.new_tokens} new ones exceed the model's "
-            f"{limit} positions. Set contexts (and new_tokens) to less."
-        )
+    check_positions(anatomy, max(settings.contexts), settings.new_tokens)
     for entry in entries[1:]:
         if entry.model.device != first.device:
             raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")
@@ -220,74 +210,32 @@ def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) 
 def _measure(entries: Sequence[Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
     """Every number that comes from running the models."""
     runners = {entry.label: Runner(entry.model) for entry in entries}
-    contestants = [(label, runner, None) for label, runner in runners.items()]
-    toggled = [(key, runners[entries[0].label], skipped_blocks) for skipped_blocks, key in subject.toggles.items()]
-    costs = {
-        granularity: costs_of(subject.anatomy, subject.classifier, granularity)
-        for granularity in dict.fromkeys(
-            ["attention", *(e.skipped_blocks.granularity for e in entries if e.skipped_blocks is not None)]
-        )
-    }
+    original = runners[entries[0].label]
+    granularities = ["attention", *(e.skipped_blocks.granularity for e in entries if e.skipped_blocks is not None)]
     measured = Measured(
         labels=list(runners),
         skipped_blocks={entry.label: entry.skipped_blocks for entry in entries[1:]},
         toggles=subject.toggles,
-        costs=costs,
-        last_only=runners[entries[0].label].last_only,
+        costs={kind: costs_of(subject.anatomy, subject.classifier, kind) for kind in dict.fromkeys(granularities)},
+        last_only=original.last_only,
         new_tokens=settings.new_tokens,
         parameter_bytes={entry.label: parameter_bytes(entry.model) for entry in entries},
     )
+    runs: dict[str, tuple[Runner, Any]] = {label: (runner, nullcontext) for label, runner in runners.items()}
+    for blocks, key in subject.toggles.items():
+        runs[key] = original, partial(skipping, subject.anatomy, blocks.layers, blocks.granularity)
     cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
-    everyone = [*contestants, *toggled]
-    watcher.begin("Benchmark", len(cells) * len(everyone) * (settings.repeats + settings.warmup))
+    watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
     for cell in cells:
-        ids = _tokens(cell, subject.anatomy, settings)
+        ids = random_tokens(subject.anatomy, cell.batch, cell.context + settings.new_tokens, settings.seed)
         for label, runner in runners.items():
-            measured.peak[label, cell] = runner.peak(ids, cell.context)
-            held = cache_bytes(runner.run(ids, cell.context).cache)
-            measured.kv[label, cell] = held / (cell.batch * ids.shape[1])
-        for number in range(-settings.warmup, settings.repeats):
-            for index in order(len(everyone), number, settings.seed):
-                key, runner, skipped_blocks = everyone[index]
-                with _toggled(subject.anatomy, skipped_blocks):
-                    trial = runner.run(ids, cell.context)
-                if number >= 0:
-                    _note(measured, key, cell, trial)
-                watcher.advance(1)
+            measured.peak[label, cell] = peak_bytes(runner.model, ids, partial(runner.run, ids, cell.context))
+            cache = runner.run(ids, cell.context).cache
+            measured.kv[label, cell] = cache_bytes(cache) / (cell.batch * ids.shape[1])
+        rounds = settings.model_dump(include={"repeats", "warmup", "seed"})
+        times = time_in_rounds(runs, ids, cell.context, **rounds, advance=watcher.advance)
+        measured.times |= {(key, cell, phase): seconds for (key, phase), seconds in times.items()}
     return measured
-
-
-def _note(measured: Measured, key: str, cell: Cell, trial: Trial) -> None:
-    for phase in PHASES:
-        measured.times.setdefault((key, cell, phase), []).append(getattr(trial, phase))
-
-
-@contextmanager
-def _toggled(anatomy: Anatomy, skipped_blocks: SkippedBlocks | None) -> Iterator[None]:
-    with (
-        nullcontext()
-        if skipped_blocks is None
-        else skipping(anatomy, skipped_blocks.layers, skipped_blocks.granularity)
-    ):
-        yield
-
-
-def _tokens(cell: Cell, anatomy: Anatomy, settings: BenchSettings) -> torch.Tensor:
-    """[batch, context + new_tokens] random tokens, the same for every model and on every machine."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    shape = (cell.batch, cell.context + settings.new_tokens)
-    return torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
-
-
-def order(count: int, number: int, seed: int) -> list[int]:
-    """Who runs when in a round: a seeded circle that starts one further each round, backwards in odd ones.
-
-    So in `count` rounds each is first once, and neighbours come before as often as after each other.
-    """
-    circle = np.random.default_rng(seed).permutation(count).tolist()
-    start = number % count
-    found = circle[start:] + circle[:start]
-    return found if number % 2 == 0 else found[:1] + found[:0:-1]
 
 
 def _document(

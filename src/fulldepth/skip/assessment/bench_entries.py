@@ -11,12 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import pick_dtype
+from fulldepth.hf import open_model, pick_dtype
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_table import SkippedBlocks
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.subject import open_model
 
 
 @dataclass

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import PHASES
 from fulldepth.results import COLUMNS, Finding, tabulate
 from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
 from fulldepth.skip.assessment.tasks import Score
-from fulldepth.skip.selection.flops import Costs, Shape, Variant
 
 RESTLESS = 0.02
 """Standard error of a share of time saved, from which on times are called restless."""
@@ -101,12 +101,7 @@ def step_flops(costs: Costs, layers: Variant, cell: Cell, phase: str, measured: 
         return costs.whole(layers, Shape(cell.batch, cell.context, rows))
     # Shape counts one key a token; a decoded token reads all before it, on average over the steps this many:
     keys = cell.context + (measured.new_tokens + 1) / 2
-    kept = [
-        costs.keys[number - 1]
-        for number in range(1, costs.num_layers + 1)
-        if number not in layers or costs.granularity == "mlp"
-    ]
-    return costs.whole(layers, Shape(cell.batch, 1, cell.batch)) + cell.batch * (keys - 1) * sum(kept)
+    return costs.whole(layers, Shape(cell.batch, 1, cell.batch)) + cell.batch * (keys - 1) * costs.keys_read(layers)
 
 
 def table_of(measured: Measured) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.language_model import check_task
+from fulldepth.execution.scoring import BASE, Batch
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
@@ -25,11 +26,8 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.problem import SearchProblem, prepared
-from fulldepth.skip.selection.score import BASE, CPU_LOGITS, DEVICE_LOGITS, Batch, batch_sums
+from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import check_task, open_for
 
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 """What is read at every number of removed blocks, with its unit."""
@@ -104,18 +102,18 @@ def curve(
     watcher, settings = watcher or Watcher(), layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
-    with processes() as me, me.holding(output):
-        me.first(partial(_check_folder, output, resume))
-        owner = open_for(model, settings, me).model
+    with processes() as process, process.holding(output):
+        process.first(partial(_check_folder, output, resume))
+        owner = open_for(model, settings, process).model
         if settings.search != "given":
             settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
-        with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
-            plan = search_with(problem, me, watcher, output=output, resume=resume)
-            read = _read(problem, plan, me, watcher)
+        with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
+            plan = search_with(problem, process, watcher, output=output, resume=resume)
+            read = _read(problem, plan, process, watcher)
         results = _results(plan, read, settings, (max_blocks, tolerance), problem.scorer.costs.num_layers)
-        if output is not None and me.is_main:
+        if output is not None and process.is_main:
             results.save(output)
-        me.wait()
+        process.wait()
     return Curve(plan, results)
 
 
@@ -167,22 +165,21 @@ class _Read(NamedTuple):
     """[N] tokens that count."""
 
 
-def _read(problem: SearchProblem, plan: Plan, me: Processes, watcher: Watcher) -> _Read:
+def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
     """Read every held-out sequence at every number; processes share the batches."""
     variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
     batches = [batch for chunk in problem.chunks for batch in chunk]
-    found = []
+    sums: dict[int, dict[str, np.ndarray]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
-        if number % me.world == me.rank:
-            found.append((number, _sums(problem, batch, variants)))
+        if number % process.world == process.rank:
+            sums[number] = _sums(problem, batch, variants)
         watcher.advance(len(variants))
-    parts = [
-        sums for _, sums in sorted((item for share in me.gather(found) for item in share), key=lambda item: item[0])
-    ]
+    parts = {number: part for share in process.gather(sums) for number, part in share.items()}
     tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
     counts = tokens > 0
-    return _Read({name: np.concatenate([part[name] for part in parts])[counts] for name in MEASURES}, tokens[counts])
+    columns = {name: np.concatenate([parts[n][name] for n in range(len(batches))])[counts] for name in MEASURES}
+    return _Read(columns, tokens[counts])
 
 
 @torch.no_grad()
@@ -191,31 +188,9 @@ def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> 
     scorer = problem.scorer
     batch = batch.to(scorer.device)
     base = scorer.states(batch, BASE)
-    columns: dict[str, list[list[float]]] = {name: [] for name in MEASURES}
-    for variant in variants:
-        states = scorer.states(batch, variant)
-        read = [_compare(problem, base[at], states[at], batch.targets[at]) for at in _parts(problem, len(states))]
-        for name in MEASURES:
-            columns[name].append(batch_sums(torch.cat([part[name] for part in read]), batch))
+    sums = [scorer.state_sums(scorer.states(batch, variant), batch, base, tuple(MEASURES)) for variant in variants]
     scorer.plain()
-    return {name: np.array(values, dtype=np.float64).T for name, values in columns.items()}
-
-
-def _compare(problem: SearchProblem, base: Tensor, states: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Measure -> [R] at labelled positions, of last states `[R, D]` of the unmodified model and of a variant."""
-    expected, own = problem.scorer.predictions(base), problem.scorer.predictions(states)
-    return {
-        "loss": functional.nll_loss(own, targets.to(own.device), reduction="none"),
-        "kl": (expected.exp() * (expected - own)).sum(-1).clamp(min=0),
-        "greedy_agreement": (expected.argmax(-1) == own.argmax(-1)).double(),
-    }
-
-
-def _parts(problem: SearchProblem, rows: int) -> Iterator[slice]:
-    """Slices of positions whose logits may exist at once; one at least."""
-    room = CPU_LOGITS if problem.scorer.device.type == "cpu" else DEVICE_LOGITS
-    step = max(1, room // (problem.scorer.anatomy.vocab_size or 1))
-    return (slice(start, start + step) for start in range(0, max(rows, 1), step))
+    return {name: np.array([of[name] for of in sums], dtype=np.float64).T for name in MEASURES}
 
 
 def _results(

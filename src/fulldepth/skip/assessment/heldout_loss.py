@@ -17,11 +17,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import Difference, compare
-from fulldepth.skip.selection.score import DEVICE_LOGITS, Batch, batch_sums, make_batches
 
 
 @dataclass(frozen=True)

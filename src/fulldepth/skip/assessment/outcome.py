@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Variant
 from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.progress import Watcher
 from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, provenance, tabulate
@@ -24,11 +25,9 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.search import PLACES, SearchSettings
 from fulldepth.skip.assessment.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
 from fulldepth.skip.assessment.outcome_headline import headline
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.problem import SearchProblem, prepared
-from fulldepth.skip.selection.score import make_batches
-from fulldepth.skip.subject import open_for
+from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.summary import stopped_rounds
 
 KIND = "skip"
@@ -64,11 +63,11 @@ def analyse(
     """
     if output is not None and (Path(output) / DOCUMENT).exists():
         raise FulldepthError(f"{output} already holds results. Choose another output folder.")
-    settings, me = settings_of(plan, options), Processes()
-    owner = open_for(model, settings, me).model
+    settings, process = settings_of(plan, options), Processes()
+    owner = open_for(model, settings, process).model
     plan.check_model(owner)
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as just checked
-    with prepared(owner, data, settings, me, **opened) as problem:
+    with prepared(owner, data, settings, process, **opened) as problem:
         results = outcome(plan, problem, reservoir_tokens=reservoir_tokens, watcher=watcher)
     if output is not None:
         results.save(output)

@@ -14,29 +14,27 @@ round, in an order that changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from fulldepth import launch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.latency import PHASES, Runner, machine
-from fulldepth.hf import Anatomy, evaluating
-from fulldepth.hf.surgery import skipping
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.latency import PHASES, Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.scoring import LOSS
+from fulldepth.hf import Anatomy, evaluating, open_model
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.bench import order
 from fulldepth.skip.assessment.calibrated import calibrated
 from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.assessment.quantise_table import (
@@ -54,11 +52,8 @@ from fulldepth.skip.assessment.quantisers import PACKAGES, check_method, int8
 from fulldepth.skip.assessment.saved import Saver
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.problem import SearchProblem, prepared
-from fulldepth.skip.selection.score import LOSS
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import open_model
 
 SEARCHED = "quantised"
 """Folder inside the output: the search on the quantised model."""
@@ -84,7 +79,7 @@ def quantise(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """Quantise a model before and after its blocks are removed, and measure every corner.
+    """Quantise a model before and after its blocks are removed, and measure every combination.
 
     Args:
         model: the checkpoint that the plan was made for, or the loaded model (left as it is).
@@ -116,11 +111,11 @@ def quantise(
     timing = layered(BenchSettings, {**asked, "seed": settings.seed})
     work = _Work(method, settings, None if output is None else Path(output), resume, watcher or Watcher(), Processes())
     places = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    with work.me.holding(work.folder):
+    with work.process.holding(work.folder):
         _check_place(work.folder, resume)
-        owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
+        owner = open_model(model, dtype=settings.dtype, device=work.process.device(settings.device), **places).model
         plan.check_model(owner)
-        _check_context(find_anatomy(owner), timing)
+        check_positions(find_anatomy(owner), context, new_tokens)
         saver = None if save is None else _saver(Path(save), work, owner, plan, tokenizer, model)
         with evaluating(owner):
             return _quantise(owner, plan, data, work, timing, saver, tokenizer=tokenizer, heldout=heldout)
@@ -138,7 +133,7 @@ def _quantise(
     heldout: Any,
 ) -> Results:
     """Measure the models in memory, and save the results."""
-    combinations, examples = _corners(owner, plan, data, work, saver, tokenizer=tokenizer, heldout=heldout)
+    combinations, examples = _measure(owner, plan, data, work, saver, tokenizer=tokenizer, heldout=heldout)
     _time(combinations, timing, work.watcher)
     results = Results(table_of(combinations), _document(combinations, plan, examples, work, timing, saver))
     if work.folder is not None:
@@ -155,7 +150,7 @@ class _Work:
     folder: Path | None
     resume: bool
     watcher: Watcher
-    me: Processes
+    process: Processes
 
     def quantised(
         self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
@@ -189,36 +184,27 @@ def _check_place(output: Path | None, resume: bool) -> None:
             raise FulldepthError(f"{output} already holds {name}. Choose another output folder.")
 
 
-def _check_context(anatomy: Anatomy, timing: BenchSettings) -> None:
-    longest, limit = timing.contexts[0] + timing.new_tokens, anatomy.max_positions
-    if limit is not None and longest > limit:
-        raise FulldepthError(
-            f"A context of {timing.contexts[0]} tokens and {timing.new_tokens} new ones exceed the model's {limit} "
-            "positions. Set context (and new_tokens) to less."
-        )
-
-
-def _corners(
+def _measure(
     owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, saver: Saver | None, *, tokenizer: Any, heldout: Any
 ) -> tuple[list[Combination], Examples]:
     """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as `quantise` has checked
-    with prepared(owner, data, work.settings, work.me, **opened) as problem:
-        combinations = [_corner(problem, ORIGINAL), _corner(problem, SKIPPED, plan)]
+    with prepared(owner, data, work.settings, work.process, **opened) as problem:
+        combinations = [_combination(problem, ORIGINAL), _combination(problem, SKIPPED, plan)]
         anatomy, examples = problem.scorer.anatomy, problem.examples
     whole = _whole(anatomy, plan, examples, work, saver)
     folder = None if work.folder is None else work.folder / SEARCHED
-    again = partial(prepared, data=examples, settings=work.settings, me=work.me, tokenizer=None, heldout=None)
-    with work.me.holding(folder), again(whole.model) as problem:
-        second = search_with(problem, work.me, work.watcher, output=folder, resume=work.resume)
-        combinations += [_corner(problem, QUANTISED), _corner(problem, FIRST, second)]
+    again = partial(prepared, data=examples, settings=work.settings, process=work.process, tokenizer=None, heldout=None)
+    with work.process.holding(folder), again(whole.model) as problem:
+        second = search_with(problem, work.process, work.watcher, output=folder, resume=work.resume)
+        combinations += [_combination(problem, QUANTISED), _combination(problem, FIRST, second)]
         if work.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
-            combinations.append(_corner(problem, SECOND, plan))
+            combinations.append(_combination(problem, SECOND, plan))
     if saver is not None:
         saver.try_to_save(FIRST, whole, second)
     if work.method != "int8":
         with again(work.quantised(anatomy, examples, plan).model) as problem:
-            combinations.append(_corner(problem, SECOND, plan))
+            combinations.append(_combination(problem, SECOND, plan))
     return combinations, examples
 
 
@@ -234,7 +220,7 @@ def _whole(anatomy: Anatomy, plan: Plan, examples: Examples, work: _Work, saver:
     return whole
 
 
-def _corner(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
+def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
     """A model with its loss over all held-out tokens."""
     scorer, batches = problem.scorer, [batch for chunk in problem.chunks for batch in chunk]
     variant = Variant(() if plan is None else plan.blocks)
@@ -246,29 +232,14 @@ def _corner(problem: SearchProblem, name: str, plan: Plan | None = None) -> Comb
 
 def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:
     """Prefill and decoding of every model, once a round, in an order that changes from round to round."""
-    anatomy = combinations[0].anatomy
-    generator = torch.Generator().manual_seed(timing.seed)
-    shape = (timing.batches[0], timing.contexts[0] + timing.new_tokens)
-    ids = torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
-    watcher.begin("Timing", len(combinations) * (timing.warmup + timing.repeats))
-    for number in range(-timing.warmup, timing.repeats):
-        for index in order(len(combinations), number, timing.seed):
-            combination = combinations[index]
-            with _switched(combination):
-                trial = Runner(combination.anatomy.model).run(ids, timing.contexts[0])
-            for phase in PHASES if number >= 0 else ():
-                combination.times.setdefault(phase, []).append(getattr(trial, phase))
-            watcher.advance(1)
-
-
-@contextmanager
-def _switched(combination: Combination) -> Iterator[None]:
-    """The model as its corner says."""
-    if combination.plan is None:
-        yield
-        return
-    with skipping(combination.anatomy, combination.plan.blocks, combination.plan.granularity, combination.scalars):
-        yield
+    context = timing.contexts[0]
+    ids = random_tokens(combinations[0].anatomy, timing.batches[0], context + timing.new_tokens, timing.seed)
+    runs = {each.name: (Runner(each.anatomy.model), each.switched) for each in combinations}
+    watcher.begin("Timing", len(runs) * (timing.warmup + timing.repeats))
+    rounds = timing.model_dump(include={"repeats", "warmup", "seed"})
+    times = time_in_rounds(runs, ids, context, **rounds, advance=watcher.advance)
+    for each in combinations:
+        each.times |= {phase: times[each.name, phase] for phase in PHASES}
 
 
 def _document(

@@ -1,8 +1,9 @@
-"""What the corners of quantisation and removal measured, as tidy rows and in sentences."""
+"""What combinations of quantisation and removal measured, as tidy rows and in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from fulldepth.execution.latency import PHASES, parameter_bytes
-from fulldepth.hf import Anatomy
+from fulldepth.execution.latency import PHASES
+from fulldepth.execution.memory import parameter_bytes
+from fulldepth.hf import Anatomy, skipping
 from fulldepth.hf.scalars import Scalars
 from fulldepth.results import COLUMNS, Finding, tabulate
 from fulldepth.skip.assessment.outcome_headline import PARTS, nats
@@ -44,6 +46,12 @@ class Combination:
     def scalars(self) -> Scalars | None:
         """Its factors; None if it has none."""
         return scalars_of(self.plan, self.anatomy)
+
+    def switched(self) -> AbstractContextManager[Any]:
+        """Its blocks skipped, inside `with`."""
+        if self.plan is None:
+            return nullcontext()
+        return skipping(self.anatomy, self.plan.blocks, self.plan.granularity, self.scalars)
 
     @property
     def bytes(self) -> int:
@@ -95,11 +103,11 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
 
 
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
-    """Which order is better, and what every corner costs and saves."""
+    """Which order is better, and what every combination costs and saves."""
     by = {combination.name: combination for combination in combinations}
     found = {"order": _order(by)}
     for name in NAMES[1:]:
-        found[name] = _corner(by[name], by[ORIGINAL])
+        found[name] = _cost(by[name], by[ORIGINAL])
     return found
 
 
@@ -128,7 +136,7 @@ def _order(by: dict[str, Combination]) -> Finding:
     return Finding(gap, "nats", sentence)
 
 
-def _corner(combination: Combination, original: Combination) -> Finding:
+def _cost(combination: Combination, original: Combination) -> Finding:
     """Loss, size and times beside the original's."""
     added = combination.loss - original.loss
     healed = (

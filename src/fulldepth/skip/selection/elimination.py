@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from fulldepth.skip.selection.flops import Costs, Variant, candidates
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
 from fulldepth.skip.selection.loss_cache import Chunk, LossCache, Refit
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED
 
 BUDGET = "budget"
 LEAST = 8
@@ -268,7 +268,7 @@ def _committed(loss_cache: LossCache, kind: str, variants: Sequence[Variant], si
 
 def round_flops(costs: Costs, chunks: Sequence[Chunk], kind: str, refit: Refit | None = None) -> float:
     """What a round costs at least: its candidates on the first chunk, and the loss of its winner on all data."""
-    first = sum(costs.shared([BASE, *candidates(costs, ())], batch.shape) for batch in chunks[0])
+    first = sum(costs.shared([BASE, *costs.candidates(())], batch.shape) for batch in chunks[0])
     fits = refit.flops * len(costs.able) if refit else 0.0
     return first + fits + whole_flops(costs, chunks) * (2 if kind == DIVERGENCE else 1)
 

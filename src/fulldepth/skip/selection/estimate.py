@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.scoring import BASE, SCALED, Scorer
 from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
 from fulldepth.skip.selection.fit import FitOptions, epoch_flops
-from fulldepth.skip.selection.flops import Costs, Shape, Variant, candidates
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
-from fulldepth.skip.selection.score import BASE, SCALED, Scorer
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def estimate_search(
         world: processes.
     """
     shapes = [batch.shape for chunk in chunks for batch in chunk]
-    plain = costs.plain(costs.able[:blocks], shapes)
+    plain = plain_flops(costs, costs.able[:blocks], shapes)
     forwards, flops = _search(costs, shapes, settings, blocks, refit)
     limit = budget_of(settings, pace * world)
     if settings.search == "greedy" and limit is not None:
@@ -119,11 +119,28 @@ def estimate_search(
         forwards=forwards,
         flops=flops,
         fit_flops=fits,
-        plain_forwards=costs.plain_forwards(blocks) * len(shapes),
+        plain_forwards=plain_forwards(costs, blocks) * len(shapes),
         plain_flops=plain,
         seconds=(flops / world + fits / min(world, 2)) / pace,
         pace=pace,
     )
+
+
+def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
+    """FLOPs of the loop that runs the model once for every candidate of every round, and once as it is.
+
+    Args:
+        costs: of the model.
+        picks: layers in the order of their removal; what is skipped is not computed in the plain loop either.
+        shapes: of all batches.
+    """
+    variants = [BASE, *(v for number in range(len(picks)) for v in costs.candidates(picks[:number]))]
+    return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
+
+
+def plain_forwards(costs: Costs, rounds: int) -> int:
+    """Passes over the data in that loop: 1 + L + (L - 1) + ... ."""
+    return 1 + sum(len(costs.able) - number for number in range(rounds))
 
 
 def budget_of(settings: SearchSettings, pace: float) -> float | None:
@@ -160,7 +177,7 @@ def _search(
     """Batches run and FLOPs at most, the plan's own losses included."""
     every = (blocks + 1) * len(shapes)
     chain = sum(costs.whole(BASE, shape) for shape in shapes) * (blocks + 1)
-    singles = candidates(costs, ())
+    singles = costs.candidates(())
     by_round = settings.search in ("greedy", "exact")
     if settings.search in ("random", "last", "given"):
         return every, chain
@@ -181,7 +198,7 @@ def _search(
 
 
 def _round(costs: Costs, shapes: Sequence[Shape], picks: Sequence[int], divergence: bool) -> float:
-    variants: list[Variant] = [*candidates(costs, picks), *([BASE] if divergence else [])]
+    variants: list[Variant] = [*costs.candidates(picks), *([BASE] if divergence else [])]
     return sum(costs.shared(variants, shape) for shape in shapes)
 
 

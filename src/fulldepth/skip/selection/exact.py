@@ -16,10 +16,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import SCALED
 from fulldepth.skip.selection.elimination import Round, along, best, difference, judge
-from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.loss_cache import LossCache
-from fulldepth.skip.selection.score import SCALED
 
 DRAWS = 400
 """Courses of the search that are drawn, to tell how probable guesses are."""

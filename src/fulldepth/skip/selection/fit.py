@@ -11,14 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, evaluating
+from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.language_model import prove
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, Batch, Scorer
+from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.inputs.examples import Example
-from fulldepth.skip.selection.flops import Costs, Shape, Variant
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, Batch, Scorer, make_batches
-from fulldepth.skip.subject import frozen, prove
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def fit_scales(
     evaluation = make_batches(heldout, micro_batch_size)
     owner = model.model if isinstance(model, Anatomy) else model
     with evaluating(owner):
-        anatomy, classifier = prove(model, evaluation[0])
+        anatomy, classifier = prove(model, evaluation[0].inputs)
         with Switches(anatomy, granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, granularity, evaluation[0])
             return fit(scorer, Variant(blocks), train, evaluation, options, watcher)

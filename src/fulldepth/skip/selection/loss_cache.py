@@ -19,12 +19,12 @@ import numpy as np
 
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
 from fulldepth.files import atomic
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.skip.plan import Factors
-from fulldepth.skip.selection.flops import Costs, Variant, candidates
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
 from fulldepth.skip.selection.stored import SCHEMA_VERSION, StoredProgress, check_task, damaged, read_progress
 
 SPENT = ("forwards", "flops", "seconds")
@@ -53,7 +53,7 @@ class LossCache:
     Args:
         scorer: runs variants.
         chunks: the held-out data in parts, each a random sample of it.
-        me: this process.
+        process: this process.
         path: the progress file; None keeps nothing.
         fingerprint: what the progress belongs to (model, data, settings).
         resume: go on with the file, if there is one.
@@ -68,7 +68,7 @@ class LossCache:
         self,
         scorer: Scorer,
         chunks: Sequence[Chunk],
-        me: Processes,
+        process: Processes,
         *,
         path: Path | None = None,
         fingerprint: Mapping[str, Any] | None = None,
@@ -76,7 +76,7 @@ class LossCache:
         watcher: Watcher | None = None,
         refit: Refit | None = None,
     ) -> None:
-        self.scorer, self.chunks, self.me, self.path = scorer, chunks, me, path
+        self.scorer, self.chunks, self.process, self.path = scorer, chunks, process, path
         self.fingerprint = dict(fingerprint or {})
         self.watcher, self.refit = watcher or Watcher(), refit
         self.tokens = [[count for batch in chunk for count in batch.tokens] for chunk in chunks]
@@ -94,7 +94,7 @@ class LossCache:
         self._steps = 0
         self._open = 0
         self.spent = dict.fromkeys(SPENT, 0.0)
-        found = self.me.agree(self._read(resume) if self.me.is_main else None)
+        found = self.process.agree(self._read(resume) if self.process.is_main else None)
         if isinstance(found, str):
             raise FulldepthError(found)
         if found is not None:
@@ -117,7 +117,7 @@ class LossCache:
 
     def round_of(self, picks: Collection[int]) -> list[Variant]:
         """The candidates of the round after these picks."""
-        return candidates(self.costs, picks)
+        return self.costs.candidates(picks)
 
     def missing(self, kind: str, variants: Collection[Variant], chunk: int) -> list[Variant]:
         """Those of the variants whose losses on a chunk are not known, in a fixed order."""
@@ -186,8 +186,8 @@ class LossCache:
             kind: type of a result, as pydantic understands it; what the progress file holds must be of it.
         """
         names = list(work)
-        for start in range(0, len(names), self.me.world):
-            group = names[start : start + self.me.world]
+        for start in range(0, len(names), self.process.world):
+            group = names[start : start + self.process.world]
             costs = partial(self._cost_of, group, cost)
             if not self._step(partial(self._do, group, work), costs):
                 for name in group:
@@ -242,15 +242,15 @@ class LossCache:
     def _evaluate(self, kind: str, todo: Sequence[Variant], chunk: int) -> None:
         """Share the work, and put together what all found: slices of (batch, variant), so that prefixes stay shared."""
         units = [(number, variant) for number in range(len(self.chunks[chunk])) for variant in todo]
-        bounds = [round(len(units) * rank / self.me.world) for rank in range(self.me.world + 1)]
-        mine = units[bounds[self.me.rank] : bounds[self.me.rank + 1]]
+        bounds = [round(len(units) * rank / self.process.world) for rank in range(self.process.world + 1)]
+        mine = units[bounds[self.process.rank] : bounds[self.process.rank + 1]]
         found: list[tuple[int, Variant, dict[str, list[float]]]] = []
         for number in sorted({number for number, _ in mine}):
             variants = [variant for at, variant in mine if at == number]
             sums = self._score(kind, self.chunks[chunk][number], variants)
             found += [(number, variant, sums[variant]) for variant in variants]
         self._advance(len(units) - len(mine))
-        parts = {(number, variant): sums for share in self.me.gather(found) for number, variant, sums in share}
+        parts = {(number, variant): sums for share in self.process.gather(found) for number, variant, sums in share}
         for variant in todo:
             for name in parts[0, variant]:
                 whole = [value for number in range(len(self.chunks[chunk])) for value in parts[number, variant][name]]
@@ -263,7 +263,7 @@ class LossCache:
 
     def _score(self, kind: str, batch: Batch, variants: Sequence[Variant]) -> dict[Variant, dict[str, list[float]]]:
         if kind != SCALED:
-            return self.scorer.sums(batch, variants, divergence=kind == DIVERGENCE, done=self._advance)
+            return self.scorer.sums(batch, variants, divergence=kind == DIVERGENCE, advance=self._advance)
         found = {}
         for variant in variants:
             scalars = self._tasks[_name(variant)]["scalars"]
@@ -272,12 +272,12 @@ class LossCache:
         return found
 
     def _do(self, group: Sequence[str], work: Mapping[str, Callable[[], Any]]) -> None:
-        mine = {name: work[name]() for at, name in enumerate(group) if at == self.me.rank}
-        for found in self.me.gather(mine):
+        mine = {name: work[name]() for at, name in enumerate(group) if at == self.process.rank}
+        for found in self.process.gather(mine):
             self._tasks |= found
 
     def _save(self) -> None:
-        if self.path is None or not self.me.is_main:
+        if self.path is None or not self.process.is_main:
             return
         document = {
             "schema_version": SCHEMA_VERSION,

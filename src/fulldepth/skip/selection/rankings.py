@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import BASE, Scorer
+from fulldepth.hf import frozen
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.loss_cache import Chunk, LossCache
-from fulldepth.skip.selection.score import BASE, Scorer
-from fulldepth.skip.subject import frozen
 
 STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
 """Granularity -> the sites of what a part adds to, and of what it adds."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import DIVERGENCE
 from fulldepth.results import versions
 from fulldepth.skip.plan import SCHEMA_VERSION
 from fulldepth.skip.selection.elimination import Round
-from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.estimate import plain_flops, plain_forwards
 from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.problem import SearchProblem
-from fulldepth.skip.selection.score import DIVERGENCE
 
 
 def cost_of(
@@ -25,12 +26,12 @@ def cost_of(
 ) -> dict[str, Any]:
     """What the plan says of its making; FLOPs and forwards as one process would spend them."""
     shapes = [batch.shape for chunk in problem.chunks for batch in chunk]
-    plain = loss_cache.costs.plain(picks, shapes)
+    plain = plain_flops(loss_cache.costs, picks, shapes)
     cost: dict[str, Any] = {
         "forwards": int(searched["forwards"]),
         "flops": searched["flops"],
         "seconds": round(searched["seconds"], 3),
-        "plain_forwards": loss_cache.costs.plain_forwards(len(picks)) * len(shapes),
+        "plain_forwards": plain_forwards(loss_cache.costs, len(picks)) * len(shapes),
         "plain_flops": plain,
         "share_of_plain": searched["flops"] / plain,
         "batch_size": problem.settings.batch_size,

@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
@@ -34,12 +36,10 @@ from fulldepth.skip.selection.elimination import Round, chain, eliminate
 from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
 from fulldepth.skip.selection.exact import exact
 from fulldepth.skip.selection.fit import FitResult, fit
-from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.rankings import rank
 from fulldepth.skip.selection.record import cost_of, document_of
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
 from fulldepth.skip.selection.stored import PROGRESS, damaged
 
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
@@ -116,13 +116,13 @@ def search(
     }
     settings = layered(SearchSettings, asked)
     opened = {"tokenizer": tokenizer, "heldout": heldout}
-    with processes() as me, me.holding(output), prepared(model, data, settings, me, **opened) as problem:
-        return search_with(problem, me, watcher or Watcher(), output=output, resume=resume, responses=responses)
+    with processes() as process, process.holding(output), prepared(model, data, settings, process, **opened) as problem:
+        return search_with(problem, process, watcher or Watcher(), output=output, resume=resume, responses=responses)
 
 
 def search_with(
     problem: SearchProblem,
-    me: Processes,
+    process: Processes,
     watcher: Watcher,
     *,
     output: str | Path | None = None,
@@ -132,23 +132,23 @@ def search_with(
     """`search` of a prepared problem, in an output folder that the caller holds; the model is plain afterwards."""
     folder, settings = None if output is None else Path(output), problem.settings
     of = {"model": problem.hash, "data": problem.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
-    done = _finished(folder, of, resume, me)
+    done = _finished(folder, of, resume, process)
     if done is not None:
         return done
     watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
-    found = problem.estimate(me)
+    found = problem.estimate(process)
     watcher.say(found.sentence)
     loss_cache = LossCache(
         problem.scorer,
         problem.chunks,
-        me,
+        process,
         path=None if folder is None else folder / PROGRESS,
         fingerprint=of,
         resume=resume,
         watcher=watcher,
         refit=problem.refit,
     )
-    budget = _agreed_budget(loss_cache, problem, found, me)
+    budget = _agreed_budget(loss_cache, problem, found, process)
     picks, rounds = _pick(loss_cache, problem, budget)
     losses = _losses(loss_cache, picks, settings.criterion)
     searched = dict(loss_cache.spent)
@@ -156,10 +156,10 @@ def search_with(
     problem.scorer.plain()
     cost = cost_of(loss_cache, problem, picks, rounds, searched, healed, control)
     plan = Plan.of(document_of(problem, of, picks, losses, healed, control, cost, responses))
-    if folder is not None and me.is_main:
+    if folder is not None and process.is_main:
         plan.save(folder)
         (folder / PROGRESS).unlink(missing_ok=True)
-    me.wait()
+    process.wait()
     return plan
 
 
@@ -174,13 +174,14 @@ def estimate(
 ) -> Estimate:
     """What `search` with the same arguments will cost at most: forward passes, FLOPs, and seconds by a timed batch."""
     settings = layered(SearchSettings, {"blocks": blocks, **options})
-    with processes() as me, prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
-        return problem.estimate(me)
+    opened = {"tokenizer": tokenizer, "heldout": heldout}
+    with processes() as process, prepared(model, data, settings, process, **opened) as problem:
+        return problem.estimate(process)
 
 
-def _agreed_budget(loss_cache: LossCache, problem: SearchProblem, found: Estimate, me: Processes) -> float | None:
+def _agreed_budget(loss_cache: LossCache, problem: SearchProblem, found: Estimate, process: Processes) -> float | None:
     """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
-    asked = budget_of(problem.settings, found.pace * me.world)
+    asked = budget_of(problem.settings, found.pace * process.world)
     (limit,) = loss_cache.task({"budget": lambda: asked}, lambda _: (0, 0.0), Limit)
     timed = parse_budget(problem.settings.budget)[1] is not None
     if limit != asked and not (timed and limit is not None) and loss_cache.path is not None:
@@ -231,13 +232,13 @@ def _plain(found: FitResult) -> dict[str, Any]:
     return {"scalars": found.scalars.as_dict(), **{name: getattr(found, name) for name in names}}
 
 
-def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Processes) -> Plan | None:
+def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, process: Processes) -> Plan | None:
     """The plan of a search that came to its end, if it is this one.
 
     Raises:
         FulldepthError: if the folder holds a plan and `resume` is not set, or the plan of another search.
     """
-    if folder is None or not me.agree((folder / FILE).exists()):
+    if folder is None or not process.agree((folder / FILE).exists()):
         return None
     if not resume:
         raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
@@ -245,6 +246,6 @@ def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Proc
     settings = {k: v for k, v in of.items() if k not in ("model", "data")}
     if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != (of["model"], of["data"], settings):
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
-    if me.is_main:
+    if process.is_main:
         (folder / PROGRESS).unlink(missing_ok=True)
     return plan
