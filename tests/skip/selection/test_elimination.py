@@ -114,9 +114,9 @@ def test_a_race_loses_its_best_candidate_no_more_often_than_it_says():
             for part in generator.permutation(population).reshape(-1, 8)
         ]
         loss_cache = LossCache(Table(losses, costs), chunks, Processes())
-        (pick,), (how,) = eliminate(loss_cache, "loss", 1, confidence=confidence)
+        (pick,), (how,) = eliminate(loss_cache, 1, confidence=confidence)
         wrong += pick != min(range(1, layers + 1), key=lambda layer: losses[Variant({layer})].sum())
-        scored.append(len(loss_cache.known_chunks("loss", Variant({layers}))))
+        scored.append(len(loss_cache.known_chunks(Variant({layers}))))
         assert how.decided_by in ("bounds", "data")
     assert stats.binom.sf(wrong, draws, 1 - confidence) > 0.001
     assert max(scored) <= 3 < len(chunks)  # of 12 chunks

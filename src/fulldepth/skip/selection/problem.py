@@ -17,11 +17,11 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import check_task, prove
-from fulldepth.execution.scoring import BASE, SCALED, Scorer
+from fulldepth.execution.scoring import BASE, SCALED, Batch, Scorer
 from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import ReadingSettings, SearchSettings, parse_budget
+from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
 from fulldepth.skip.batches import make_batches
 from fulldepth.skip.inputs.examples import Examples, read_examples
 from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
@@ -42,6 +42,16 @@ class SearchProblem:
     settings: SearchSettings
     blocks: int
     refit: Refit | None
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The held-out data."""
+        return [batch for chunk in self.chunks for batch in chunk]
+
+    @property
+    def noted_settings(self) -> dict[str, Any]:
+        """The settings that a plan notes: all but those of the place where it was searched."""
+        return self.settings.model_dump(exclude=PLACES)
 
     def estimate(self, process: Processes) -> Estimate:
         """Bounds, the same in all processes."""
@@ -213,7 +223,7 @@ def _refit(scorer: Scorer, examples: Examples, settings: SearchSettings) -> Refi
     options = refit_options(settings)
     forwards, flops = epoch_flops(scorer.costs, BASE, examples.train, options)
 
-    def one(variant: Variant) -> dict[str, Any]:
+    def fitted(variant: Variant) -> dict[str, Any]:
         return {"scalars": fit(scorer, variant, examples.train, (), options).scalars.as_dict()}
 
-    return Refit(one, forwards, flops)
+    return Refit(fitted, forwards, flops)
