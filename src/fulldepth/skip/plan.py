@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import atomic, read_json
-from fulldepth.hf import GRANULARITIES, Anatomy
+from fulldepth.hf import GRANULARITIES, Anatomy, Scalars, device_of
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, factor_names
 from fulldepth.settings import Settings, layer
@@ -206,17 +206,24 @@ class Plan(Settings):
     def dtype(self) -> str:
         """Precision that the search loaded the model in; `auto` = the checkpoint's own."""
         settings = self.cost.get("settings")
-        found = settings.get("dtype") if isinstance(settings, dict) else None
-        return found if isinstance(found, str) else "auto"
+        dtype = settings.get("dtype") if isinstance(settings, dict) else None
+        return dtype if isinstance(dtype, str) else "auto"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Remarks on the data, from when they were read."""
+        warnings = self.data.get("warnings")
+        return [str(line) for line in warnings] if isinstance(warnings, list) else []
 
     def document(self) -> dict[str, Any]:
         """Plain values in the order of the file, layers by number."""
-        found = self.model_dump(mode="json", by_alias=True)
-        found["scalars"] = {
-            key: {name: found["scalars"][key][name] for name in FACTORS if name in found["scalars"][key]}
-            for key in sorted(found["scalars"], key=int)
+        document = self.model_dump(mode="json", by_alias=True)
+        scalars = document["scalars"]
+        document["scalars"] = {
+            key: {name: scalars[key][name] for name in FACTORS if name in scalars[key]}
+            for key in sorted(scalars, key=int)
         }
-        return found
+        return document
 
     def save(self, path: str | Path) -> Path:
         """Write the plan, whole or not at all; the same plan gives the same bytes.
@@ -278,6 +285,13 @@ class Plan(Settings):
                 f"The plan is for another {kind}: the weights are not those of {name} that it was made for. "
                 "Give the checkpoint that was searched, in the precision in which it was searched, or search again."
             )
+
+
+def plan_scalars(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
+    """A plan's scalars, float32, beside the model's weights; None if none were fitted."""
+    if plan is None or plan.healed_loss is None:
+        return None
+    return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
 
 
 def check_scalars(plan: Plan) -> None:

@@ -94,7 +94,7 @@ class Table:
     def __init__(self, losses: dict[Variant, np.ndarray], costs: Costs) -> None:
         self.losses, self.costs = losses, costs
 
-    def sums(self, batch: Any, variants: Any, *, divergence: bool, done: Any) -> Any:
+    def sums(self, batch: Any, variants: Any, *, divergence: bool, advance: Any) -> Any:
         return {variant: {"loss": list(self.losses[variant][batch.inputs["rows"]])} for variant in variants}
 
 

@@ -12,14 +12,14 @@ import pandas as pd
 
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import PHASES
-from fulldepth.results import COLUMNS, Finding, tabulate
+from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
+from fulldepth.skip.assessment.tables import joined, spread, with_differences
 from fulldepth.skip.assessment.tasks import Score
 
 RESTLESS = 0.02
 """Standard error of a share of time saved, from which on times are called restless."""
-KEYS = ["measure", "site", "statistic", "batch", "context"]
-"""What a value and the original's must share to be compared."""
+GRID = ("batch", "context")
 
 
 class Cell(NamedTuple):
@@ -116,20 +116,9 @@ def table_of(measured: Measured) -> pd.DataFrame:
             tabulate(list(_rows(measured, label, cell)), model=label, batch=cell.batch, context=cell.context)
             for cell in measured.cells
         ]
-    for table in tables:
-        table[["batch", "context"]] = table[["batch", "context"]].astype("Int64")
-    table = pd.concat(tables, ignore_index=True)
-    table["difference"] = _differences(table, measured.labels[0])
-    return table[[*COLUMNS, "model", "batch", "context", "difference"]]
-
-
-def _differences(table: pd.DataFrame, original: str) -> Any:
-    """The value minus that of the original; NaN for its own rows and where it has none."""
-    base = table[table["model"] == original][[*KEYS, "value"]]
-    merged = table[[*KEYS, "value"]].merge(base, on=KEYS, how="left", suffixes=("", "_original"))
-    found = (merged["value"] - merged["value_original"]).to_numpy(copy=True)
-    found[(table["model"] == original).to_numpy()] = float("nan")
-    return found
+    table = with_differences(joined(tables, model="str", batch="Int64", context="Int64"), measured.labels[0], *GRID)
+    table.loc[table["model"] == measured.labels[0], "difference"] = math.nan
+    return table
 
 
 def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...]]:
@@ -138,10 +127,10 @@ def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...
     yield "peak_memory", "model", None, None, "value", measured.peak[label, cell], None, "bytes"
     yield "kv_bytes_per_token", "model", None, None, "value", measured.kv[label, cell], tokens, "bytes"
     for phase in PHASES:
-        yield from _spread(f"{phase}_time", phase, measured.times[label, cell, phase], "s")
+        yield from spread(f"{phase}_time", phase, measured.times[label, cell, phase], "s")
         if label == measured.labels[0]:
             if measured.attention is not None:
-                yield from _spread("attention_share", phase, measured.saved(measured.attention, cell, phase), "1")
+                yield from spread("attention_share", phase, measured.saved(measured.attention, cell, phase), "1")
             continue
         yield from _saved_rows(measured, label, cell, phase)
 
@@ -150,7 +139,7 @@ def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Itera
     """The time that an export saves in one phase, as measured and as predicted."""
     saved = measured.saved(label, cell, phase)
     skipped_blocks = measured.skipped_blocks[label]
-    yield from _spread("time_saved", phase, saved, "1")
+    yield from spread("time_saved", phase, saved, "1")
     if skipped_blocks is not None and skipped_blocks.layers:
         share = median(saved) / len(skipped_blocks.layers)
         yield "time_saved_per_block", phase, None, None, "median", share, len(saved), "1"
@@ -178,11 +167,6 @@ def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
         yield "task_score", score.task, None, None, score.metric, score.value, score.count, "1"
         if score.error is not None:
             yield "task_score", score.task, None, None, f"{score.metric}_stderr", score.error, score.count, "1"
-
-
-def _spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iterator[tuple[Any, ...]]:
-    for statistic, value in (("median", median(values)), ("min", min(values)), ("max", max(values))):
-        yield measure, site, None, None, statistic, value, len(values), unit
 
 
 def headline(measured: Measured) -> dict[str, Finding]:

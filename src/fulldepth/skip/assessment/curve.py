@@ -21,10 +21,11 @@ from fulldepth.execution.language_model import check_task
 from fulldepth.execution.scoring import BASE, Batch
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
+from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
+from fulldepth.skip.assessment.tables import joined
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
@@ -168,7 +169,7 @@ class _Read(NamedTuple):
 def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
     """Read every held-out sequence at every number; processes share the batches."""
     variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
-    batches = [batch for chunk in problem.chunks for batch in chunk]
+    batches = problem.batches
     sums: dict[int, dict[str, np.ndarray]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
@@ -207,15 +208,10 @@ def _results(
         "data": plan.data,
         "plan": plan.document(),
         "break_point": end.document(),
-        "warnings": [str(line) for line in _warnings(plan)],
+        "warnings": plan.warnings,
         "headline": _headline(plan, end, table),
     }
     return Results(table, dict(finite(document)))
-
-
-def _warnings(plan: Plan) -> list[Any]:
-    found = plan.data.get("warnings")
-    return found if isinstance(found, list) else []
 
 
 def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
@@ -238,9 +234,7 @@ def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
         answer = (("value", end.blocks), ("low", end.low), ("high", end.high))
         rows = [("break_point", "model", None, None, name, value, count, "layers") for name, value in answer]
         tables.append(tabulate(rows, removed=end.blocks))
-    table = pd.concat(tables, ignore_index=True)
-    table["removed"] = table["removed"].astype("Int64")
-    return table[[*COLUMNS, "removed"]]
+    return joined(tables, removed="Int64")
 
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:

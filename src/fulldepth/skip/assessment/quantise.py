@@ -45,13 +45,12 @@ from fulldepth.skip.assessment.quantise_table import (
     SKIPPED,
     Combination,
     headline,
-    scalars_of,
     table_of,
 )
 from fulldepth.skip.assessment.quantisers import PACKAGES, check_method, int8
 from fulldepth.skip.assessment.saved import Saver
 from fulldepth.skip.inputs.examples import Examples
-from fulldepth.skip.plan import FILE, Plan
+from fulldepth.skip.plan import FILE, Plan, plan_scalars
 from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.search import search_with
 
@@ -222,9 +221,9 @@ def _whole(anatomy: Anatomy, plan: Plan, examples: Examples, work: _Work, saver:
 
 def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
     """A model with its loss over all held-out tokens."""
-    scorer, batches = problem.scorer, [batch for chunk in problem.chunks for batch in chunk]
+    scorer, batches = problem.scorer, problem.batches
     variant = Variant(() if plan is None else plan.blocks)
-    scalars = scalars_of(plan, scorer.anatomy)
+    scalars = plan_scalars(plan, scorer.anatomy)
     total = sum(sum(scorer.healed_sums(batch, variant, scalars)[LOSS]) for batch in batches)
     tokens = sum(len(batch.targets) for batch in batches)
     return Combination(name, scorer.anatomy, plan, total / tokens, tokens)

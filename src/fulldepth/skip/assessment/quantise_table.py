@@ -15,15 +15,14 @@ from fulldepth.execution.latency import PHASES
 from fulldepth.execution.memory import parameter_bytes
 from fulldepth.hf import Anatomy, skipping
 from fulldepth.hf.scalars import Scalars
-from fulldepth.results import COLUMNS, Finding, tabulate
+from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.outcome_headline import PARTS, nats
-from fulldepth.skip.plan import Plan
+from fulldepth.skip.assessment.tables import joined, spread, with_differences
+from fulldepth.skip.plan import Plan, plan_scalars
 
 ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
 NAMES = (ORIGINAL, SKIPPED, QUANTISED, FIRST, SECOND)
-KEYS = ["measure", "site", "statistic"]
-"""What a value and the original's must share to be compared."""
 CLOSE = 0.01
 """Losses within one per cent of what quantisation or removal costs are called equal."""
 
@@ -45,7 +44,7 @@ class Combination:
     @property
     def scalars(self) -> Scalars | None:
         """Its factors; None if it has none."""
-        return scalars_of(self.plan, self.anatomy)
+        return plan_scalars(self.plan, self.anatomy)
 
     def switched(self) -> AbstractContextManager[Any]:
         """Its blocks skipped, inside `with`."""
@@ -59,13 +58,6 @@ class Combination:
         scalars = self.scalars
         extra = 0 if scalars is None else parameter_bytes(scalars)
         return parameter_bytes(self.anatomy.model) - removed_bytes(self.anatomy, self.plan) + extra
-
-
-def scalars_of(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
-    """A plan's scalars, float32, beside the model's weights."""
-    if plan is None or plan.healed_loss is None:
-        return None
-    return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(anatomy.model.device)
 
 
 def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
@@ -92,14 +84,9 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
             ("parameter_bytes", "model", None, None, "value", combination.bytes, None, "bytes"),
         ]
         for phase in PHASES:
-            seconds = combination.times[phase]
-            for statistic, value in (("median", median(seconds)), ("min", min(seconds)), ("max", max(seconds))):
-                rows.append((f"{phase}_time", phase, None, None, statistic, value, len(seconds), "s"))
+            rows += spread(f"{phase}_time", phase, combination.times[phase], "s")
         tables.append(tabulate(rows, model=combination.name))
-    table = pd.concat(tables, ignore_index=True)
-    original = table[table.model == ORIGINAL].set_index(KEYS)["value"]
-    table["difference"] = table["value"] - [original[key] for key in table[KEYS].itertuples(index=False, name=None)]
-    return table[[*COLUMNS, "model", "difference"]]
+    return with_differences(joined(tables, model="str"), ORIGINAL)
 
 
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.flops import Costs, Shape, Variant
-from fulldepth.execution.scoring import BASE, SCALED, Scorer
+from fulldepth.execution.flops import Costs, Shape
+from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED, Scorer
 from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
@@ -46,26 +46,23 @@ class Estimate:
 
 def fit_options(settings: SearchSettings) -> FitOptions:
     """Of the final fit."""
-    return FitOptions(
-        settings.learning_rate,
-        settings.epochs,
-        settings.fit_batch_size,
-        min(settings.batch_size, settings.fit_batch_size),
-        settings.patience,
-        settings.per_channel,
-        settings.fit_kl,
-        settings.seed,
-        settings.gradient_checkpointing,
+    return replace(
+        refit_options(settings),
+        learning_rate=settings.learning_rate,
+        epochs=settings.epochs,
+        patience=settings.patience,
+        per_channel=settings.per_channel,
+        kl=settings.fit_kl,
     )
 
 
 def refit_options(settings: SearchSettings) -> FitOptions:
     """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
     return FitOptions(
-        1e-2,
-        1,
-        settings.fit_batch_size,
-        min(settings.batch_size, settings.fit_batch_size),
+        learning_rate=1e-2,
+        epochs=1,
+        batch_size=settings.fit_batch_size,
+        micro_batch_size=min(settings.batch_size, settings.fit_batch_size),
         seed=settings.seed,
         checkpointing=settings.gradient_checkpointing,
     )
@@ -156,17 +153,17 @@ def least_flops(
     return whole_flops(costs, chunks) + blocks * round_flops(costs, chunks, criterion, refit)
 
 
-def check_budget(settings: SearchSettings, found: Estimate, least: float, budget: float | None) -> None:
+def check_budget(settings: SearchSettings, expected: Estimate, least: float, budget: float | None) -> None:
     """Refuse a search that cannot be made within its budget.
 
     Raises:
         FulldepthError: with what it needs.
     """
-    needs = least if settings.search == "greedy" else found.flops
+    needs = least if settings.search == "greedy" else expected.flops
     if budget is not None and needs > budget:
         hint = "" if settings.search == "greedy" else ", or --search greedy, which ends rounds early"
         raise FulldepthError(
-            f"The search needs up to {needs:.3g} FLOPs ({_time(needs / found.pace)}), the budget is {budget:.3g}. "
+            f"The search needs up to {needs:.3g} FLOPs ({_time(needs / expected.pace)}), the budget is {budget:.3g}. "
             f"Give it more, fewer blocks or less data{hint}."
         )
 
@@ -175,31 +172,24 @@ def _search(
     costs: Costs, shapes: Sequence[Shape], settings: SearchSettings, blocks: int, refit: Refit | None
 ) -> tuple[int, float]:
     """Batches run and FLOPs at most, the plan's own losses included."""
-    every = (blocks + 1) * len(shapes)
-    chain = sum(costs.whole(BASE, shape) for shape in shapes) * (blocks + 1)
-    singles = costs.candidates(())
-    by_round = settings.search in ("greedy", "exact")
+    whole = sum(costs.whole(BASE, shape) for shape in shapes)
+    forwards, flops = (blocks + 1) * len(shapes), (blocks + 1) * whole
     if settings.search in ("random", "last", "given"):
-        return every, chain
+        return forwards, flops
     if settings.search in ("cosine", "taylor"):
         each = costs.training if settings.search == "taylor" else costs.whole
-        return every + len(shapes), chain + sum(each(BASE, shape) for shape in shapes)
-    rounds = range(blocks) if by_round else range(1)
-    passes = sum(len(singles) - number for number in rounds)
-    every += passes * len(shapes)
+        return forwards + len(shapes), flops + sum(each(BASE, shape) for shape in shapes)
+    rounds = range(blocks) if settings.search in ("greedy", "exact") else range(1)
+    passes = sum(len(costs.able) - number for number in rounds)
+    forwards += passes * len(shapes)
     if settings.criterion == SCALED and refit is not None:
-        whole = sum(costs.whole(BASE, shape) for shape in shapes)
-        return every + passes * refit.forwards, chain + passes * (whole + refit.flops)
+        return forwards + passes * refit.forwards, flops + passes * (whole + refit.flops)
+    base = [BASE] if settings.criterion == DIVERGENCE else []
     orders = (costs.able[:blocks], costs.able[::-1][:blocks])  # blocks that go first or last cost the most
-    flops = max(
-        sum(_round(costs, shapes, order[:number], settings.criterion == "kl") for number in rounds) for order in orders
+    return forwards, flops + max(
+        sum(costs.shared([*costs.candidates(order[:number]), *base], shape) for number in rounds for shape in shapes)
+        for order in orders
     )
-    return every, flops + chain
-
-
-def _round(costs: Costs, shapes: Sequence[Shape], picks: Sequence[int], divergence: bool) -> float:
-    variants: list[Variant] = [*costs.candidates(picks), *([BASE] if divergence else [])]
-    return sum(costs.shared(variants, shape) for shape in shapes)
 
 
 def _time(seconds: float) -> str:
