@@ -21,7 +21,7 @@ statistic: lm-eval's metric, and its `_stderr`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_entries import Entry, open_entries
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, table_of
-from fulldepth.skip.assessment.heldout_loss import heldout_losses
+from fulldepth.skip.assessment.heldout_loss import heldout_losses, vocabulary
 from fulldepth.skip.assessment.tasks import TaskScorer
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.selection.problem import read_data, tokenizer_of
@@ -96,9 +96,9 @@ def bench(
             different devices or know different tokens, a context with its new tokens exceeds their positions, or the
             data cannot be read (as `search`).
     """
-    asked: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats}
-    asked |= {} if contexts is None else {"contexts": list(contexts)}
-    settings = layered(BenchSettings, {**asked, "seed": seed, "device": device, "dtype": dtype, **options})
+    fields: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+    fields |= {} if contexts is None else {"contexts": list(contexts)}
+    settings = layered(BenchSettings, {**fields, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Nothing to compare the original with: name one export or more.")
     watcher = watcher or Watcher()
@@ -106,39 +106,36 @@ def bench(
     with ExitStack() as modes:
         for entry in entries:
             modes.enter_context(evaluating(entry.model))
-        results = _bench(entries, settings, contexts is None, _Asked(data, heldout, tokenizer), watcher)
+        subject = _Original.of(entries)
+        if contexts is None:
+            settings = _shortened(settings, subject.anatomy.max_positions)
+        results = _bench(entries, subject, settings, watcher, data=data, heldout=heldout, tokenizer=tokenizer)
     if output is not None:
         results.save(output)
     return results
 
 
-class _Asked(NamedTuple):
-    """What losses are to be read on."""
-
-    data: Any
-    heldout: Any
-    tokenizer: Any
-
-    def examples(self, entry: Entry, anatomy: Anatomy, settings: BenchSettings) -> Examples | None:
-        """The sequences, read as the original reads them; None if no loss is asked for."""
-        if self.data is None and self.heldout is None:
-            return None
-        place = Checkpoint(entry.model, entry.name)
-        return read_data(place, anatomy, self.data, settings, tokenizer=self.tokenizer, heldout=self.heldout)
-
-
 def _bench(
-    entries: Sequence[Entry], settings: BenchSettings, shorten: bool, asked: _Asked, watcher: Watcher
+    entries: Sequence[Entry],
+    subject: _Original,
+    settings: BenchSettings,
+    watcher: Watcher,
+    *,
+    data: Any,
+    heldout: Any,
+    tokenizer: Any,
 ) -> Results:
     """Everything about models in memory."""
-    subject = _Original.of(entries)
-    if shorten:
-        settings = _fitting(settings, subject.anatomy.max_positions)
+    first, models = entries[0], {entry.label: entry.model for entry in entries}
     _check(entries, subject.anatomy, settings)
-    entries[0].hash = model_hash(entries[0].model)
-    examples = asked.examples(entries[0], subject.anatomy, settings)
-    scorer = _scorer(entries[0], settings, asked.tokenizer)
-    models = {entry.label: entry.model for entry in entries}
+    first.hash = model_hash(first.model)
+    checkpoint, examples, scorer = Checkpoint(first.model, first.name), None, None
+    if data is not None or heldout is not None:
+        opened = {"tokenizer": tokenizer, "heldout": heldout}
+        examples = read_data(checkpoint, subject.anatomy, data, settings, **opened)
+    if settings.tasks:
+        tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
+        scorer = TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
     losses = None if examples is None else heldout_losses(models, examples.heldout, settings.batch_size, watcher)
     measured = _measure(entries, subject, settings, watcher)
     measured.losses = losses
@@ -148,7 +145,7 @@ def _bench(
 
 
 class _Original(NamedTuple):
-    """The original, understood: what can be skipped in it, and what it multiplies."""
+    """The proven original, and what can be skipped in it."""
 
     anatomy: Anatomy
     classifier: Classifier
@@ -163,33 +160,23 @@ class _Original(NamedTuple):
         ids = torch.arange(3, 11).view(2, 4) % (check_task(anatomy_candidates(model)[0]).vocab_size or 1)
         anatomy, classifier = prove(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         toggles, warnings = {}, []
-        every = SkippedBlocks("attention", frozenset(anatomy.layers_with("attention")))
-        for skipped_blocks in dict.fromkeys([every, *(entry.skipped_blocks for entry in entries[1:])]):
-            if skipped_blocks is None or not skipped_blocks.layers:
+        attention = SkippedBlocks("attention", frozenset(anatomy.layers_with("attention")))
+        for blocks in dict.fromkeys([attention, *(entry.skipped_blocks for entry in entries[1:])]):
+            if blocks is None or not blocks.layers:
                 continue
             try:
-                with skipping(anatomy, skipped_blocks.layers, skipped_blocks.granularity):
-                    toggles[skipped_blocks] = (
-                        f"without the {skipped_blocks.granularity} of {sorted(skipped_blocks.layers)}"
-                    )
+                with skipping(anatomy, blocks.layers, blocks.granularity):
+                    toggles[blocks] = f"without the {blocks.granularity} of {sorted(blocks.layers)}"
             except FulldepthError as error:
                 warnings.append(f"No toggled prediction: {error}")
         return cls(anatomy, classifier, toggles, warnings)
 
 
-def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
-    """The contexts that nobody asked for, no longer than the model's positions allow."""
-    most = max(1, (limit or max(settings.contexts) + settings.new_tokens) - settings.new_tokens)
-    fitting = list(dict.fromkeys(min(context, most) for context in settings.contexts))
-    return settings.model_copy(update={"contexts": fitting})
-
-
-def _scorer(entry: Entry, settings: BenchSettings, tokenizer: Any) -> TaskScorer | None:
-    """What scores models on the tasks that are asked for, with the original's tokenizer unless another is named."""
-    if not settings.tasks:
-        return None
-    tokenizer = tokenizer_of(Checkpoint(entry.model, entry.name), settings, tokenizer)
-    return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
+def _shortened(settings: BenchSettings, limit: int | None) -> BenchSettings:
+    """The default contexts, no longer than the model's positions allow."""
+    longest = max(settings.contexts) if limit is None else max(1, limit - settings.new_tokens)
+    contexts = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
+    return settings.model_copy(update={"contexts": contexts})
 
 
 def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
@@ -199,11 +186,10 @@ def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) 
     for entry in entries[1:]:
         if entry.model.device != first.device:
             raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")
-        embeddings: Any = entry.model.get_input_embeddings()
-        words = int(embeddings.weight.shape[0])
-        if words != anatomy.vocab_size:
+        size = vocabulary(entry.model)
+        if size != anatomy.vocab_size:
             raise FulldepthError(
-                f"{entry.label} knows {words} tokens, the original {anatomy.vocab_size}: they are not the same model."
+                f"{entry.label} knows {size} tokens, the original {anatomy.vocab_size}: they are not the same model."
             )
 
 
@@ -245,7 +231,7 @@ def _document(
     settings: BenchSettings,
     examples: Examples | None,
 ) -> dict[str, Any]:
-    """Everything that `results.json` says, apart from the table."""
+    """Everything in `results.json` but the table."""
     first, data = entries[0], {} if examples is None else examples.meta
     described = [entry.describe(entry is first) for entry in entries]
     document = {
@@ -254,40 +240,26 @@ def _document(
         "model": described[0]["model"],
         "models": described,
         "data": data or None,
-        "warnings": [
-            *subject.warnings,
-            *_mismatches(entries, settings),
-            *data.get("warnings", []),
-            *_optimistic(entries, data),
-            *noise(measured),
-        ],
+        "warnings": [*subject.warnings, *_warnings(entries, settings, data), *noise(measured)],
         "headline": headline(measured),
     }
     return dict(finite(document))
 
 
-def _optimistic(entries: Sequence[Entry], data: Mapping[str, Any]) -> list[str]:
-    """Says so where blocks were chosen on the very sequences that losses were read on."""
-    chosen = [
-        entry.label
-        for entry in entries[1:]
-        if data and (entry.notes.get("plan") or {}).get("data", {}).get("hash") == data.get("hash")
-    ]
-    if not chosen:
-        return []
-    return [
-        f"The losses of {', '.join(chosen)} are optimistic: blocks were chosen on the same held-out sequences. Name "
-        "other data as held-out data."
-    ]
-
-
-def _mismatches(entries: Sequence[Entry], settings: BenchSettings) -> list[str]:
-    """What makes a comparison unfair."""
-    first, lines = entries[0], []
+def _warnings(entries: Sequence[Entry], settings: BenchSettings, data: Mapping[str, Any]) -> Iterator[str]:
+    """What makes a comparison unfair, and losses optimistic."""
+    first, chosen = entries[0], []
     for entry in entries[1:]:
-        planned = (entry.notes.get("plan") or {}).get("model", {}).get("hash")
+        planned = entry.plan.get("model", {}).get("hash")
         if entry.model.dtype != first.model.dtype:
-            lines.append(f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}.")
+            yield f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}."
         elif settings.dtype == "auto" and planned not in (None, first.hash):
-            lines.append(f"{entry.label} was made from other weights than those of {first.label}.")
-    return lines
+            yield f"{entry.label} was made from other weights than those of {first.label}."
+        if data and entry.plan.get("data", {}).get("hash") == data.get("hash"):
+            chosen.append(entry.label)
+    yield from data.get("warnings", [])
+    if chosen:
+        yield (
+            f"The losses of {', '.join(chosen)} are optimistic: blocks were chosen on the same held-out sequences. "
+            "Name other data as held-out data."
+        )

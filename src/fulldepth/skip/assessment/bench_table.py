@@ -68,30 +68,28 @@ class Measured:
     def saved(self, key: str, cell: Cell, phase: str) -> list[float]:
         """Share of the original's time that was saved in each round."""
         own, base = self.times[key, cell, phase], self.times[self.labels[0], cell, phase]
-        return [1 - now / before for now, before in zip(own, base, strict=True)]
+        return [1 - seconds / before for seconds, before in zip(own, base, strict=True)]
 
     def predicted(self, label: str, cell: Cell, phase: str) -> dict[str, float]:
         """How it was predicted -> the share of time saved; nothing where it is not known what a model lacks."""
         skipped_blocks = self.skipped_blocks[label]
         if skipped_blocks is None:
             return {}
-        found = {"flops": self.flops_saved(skipped_blocks, cell, phase)}
+        costs = self.costs[skipped_blocks.granularity]
+        flops, original = (
+            step_flops(costs, layers, cell, phase, self) for layers in (skipped_blocks.layers, Variant())
+        )
+        shares = {"flops": 1 - flops / original}
         if not skipped_blocks.layers:
-            found["toggled"] = 0.0
+            shares["toggled"] = 0.0
         elif skipped_blocks in self.toggles:
-            found["toggled"] = median(self.saved(self.toggles[skipped_blocks], cell, phase))
-        return found
-
-    def flops_saved(self, skipped_blocks: SkippedBlocks, cell: Cell, phase: str) -> float:
-        """Share of the operations of a step that are not done."""
-        whole = step_flops(self.costs[skipped_blocks.granularity], frozenset(), cell, phase, self)
-        return 1 - step_flops(self.costs[skipped_blocks.granularity], skipped_blocks.layers, cell, phase, self) / whole
+            shares["toggled"] = median(self.saved(self.toggles[skipped_blocks], cell, phase))
+        return shares
 
     @property
     def attention(self) -> str | None:
         """The key of the original without any attention."""
-        every = frozenset(self.costs["attention"].able)
-        return self.toggles.get(SkippedBlocks("attention", every))
+        return self.toggles.get(SkippedBlocks("attention", Variant(self.costs["attention"].able)))
 
 
 def step_flops(costs: Costs, layers: Variant, cell: Cell, phase: str, measured: Measured) -> float:
@@ -131,8 +129,8 @@ def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...
         if label == measured.labels[0]:
             if measured.attention is not None:
                 yield from spread("attention_share", phase, measured.saved(measured.attention, cell, phase), "1")
-            continue
-        yield from _saved_rows(measured, label, cell, phase)
+        else:
+            yield from _saved_rows(measured, label, cell, phase)
 
 
 def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Iterator[tuple[Any, ...]]:
@@ -171,10 +169,10 @@ def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
 
 def headline(measured: Measured) -> dict[str, Finding]:
     """For each export the loss that it adds, and for each phase the share of time saved, beside what was predicted."""
-    found = {}
+    findings = {}
     for label in measured.labels[1:]:
         if measured.losses is not None:
-            found[f"loss_added {label}"] = _loss_added(measured.losses, measured.labels[0], label)
+            findings[f"loss_added {label}"] = _loss_added(measured.losses, measured.labels[0], label)
         for phase in PHASES:
             shares = [median(measured.saved(label, cell, phase)) for cell in measured.cells]
             value = median(shares)
@@ -183,8 +181,8 @@ def headline(measured: Measured) -> dict[str, Finding]:
             if len(shares) > 1:
                 sentence += f" (over the grid {_percent(min(shares))} to {_percent(max(shares))})"
             ending = _expectation(measured.skipped_blocks[label], guesses)
-            found[f"{phase}_time_saved {label}"] = Finding(value, "1", f"{sentence}{ending}.")
-    return found
+            findings[f"{phase}_time_saved {label}"] = Finding(value, "1", f"{sentence}{ending}.")
+    return findings
 
 
 def _loss_added(losses: HeldoutLosses, original: str, label: str) -> Finding:
@@ -202,12 +200,12 @@ def _expectation(skipped_blocks: SkippedBlocks | None, guesses: Sequence[Mapping
     """What was to be expected, as the end of a sentence."""
     if skipped_blocks is not None and not skipped_blocks.layers:
         return "; it computes all that the original computes"
-    said = [
-        f"{_percent(median([guess[how] for guess in guesses]))} {words}"
-        for how, words in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
+    predictions = [
+        f"{_percent(median([guess[how] for guess in guesses]))} {method}"
+        for how, method in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
         if all(how in guess for guess in guesses)
     ]
-    return f"; predicted: {', '.join(said)}" if said else ""
+    return f"; predicted: {', '.join(predictions)}" if predictions else ""
 
 
 def _percent(share: float) -> str:
@@ -215,7 +213,7 @@ def _percent(share: float) -> str:
 
 
 def noise(measured: Measured) -> list[str]:
-    """Says so where times were restless: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
+    """A warning where times vary much: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
     errors = [
         1.25 * stdev(shares) / len(shares) ** 0.5
         for label in measured.labels[1:]

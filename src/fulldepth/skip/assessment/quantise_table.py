@@ -41,6 +41,23 @@ class Combination:
     times: dict[str, list[float]] = field(default_factory=dict)
     """Phase -> seconds of each round."""
 
+    def document(self) -> dict[str, Any]:
+        """Its entry in `results.json`."""
+        model, plan = self.anatomy.model, self.plan
+        return {
+            "label": self.name,
+            "baseline": self.name == ORIGINAL,
+            "model": {
+                "class": type(model).__name__,
+                "num_layers": self.anatomy.num_layers,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "quantised": self.name not in (ORIGINAL, SKIPPED),
+            },
+            "granularity": None if plan is None else plan.granularity,
+            "blocks": None if plan is None else plan.blocks,
+            "healed": plan is not None and plan.healed_loss is not None,
+        }
+
     @property
     def scalars(self) -> Scalars | None:
         """Its factors; None if it has none."""
@@ -69,9 +86,9 @@ def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
         if plan.granularity == "layer":
             removed.append(anatomy.blocks[layer - 1])
             continue
-        kept = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
-        found = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
-        removed.extend(module for module in found if module is not None and module not in kept)
+        shared = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
+        parts = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
+        removed.extend(module for module in parts if module is not None and module not in shared)
     return parameter_bytes(removed)
 
 
@@ -91,27 +108,21 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
 
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
     """Which order is better, and what every combination costs and saves."""
-    by = {combination.name: combination for combination in combinations}
-    found = {"order": _order(by)}
-    for name in NAMES[1:]:
-        found[name] = _cost(by[name], by[ORIGINAL])
-    return found
+    by_name = {combination.name: combination for combination in combinations}
+    return {"order": _order(by_name)} | {name: _cost(by_name[name], by_name[ORIGINAL]) for name in NAMES[1:]}
 
 
-def _order(by: dict[str, Combination]) -> Finding:
+def _order(by_name: dict[str, Combination]) -> Finding:
     """The loss of one order minus that of the other."""
-    first, second = by[FIRST], by[SECOND]
+    first, second = by_name[FIRST], by_name[SECOND]
     assert first.plan is not None
     assert second.plan is not None
     gap = first.loss - second.loss
-    cost = max(abs(by[name].loss - by[ORIGINAL].loss) for name in NAMES[1:])
-    listed = [
-        ", ".join(map(str, combination.plan.blocks)) for combination in (first, second) if combination.plan is not None
-    ]
-    same = set(first.plan.blocks) == set(second.plan.blocks)
-    which = f"both remove layers {', '.join(map(str, sorted(first.plan.blocks)))}"
-    if not same:
-        which = f"they remove layers {listed[0]} and {listed[1]}"
+    cost = max(abs(by_name[name].loss - by_name[ORIGINAL].loss) for name in NAMES[1:])
+    if set(first.plan.blocks) == set(second.plan.blocks):
+        which = f"both remove layers {_listed(sorted(first.plan.blocks))}"
+    else:
+        which = f"they remove layers {_listed(first.plan.blocks)} and {_listed(second.plan.blocks)}"
     if abs(gap) <= CLOSE * cost:
         verdict = "The order does not matter"
     else:
@@ -125,19 +136,17 @@ def _order(by: dict[str, Combination]) -> Finding:
 
 def _cost(combination: Combination, original: Combination) -> Finding:
     """Loss, size and times beside the original's."""
-    added = combination.loss - original.loss
-    healed = (
-        "" if combination.plan is None else ", healed" if combination.plan.healed_loss is not None else ", not healed"
-    )
-    change = f"{nats(added)} more loss" if added >= 0 else f"{nats(-added)} less loss"
+    added, plan = combination.loss - original.loss, combination.plan
+    healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
     shares = {phase: median(combination.times[phase]) / median(original.times[phase]) for phase in PHASES}
+    times = {phase: f"{abs(1 - share):.0%} {'less' if share <= 1 else 'more'} time" for phase, share in shares.items()}
     sentence = (
-        f"{combination.name[0].upper()}{combination.name[1:]}: {change} than the original "
-        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, "
-        f"{_times(shares['prefill'])} for a prompt, {_times(shares['decode'])} for a decoded token."
+        f"{combination.name[0].upper()}{combination.name[1:]}: {nats(abs(added))} {'more' if added >= 0 else 'less'} "
+        f"loss than the original ({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its "
+        f"parameter bytes, {times['prefill']} for a prompt, {times['decode']} for a decoded token."
     )
     return Finding(added, "nats", sentence)
 
 
-def _times(share: float) -> str:
-    return f"{abs(1 - share):.0%} {'less' if share <= 1 else 'more'} time"
+def _listed(blocks: Sequence[int]) -> str:
+    return ", ".join(map(str, blocks))
