@@ -119,11 +119,7 @@ def curve(
 
 
 def _check_numbers(max_blocks: Any, tolerance: Any) -> None:
-    """Refuse what is no number of blocks, or no number of nats.
-
-    Raises:
-        FulldepthError: if one of them is none.
-    """
+    """Refuse what is no number of blocks, or no number of nats."""
     if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
         raise FulldepthError(
             f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
@@ -137,11 +133,7 @@ def _check_numbers(max_blocks: Any, tolerance: Any) -> None:
 
 
 def _check_folder(output: str | Path | None, resume: bool) -> None:
-    """Refuse a folder with results, unless they are of a curve that is to go on.
-
-    Raises:
-        FulldepthError: if it holds other results.
-    """
+    """Refuse a folder with results, unless they are of a curve that is to go on."""
     if output is None:
         return
     folder = Path(output)

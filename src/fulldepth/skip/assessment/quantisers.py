@@ -73,11 +73,7 @@ def int8(anatomy: Anatomy) -> Anatomy:
 
 @torch.no_grad()
 def _check_runs(module: nn.Linear) -> None:
-    """Refuse a linear layer of a family's own, such as Falcon's, that asks of its weights what packed ones cannot do.
-
-    Raises:
-        FulldepthError: naming it.
-    """
+    """Refuse a linear layer of a family's own, such as Falcon's, that asks of its weights what packed ones cannot do."""
     if type(module).forward is nn.Linear.forward:
         return
     try:

@@ -217,11 +217,7 @@ def _fits(loss_cache: LossCache, problem: SearchProblem, picks: Sequence[int], w
 
 
 def _finished(folder: Path | None, problem: SearchProblem, resume: bool, process: Processes) -> Plan | None:
-    """The plan of a search that came to its end, if it is this one.
-
-    Raises:
-        FulldepthError: if the folder holds a plan and `resume` is not set, or the plan of another search.
-    """
+    """The plan of a search that came to its end, if it is this one."""
     if folder is None or not process.agree((folder / FILE).exists()):
         return None
     if not resume:
