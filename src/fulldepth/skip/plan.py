@@ -46,7 +46,7 @@ FLOAT32 = 3.4e38
 
 
 def _must(is_right: Callable[[Any], bool], expected: str) -> pydantic.AfterValidator:
-    """A check of one entry, in the words that errors are made of."""
+    """A check of one entry; `expected` is what an error says."""
 
     def check(value: Any) -> Any:
         if not is_right(value):
@@ -63,12 +63,12 @@ Factors = dict[str, dict[str, Factor | list[Factor]]]
 """Layer -> name -> factor (per channel: a list)."""
 
 
-def _one_of(kind: str, known: Collection[str]) -> pydantic.AfterValidator:
-    """A check of a name, which says the nearest one that is known."""
+def _one_of(kind: str, choices: Collection[str]) -> pydantic.AfterValidator:
+    """A check of a name; the error says the nearest choice."""
 
     def check(name: str) -> str:
-        if name not in known:
-            raise unknown(kind, name, known)
+        if name not in choices:
+            raise unknown(kind, name, choices)
         return name
 
     return pydantic.AfterValidator(check)
@@ -313,8 +313,8 @@ def check_scalars(plan: Plan) -> None:
         return
     named = {int(key) for key in plan.scalars}
     depth = max(named | set(plan.blocks))
-    known = named | set(plan.blocks if plan.granularity == "layer" else ())
-    if missing := list(islice((number for number in range(1, depth + 1) if number not in known), 9)):
+    covered = named | set(plan.blocks if plan.granularity == "layer" else ())
+    if missing := list(islice((number for number in range(1, depth + 1) if number not in covered), 9)):
         raise FulldepthError(f"scalars has nothing for {_listed(missing)}; every layer that is left needs its own.")
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import check_task
@@ -22,6 +22,7 @@ from fulldepth.execution.scoring import BASE, Batch
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
+from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
@@ -35,6 +36,14 @@ MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 RESAMPLES = 1000
 KIND = "curve"
 MOST_BLOCKS = 10_000
+
+
+class CurveLimits(Settings):
+    """Where a curve ends."""
+
+    max_blocks: Annotated[PositiveInt, Field(le=MOST_BLOCKS)]
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    """Nats."""
 
 
 class Curve(NamedTuple):
@@ -99,7 +108,7 @@ def curve(
     Raises:
         FulldepthError: as `search`.
     """
-    _check_numbers(max_blocks, tolerance)
+    limits = layered(CurveLimits, {"max_blocks": max_blocks, "tolerance": tolerance})
     watcher, settings = watcher or Watcher(), layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
@@ -107,33 +116,21 @@ def curve(
         process.first(partial(_check_folder, output, resume))
         owner = open_for(model, settings, process).model
         if settings.search != "given":
-            settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
+            settings = layered(
+                SearchSettings, settings.model_dump(), {"blocks": _num_blocks(owner, settings, max_blocks)}
+            )
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan, process, watcher)
-        results = _results(plan, read, settings, (max_blocks, tolerance), problem.scorer.costs.num_layers)
+        results = _results(plan, read, settings, limits, problem.scorer.costs.num_layers)
         if output is not None and process.is_main:
             results.save(output)
         process.wait()
     return Curve(plan, results)
 
 
-def _check_numbers(max_blocks: Any, tolerance: Any) -> None:
-    """Refuse what is no number of blocks, or no number of nats."""
-    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
-        raise FulldepthError(
-            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
-        )
-    if tolerance is not None:
-        number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-        if not number or not 0 <= tolerance < math.inf:
-            raise FulldepthError(
-                f"tolerance is {one_line(repr(tolerance), 60)}; expected a finite number of nats, at least 0."
-            )
-
-
 def _check_folder(output: str | Path | None, resume: bool) -> None:
-    """Refuse a folder with results, unless they are of a curve that is to go on."""
+    """Refuse a folder with results, unless a curve goes on there."""
     if output is None:
         return
     folder = Path(output)
@@ -141,7 +138,7 @@ def _check_folder(output: str | Path | None, resume: bool) -> None:
         raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 
 
-def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
+def _num_blocks(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
     """As many blocks as are asked for and there."""
     anatomy = check_task(find_anatomy(owner))
     if settings.granularity == GRANULARITIES[-1]:  # whole layers
@@ -186,14 +183,12 @@ def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> 
     return {name: np.array([of[name] for of in sums], dtype=np.float64).T for name in MEASURES}
 
 
-def _results(
-    plan: Plan, read: _Read, settings: SearchSettings, asked: tuple[int, float | None], num_layers: int
-) -> Results:
-    """Table and document; `asked` are `max_blocks` and `tolerance`."""
-    losses, (max_blocks, tolerance) = read.sums["loss"] / read.tokens[:, None], asked
-    end = find_breakpoint(losses, read.tokens, tolerance=tolerance, resamples=RESAMPLES, seed=settings.seed)
+def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLimits, num_layers: int) -> Results:
+    """Table and document."""
+    losses = read.sums["loss"] / read.tokens[:, None]
+    end = find_breakpoint(losses, read.tokens, tolerance=limits.tolerance, resamples=RESAMPLES, seed=settings.seed)
     table = _table(plan, read, end, settings.seed)
-    resolved = {**settings.model_dump(), "max_blocks": max_blocks, "tolerance": tolerance}
+    resolved = {**settings.model_dump(), **limits.model_dump()}
     document = {
         **provenance(KIND, resolved, seed=settings.seed),
         "model": {**plan.document()["model"], "num_layers": num_layers},
@@ -231,12 +226,12 @@ def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
     """The break point, and what all blocks cost."""
-    most, kind = len(plan.blocks), plan.granularity
+    count, kind = len(plan.blocks), plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks"
-    keep = (table.measure == "loss_added") & (table.removed == most)
+    keep = (table.measure == "loss_added") & (table.removed == count)
     rows = table[keep].set_index("statistic")["value"]
     cost = (
-        f"{most} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
+        f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
         f"{rows['high']:.4f}), not healed."
     )
     return {
@@ -250,8 +245,8 @@ def _shape_sentence(end: Breakpoint, part: str) -> str:
     agree = f"{end.confidence:.0%} of resamples agree"
     straight = f"Up to {end.straight_until} removed {part} the loss changes in a straight line"
     if end.shape == "line":
-        told = f"as far as {end.sequences} held-out sequences tell ({agree})"
-        return f"{straight} ({end.slope_before:+.4f} nats each), {told}."
+        certainty = f"as far as {end.sequences} held-out sequences tell ({agree})"
+        return f"{straight} ({end.slope_before:+.4f} nats each), {certainty}."
     departs = f"the next lies {end.excess:+.4f} nats off it (standard error {end.excess_error:.4f})"
     if end.blocks is None:
         how = "gradually, or too noisily to see a kink" if end.shape == "gradual" else "downwards"

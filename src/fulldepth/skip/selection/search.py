@@ -1,17 +1,4 @@
-"""`search`: which blocks of a model to remove, in what order, at what loss; out comes a `Plan`.
-
-The flow, and where each step is:
-
-1. `problem.prepared` opens the model, proves its anatomy (`subject`) and that its blocks can be run one by one
-   (`execution.layer_runner`), reads the examples, and splits the held-out ones into chunks, each a random part.
-2. `estimate` tells what the search will cost at most (`flops`).
-3. `elimination` (greedy), `exact` or `rankings` (the baselines) choose layers. They ask the `loss_cache` for the losses
-   of variants on chunks; it shares the work between processes, has the `scorer` run what is missing, adds up the cost,
-   and keeps all of it on disk, so that a search that was killed reads what it asked for before.
-4. The loss cache gives the losses of the plan on all data; `fit` trains the scalars, and the control with nothing
-   skipped.
-5. `record` writes it down as a `Plan`.
-"""
+"""`search`: finds the blocks to remove, in what order and at what loss, and gives a `Plan`."""
 
 from __future__ import annotations
 
