@@ -9,13 +9,12 @@ from torch import Tensor
 
 from fulldepth.hf import Classifier
 from fulldepth.metrics.base import Readout
+from fulldepth.targets import IGNORE
 
 CPU_CHUNK = 128
 """Tokens whose logits exist at once on a CPU: they stay in cache while they are reduced."""
 DEVICE_CHUNK_ELEMENTS = 1 << 27
 """Logits that exist at once on an accelerator."""
-IGNORE = -100
-"""Label of a position that is no target."""
 SAFE_EXPONENT = 60.0
 """Exponentials of logits up to this size, summed over any vocabulary, neither overflow nor vanish in float32."""
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant, costs_of
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.lens import IGNORE
 from fulldepth.hf import Anatomy, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
+from fulldepth.targets import IGNORE, next_targets
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
 """Logits that exist at once on a CPU and on an accelerator, while nothing but their losses is kept."""
@@ -43,17 +43,17 @@ class Batch:
     """[B] the document (of pairs and chats the row) of each sequence."""
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Tensor], labels: Tensor, documents: Sequence[int]) -> Batch:
-        """A batch out of labels beside the positions that predict them (`losses.Task.labels`).
+    def of(cls, padded: Mapping[str, Tensor], documents: Sequence[int]) -> Batch:
+        """A batch for scoring out of one for training.
 
         Args:
-            inputs: `input_ids` and `attention_mask`, `[B, T]`; other entries are left out.
-            labels: `[B, T]`, -100 where there is no target.
+            padded: `input_ids`, `attention_mask` and `labels` (each at its own token), `[B, T]`.
             documents: `[B]`.
         """
-        where = labels != IGNORE
-        tensors = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        return cls(tensors, where, labels[where], where.nonzero()[:, 0], documents)
+        targets = next_targets(padded["labels"])
+        where = targets != IGNORE
+        inputs = {name: padded[name] for name in ("input_ids", "attention_mask")}
+        return cls(inputs, where, targets[where], where.nonzero()[:, 0], documents)
 
     @property
     def shape(self) -> Shape:

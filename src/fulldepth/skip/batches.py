@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.scoring import Batch
-from fulldepth.losses import Task
 from fulldepth.skip.inputs.examples import Example, batches, grouped
-
-TASK = Task("causal-lm")
 
 
 def make_batches(examples: Sequence[Example], batch_size: int) -> list[Batch]:
@@ -19,11 +16,7 @@ def make_batches(examples: Sequence[Example], batch_size: int) -> list[Batch]:
         FulldepthError: if no token of the examples is predicted.
     """
     padded = zip(batches(examples, batch_size), grouped(examples, batch_size), strict=True)
-    labelled = []
-    for tensors, group in padded:
-        labels = TASK.labels(tensors)
-        assert labels is not None
-        labelled.append(Batch.of(tensors, labels, [example.document for example in group]))
-    if not any(len(batch.targets) for batch in labelled):
+    scored = [Batch.of(tensors, [example.document for example in group]) for tensors, group in padded]
+    if not any(len(batch.targets) for batch in scored):
         raise FulldepthError("The data are empty: no token counts.")
-    return labelled
+    return scored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fulldepth.skip.assessment.outcome import KIND, outcome
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.inputs.examples import Examples
 from fulldepth.skip.inputs.responses import FILE as RESPONSES
-from fulldepth.skip.inputs.responses import MOST, generate_responses, read_prompts
+from fulldepth.skip.inputs.responses import MOST, Responses, generate_responses, read_prompts
 from fulldepth.skip.inputs.stored_responses import check_data, stored_responses
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.selection.problem import open_for, prepared, tokenizer_of
@@ -71,22 +72,9 @@ def search_into(
         hashed, generation = model_hash(owner), None
         if responses is not None:
             announce(owner, settings, settings.blocks or len(settings.given or ()))  # before the model answers
-            options: dict[str, Any] = {
-                "temperature": temperature,
-                "seed": settings.seed,
-                "max_new_tokens": max_new_tokens,
-            }
-
-            def respond() -> dict[str, Any]:
-                """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
-                check_data(data, folder)
-                prompts = read_prompts(data, tokenizer, limit=responses)
-                digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-                request = {"model": hashed, "prompts": f"sha256:{digest}", "count": responses, **options}
-                running: dict[str, Any] = {**options, "batch_size": settings.batch_size, "watcher": watcher}
-                answer = partial(generate_responses, owner, tokenizer, prompts, len(prompts), **running)
-                return stored_responses(folder, request, answer)
-
+            sampling = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
+            answer = partial(generate_responses, owner, tokenizer, batch_size=settings.batch_size, watcher=watcher)
+            respond = partial(_respond, data, tokenizer, hashed, responses, sampling, answer, folder)
             generation = process.first(respond)
             data = str(folder / RESPONSES)
         opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
@@ -96,6 +84,23 @@ def search_into(
                 outcome(plan, problem, watcher=watcher).save(folder)
         process.wait()
     return plan
+
+
+def _respond(
+    data: Any,
+    tokenizer: Any,
+    hashed: str,
+    count: int,
+    sampling: Mapping[str, Any],
+    answer: Callable[..., Responses],
+    folder: Path,
+) -> dict[str, Any]:
+    """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
+    check_data(data, folder)
+    prompts = read_prompts(data, tokenizer, limit=count)
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    request = {"model": hashed, "prompts": f"sha256:{digest}", "count": count, **sampling}
+    return stored_responses(folder, request, lambda: answer(prompts, len(prompts), **sampling))
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

@@ -21,7 +21,7 @@ statistic: lm-eval's metric, and its `_stderr`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -68,9 +68,7 @@ def bench(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """Time exports against the model that they come from, prefill and decode apart, over batch sizes and contexts.
-
-    How, and what the rows are, is said at the top of this module.
+    """Time exports against the model that they come from, over batch sizes and contexts; see the top of this module.
 
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model stays on its device, as it is.
@@ -106,10 +104,9 @@ def bench(
     with ExitStack() as modes:
         for entry in entries:
             modes.enter_context(evaluating(entry.model))
-        subject = _Original.of(entries)
-        if contexts is None:
-            settings = _shortened(settings, subject.anatomy.max_positions)
-        results = _bench(entries, subject, settings, watcher, data=data, heldout=heldout, tokenizer=tokenizer)
+        read = partial(read_data, data=data, tokenizer=tokenizer, heldout=heldout)
+        reader = None if data is None and heldout is None else read
+        results = _bench(entries, settings, watcher, reader, tokenizer, shorten=contexts is None)
     if output is not None:
         results.save(output)
     return results
@@ -117,22 +114,22 @@ def bench(
 
 def _bench(
     entries: Sequence[Entry],
-    subject: _Original,
     settings: BenchSettings,
     watcher: Watcher,
-    *,
-    data: Any,
-    heldout: Any,
+    reader: Callable[..., Examples] | None,
     tokenizer: Any,
+    *,
+    shorten: bool,
 ) -> Results:
-    """Everything about models in memory."""
+    """Everything about models in memory; `reader` is `read_data` of the data, None where no loss is read."""
     first, models = entries[0], {entry.label: entry.model for entry in entries}
+    subject = _Original.of(entries)
+    if shorten:
+        settings = _shortened(settings, subject.anatomy.max_positions)
     _check(entries, subject.anatomy, settings)
     first.hash = model_hash(first.model)
-    checkpoint, examples, scorer = Checkpoint(first.model, first.name), None, None
-    if data is not None or heldout is not None:
-        opened = {"tokenizer": tokenizer, "heldout": heldout}
-        examples = read_data(checkpoint, subject.anatomy, data, settings, **opened)
+    checkpoint, scorer = Checkpoint(first.model, first.name), None
+    examples = None if reader is None else reader(checkpoint, subject.anatomy, settings=settings)
     if settings.tasks:
         tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
         scorer = TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)

@@ -118,10 +118,7 @@ def quantise(
         with evaluating(owner):
             combinations, examples = _measure(owner, data, run, saver, tokenizer=tokenizer, heldout=heldout)
             _time(combinations, timing, run.watcher)
-        results = Results(table_of(combinations), _document(combinations, examples, run, saver))
-        if run.folder is not None:
-            results.save(run.folder)
-    return results
+        return run.results(combinations, examples, saver)
 
 
 @dataclass(frozen=True)
@@ -153,6 +150,13 @@ class _Run:
         for note in saver.notes:
             self.watcher.say(note)
         return saver
+
+    def results(self, combinations: Sequence[Combination], examples: Examples, saver: Saver | None) -> Results:
+        """The results, saved where there is a folder."""
+        results = Results(table_of(combinations), _document(combinations, examples, self, saver))
+        if self.folder is not None:
+            results.save(self.folder)
+        return results
 
     def quantised(
         self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
