@@ -99,14 +99,13 @@ class Activations:
             return [self._first(), *(self._read("y", layer) for layer in layers)]
         if site == "final_normed":
             return [self.anatomy.normalise(self._read("y", len(layers)))]
-        read = {
-            "attention_input": self._input,
-            "attention_carried": self._carried,
-            "attention_output": self._attention_output,
-            "attention_branch": lambda layer: self._branch("attention_branch", layer),
-            "mlp_branch": lambda layer: self._branch("mlp_branch", layer),
-        }.get(site, lambda layer: self._read(site, layer))
-        return [read(layer) for layer in layers]
+        if site == "attention_output":
+            return [self._attention_output(layer) for layer in layers]
+        if site.endswith("_branch"):
+            return [self._branch(site, layer) for layer in layers]
+        carried = "attention_carried" if self.anatomy.has_streams else "x"  # what attention adds to
+        name = {"attention_input": "x", "attention_carried": carried}.get(site, site)
+        return [self._read(name, layer) for layer in layers]
 
     def coefficients(self, site: str) -> dict[int, Tensor]:
         """1-based layer -> what is there at a site of `COEFFICIENTS`."""
@@ -127,14 +126,6 @@ class Activations:
         """h_0: what the first block is given, which is its x unless it adds x up of several states."""
         return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
 
-    def _input(self, layer: int) -> Tensor:
-        """What a block reads."""
-        return self._read("x", layer)
-
-    def _carried(self, layer: int) -> Tensor:
-        """What attention adds to."""
-        return self._read("attention_carried" if self.anatomy.has_streams else "x", layer)
-
     def _branch(self, site: str, layer: int) -> Tensor:
         """What a branch adds to the stream: with several streams, its output times the sum of their weights."""
         if self.anatomy.family.sparse and self.anatomy.part(layer, site) is None:
@@ -148,7 +139,7 @@ class Activations:
         """x': read where the model has it, else the sum x + A."""
         if ("attention_output", layer) in self._seen:
             return self._read("attention_output", layer)
-        return self._input(layer) + self._branch("attention_branch", layer)
+        return self._read("x", layer) + self._branch("attention_branch", layer)
 
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""

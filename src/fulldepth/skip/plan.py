@@ -212,8 +212,12 @@ class Plan(Settings):
     @property
     def warnings(self) -> list[str]:
         """Remarks on the data, from when they were read."""
-        warnings = self.data.get("warnings")
-        return [str(line) for line in warnings] if isinstance(warnings, list) else []
+        return [str(line) for line in _list(self.data.get("warnings"))]
+
+    @property
+    def unsure_rounds(self) -> list[int]:
+        """Numbers of the rounds in which the data did not tell the best two candidates apart."""
+        return _list(self.cost.get("unsure_rounds"))
 
     def document(self) -> dict[str, Any]:
         """Plain values in the order of the file, layers by number."""
@@ -355,6 +359,11 @@ def check_depth(plan: Plan, anatomy: Anatomy) -> None:
     lists = (f for factors in plan.scalars.values() for f in factors.values() if isinstance(f, list))
     if (first := next(lists, None)) is not None and len(first) != anatomy.width:
         raise FulldepthError(f"The plan's scalars have {len(first)} channels, {_kind(anatomy)} has {anatomy.width}.")
+
+
+def _list(entry: JsonValue) -> list[Any]:
+    """An open entry that should be a list."""
+    return entry if isinstance(entry, list) else []
 
 
 def _values(factor: float | list[float]) -> list[float]:

@@ -171,8 +171,7 @@ def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadabl
 def _warnings(plan: Plan, problem: SearchProblem, unreadable: list[str]) -> Iterator[str]:
     """What a reader should know before trusting a number."""
     yield from plan.warnings
-    unsure = plan.cost.get("unsure_rounds")
-    if isinstance(unsure, list) and unsure:
+    if unsure := plan.unsure_rounds:
         yield (
             f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
             "did not tell the best two candidates apart; more data would."
