@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape
-from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED, Scorer
+from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED, Batch, Scorer
 from fulldepth.settings.search import SearchSettings, parse_budget
-from fulldepth.skip.inputs.examples import Example
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
-from fulldepth.skip.selection.fit import FitOptions, epoch_flops
-from fulldepth.skip.selection.loss_cache import Chunk, Refit
+from fulldepth.skip.selection.fit import epoch_flops, fit_options
+from fulldepth.skip.selection.loss_cache import Refit
+from fulldepth.skip.selection.problem import SearchProblem
 
 
 @dataclass(frozen=True)
@@ -44,83 +45,44 @@ class Estimate:
         )
 
 
-def fit_options(settings: SearchSettings) -> FitOptions:
-    """Of the final fit."""
-    return replace(
-        refit_options(settings),
-        learning_rate=settings.learning_rate,
-        epochs=settings.epochs,
-        patience=settings.patience,
-        per_channel=settings.per_channel,
-        kl=settings.fit_kl,
-    )
-
-
-def refit_options(settings: SearchSettings) -> FitOptions:
-    """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
-    return FitOptions(
-        learning_rate=1e-2,
-        epochs=1,
-        batch_size=settings.fit_batch_size,
-        micro_batch_size=min(settings.batch_size, settings.fit_batch_size),
-        seed=settings.seed,
-        checkpointing=settings.gradient_checkpointing,
-    )
-
-
-def pace_of(scorer: Scorer, chunks: Sequence[Chunk]) -> float:
-    """FLOPs per second of a batch, the second time it is run."""
-    batch = chunks[0][0]
-    for _ in range(2):
-        start = time.perf_counter()
-        scorer.sums(batch, [BASE])
-        seconds = time.perf_counter() - start
-    return scorer.costs.whole(BASE, batch.shape) / max(seconds, 1e-9)
-
-
-def estimate_search(
-    costs: Costs,
-    chunks: Sequence[Chunk],
-    train: Sequence[Example],
-    settings: SearchSettings,
-    blocks: int,
-    pace: float,
-    refit: Refit | None = None,
-    world: int = 1,
-) -> Estimate:
-    """Bounds out of shapes alone.
+def estimate_search(problem: SearchProblem, process: Processes) -> Estimate:
+    """Bounds out of shapes, with the pace of a batch that is run; the same in all processes.
 
     Args:
-        costs: of the model.
-        chunks: the held-out data.
-        train: what scalars are fitted on.
-        settings: of the search.
-        blocks: k.
-        pace: FLOPs per second of one process.
-        refit: with the criterion `scaled`.
-        world: processes.
+        problem: what is searched.
+        process: this process.
     """
-    shapes = [batch.shape for chunk in chunks for batch in chunk]
-    plain = plain_flops(costs, costs.able[:blocks], shapes)
-    forwards, flops = _search(costs, shapes, settings, blocks, refit)
-    limit = budget_of(settings, pace * world)
+    costs, settings, batches = problem.scorer.costs, problem.settings, problem.batches
+    shapes = [batch.shape for batch in batches]
+    pace = process.agree(_pace(problem.scorer, batches[0]))
+    forwards, flops = _search(costs, shapes, settings, problem.blocks, problem.refit)
+    limit = budget_of(settings, pace * process.world)
     if settings.search == "greedy" and limit is not None:
         flops = min(flops, limit)
     fits = 0.0
     if settings.fit:
         options = fit_options(settings)
-        _, epoch = epoch_flops(costs, BASE, train, options)
+        _, epoch = epoch_flops(costs, BASE, problem.examples.train, options)
         again = sum(costs.whole(BASE, shape) for shape in shapes) * (1 + options.kl)
         fits = 2 * (options.epochs * (epoch + again) + again)
     return Estimate(
         forwards=forwards,
         flops=flops,
         fit_flops=fits,
-        plain_forwards=plain_forwards(costs, blocks) * len(shapes),
-        plain_flops=plain,
-        seconds=(flops / world + fits / min(world, 2)) / pace,
+        plain_forwards=plain_forwards(costs, problem.blocks) * len(shapes),
+        plain_flops=plain_flops(costs, costs.able[: problem.blocks], shapes),
+        seconds=(flops / process.world + fits / min(process.world, 2)) / pace,
         pace=pace,
     )
+
+
+def _pace(scorer: Scorer, batch: Batch) -> float:
+    """FLOPs per second of a batch, the second time it is run."""
+    for _ in range(2):
+        start = time.perf_counter()
+        scorer.sums(batch, [BASE])
+        seconds = time.perf_counter() - start
+    return scorer.costs.whole(BASE, batch.shape) / max(seconds, 1e-9)
 
 
 def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
@@ -146,22 +108,19 @@ def budget_of(settings: SearchSettings, pace: float) -> float | None:
     return flops if seconds is None else seconds * pace
 
 
-def least_flops(
-    costs: Costs, chunks: Sequence[Chunk], criterion: str, blocks: int, refit: Refit | None = None
-) -> float:
-    """What a greedy search costs at least."""
-    return whole_flops(costs, chunks) + blocks * round_flops(costs, chunks, criterion, refit)
-
-
-def check_budget(settings: SearchSettings, expected: Estimate, least: float, budget: float | None) -> None:
+def check_budget(problem: SearchProblem, expected: Estimate, budget: float | None) -> None:
     """Refuse a search that cannot be made within its budget.
 
     Raises:
         FulldepthError: with what it needs.
     """
-    needs = least if settings.search == "greedy" else expected.flops
+    needs, greedy = expected.flops, problem.settings.search == "greedy"
+    if greedy:
+        costs, criterion = problem.scorer.costs, problem.settings.criterion
+        rounds = problem.blocks * round_flops(costs, problem.chunks, criterion, problem.refit)
+        needs = whole_flops(costs, problem.chunks) + rounds
     if budget is not None and needs > budget:
-        hint = "" if settings.search == "greedy" else ", or --search greedy, which ends rounds early"
+        hint = "" if greedy else ", or --search greedy, which ends rounds early"
         raise FulldepthError(
             f"The search needs up to {needs:.3g} FLOPs ({_time(needs / expected.pace)}), the budget is {budget:.3g}. "
             f"Give it more, fewer blocks or less data{hint}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.batches import make_batches
 from fulldepth.skip.inputs.examples import Example
 
@@ -67,6 +68,30 @@ class FitResult:
     forwards: int = 0
     """Batches run, training steps too."""
     flops: float = 0.0
+
+
+def fit_options(settings: SearchSettings) -> FitOptions:
+    """Of the final fit."""
+    return replace(
+        refit_options(settings),
+        learning_rate=settings.learning_rate,
+        epochs=settings.epochs,
+        patience=settings.patience,
+        per_channel=settings.per_channel,
+        kl=settings.fit_kl,
+    )
+
+
+def refit_options(settings: SearchSettings) -> FitOptions:
+    """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
+    return FitOptions(
+        learning_rate=1e-2,
+        epochs=1,
+        batch_size=settings.fit_batch_size,
+        micro_batch_size=min(settings.batch_size, settings.fit_batch_size),
+        seed=settings.seed,
+        checkpointing=settings.gradient_checkpointing,
+    )
 
 
 def fit_scales(

@@ -24,8 +24,7 @@ from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
 from fulldepth.skip.batches import make_batches
 from fulldepth.skip.inputs.examples import Examples, read_examples
-from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
-from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit
+from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit, fit_options, refit_options
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
 
@@ -52,20 +51,6 @@ class SearchProblem:
     def noted_settings(self) -> dict[str, Any]:
         """The settings that a plan notes: all but those of the place where it was searched."""
         return self.settings.model_dump(exclude=PLACES)
-
-    def estimate(self, process: Processes) -> Estimate:
-        """Bounds, the same in all processes."""
-        pace = process.agree(pace_of(self.scorer, self.chunks))
-        return estimate_search(
-            self.scorer.costs,
-            self.chunks,
-            self.examples.train,
-            self.settings,
-            self.blocks,
-            pace,
-            self.refit,
-            process.world,
-        )
 
 
 def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes) -> Checkpoint:

@@ -20,9 +20,9 @@ from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.plan import FILE, Factors, Loss, Plan
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
-from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
+from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, estimate_search
 from fulldepth.skip.selection.exact import exact
-from fulldepth.skip.selection.fit import fit
+from fulldepth.skip.selection.fit import fit, fit_options
 from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.rankings import rank
@@ -122,7 +122,7 @@ def search_with(
     if finished is not None:
         return finished
     watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
-    expected = problem.estimate(process)
+    expected = estimate_search(problem, process)
     watcher.say(expected.sentence)
     loss_cache = LossCache(
         problem.scorer,
@@ -162,7 +162,7 @@ def estimate(
     settings = layered(SearchSettings, {"blocks": blocks, **options})
     opened = {"tokenizer": tokenizer, "heldout": heldout}
     with processes() as process, prepared(model, data, settings, process, **opened) as problem:
-        return problem.estimate(process)
+        return estimate_search(problem, process)
 
 
 def _agreed_budget(
@@ -174,8 +174,7 @@ def _agreed_budget(
     timed = parse_budget(problem.settings.budget)[1] is not None
     if limit != budget and not (timed and limit is not None) and loss_cache.path is not None:
         raise damaged(loss_cache.path, f"tasks: the budget is {limit}, and the search has {budget}")
-    least = least_flops(loss_cache.costs, loss_cache.chunks, problem.settings.criterion, problem.blocks, problem.refit)
-    check_budget(problem.settings, expected, least, limit)
+    check_budget(problem, expected, limit)
     return limit
 
 
