@@ -134,6 +134,28 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def parts_of(package: str) -> dict[str, set[str]]:
+    """Part of a package (a module or sub-package) -> the other parts that it imports."""
+    inside = [name for name in MODULES if name.startswith(f"{package}.")]
+    start = len(package.split("."))
+    part = {name: name.split(".")[start] for name in inside}
+    graph: dict[str, set[str]] = {each: set() for each in part.values()}
+    for name in inside:
+        graph[part[name]] |= {part[other] for _, other in imports(MODULES[name]) if other in part} - {part[name]}
+    return graph
+
+
+PACKAGES = [module(path) for path in MODULES.values() if path.name == "__init__.py" and path.parent != SOURCE]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_parts_of_a_room_do_not_import_each_other_in_a_circle(package: str) -> None:
+    try:
+        TopologicalSorter(parts_of(package)).prepare()
+    except CycleError as error:
+        pytest.fail(f"{package}: {' -> '.join(error.args[1])}")
+
+
 @pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
 def test_imports_stand_at_the_top(path: Path) -> None:
     nested = {

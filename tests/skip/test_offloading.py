@@ -10,15 +10,16 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import AllocationTracker
-from fulldepth.hf import Switches, is_offloaded, load_checkpoint
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.language_model import prove
+from fulldepth.execution.memory import AllocationTracker
+from fulldepth.execution.scoring import Scorer
+from fulldepth.hf import Switches, frozen, is_offloaded, load_checkpoint
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
 from fulldepth.skip.assessment.curve import curve
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.score import Scorer, make_batches
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.selection.search import search
-from fulldepth.skip.subject import frozen, prove
 from skip import plain
 
 LAYERS, WIDTH = 4, 32
@@ -105,7 +106,7 @@ def test_a_training_step_holds_the_weights_of_one_block_at_a_time(tmp_path):
     plain.fresh(layers, 64).save_pretrained(tmp_path)
     split = load_checkpoint(tmp_path, device_map=MAPS["all"]).model
     batch = make_batches(plain.sentences(1, seed=3), 1)[0]
-    anatomy, classifier = prove(split, batch)
+    anatomy, classifier = prove(split, batch.inputs)
     scalars = Scalars(layers, ())
     block = sum(parameter.nbytes for parameter in anatomy.blocks[0].parameters())
     peaks = {}

@@ -11,12 +11,12 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.losses import Objective
 from fulldepth.settings import layer
 from fulldepth.settings import layers as recipes
 from fulldepth.training import plan as planning
 from fulldepth.training import train
-from fulldepth.training.flops import Flops, forward_flops
 from fulldepth.training.footprint import estimate_memory
 from fulldepth.training.model import build_config, build_model, meta_model
 from fulldepth.training.plan import dry_run_lines, lines, measure_rate, plan
@@ -93,7 +93,7 @@ def test_gradient_checkpointing_repeats_everything_but_the_head() -> None:
     model, ids = build_model(config_of(settings), settings), tokens()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     flops = forward_flops(model, TIME)
-    full = Flops(**vars(flops) | {"attention": flops.attention_full})
+    full = TokenFlops(**vars(flops) | {"attention": flops.attention_full})
     step, _ = counted(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
     # The last product of a block, down_proj, is not needed again, and checkpointing stops before it.
     assert step == full.training + full.checkpointed - 6 * 2 * 64 * 172

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.layer_runner import LayerRunner, positions
-from fulldepth.execution.stream import TOLERANCE, relative_error
+from fulldepth.execution.stream import check_close
+from fulldepth.execution.trace import reason_of
 from fulldepth.hf import Anatomy
 
 STEPS = 3
@@ -48,26 +49,17 @@ def decoding_runner(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> LayerRunne
         for inputs in (pair, {name: tensor[:1] for name, tensor in pair.items()}):  # masks may be left out unpadded
             _prove(runner, inputs)
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = one_line(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
-        raise FulldepthError(f"{kind} cannot be decoded layer by layer: {reason}") from error
+        raise FulldepthError(f"{kind} cannot be decoded layer by layer: {one_line(reason_of(error))}") from error
     return runner
 
 
 def _prove(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> None:
-    """Compare every run of the layers with the model's own decoding.
-
-    Raises:
-        FulldepthError: if one differs.
-    """
+    """Compare every run of the layers with the model's own decoding."""
     expected = _decode(runner.anatomy, inputs)
     if not bool(torch.isfinite(expected).all()):
         raise FulldepthError("its own logits are not finite for a sequence that is padded on the left")
-    for what, logits in _runs(runner, inputs).items():
-        error = relative_error(logits, expected)
-        if not error <= TOLERANCE[logits.dtype]:  # NaN is no agreement
-            raise FulldepthError(f"{what} misses the model's own logits by {error:.1e} (relative)")
+    for name, logits in _runs(runner, inputs).items():
+        check_close(f"{name} misses the model's own logits", logits, expected)
 
 
 def _pair(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,11 +85,11 @@ def _real(logits: list[Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
 def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
     """[N, V] the model's own logits: a prefill and single steps with the cache that it makes itself."""
     length = inputs["input_ids"].shape[1]
-    known = inspect.signature(anatomy.model.forward).parameters
+    parameters = inspect.signature(anatomy.model.forward).parameters
     cache, logits, before = None, [], 0
     for end in range(length - STEPS, length + 1):
         part = _part(inputs, before, end)
-        if "position_ids" in known:
+        if "position_ids" in parameters:
             part["position_ids"] = positions(part["attention_mask"])[:, before:]
         output = anatomy.model(**part, past_key_values=cache, use_cache=True)
         cache, before = output.get("past_key_values"), end
@@ -107,11 +99,7 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_cache(anatomy: Anatomy, cache: object, length: int) -> None:
-    """The model keeps keys and values of each layer, and nothing else.
-
-    Raises:
-        FulldepthError: if it does not.
-    """
+    """Refuse a model that keeps anything but keys and values of each layer."""
     if not isinstance(cache, DynamicCache):
         raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
     other = {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}
@@ -126,14 +114,14 @@ def _check_cache(anatomy: Anatomy, cache: object, length: int) -> None:
 
 
 def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is run -> `[N, V]` its logits."""
+    """Name of a run -> `[N, V]` its logits."""
     length, num_layers = inputs["input_ids"].shape[1], runner.anatomy.num_layers
     half, start = max(1, num_layers // 2), length - STEPS
     early, late = range(1, half + 1), range(half + 1, num_layers + 1)
     cache = runner.new_cache()
     prefill = runner.finish(runner.run(range(1, num_layers + 1), _begin(runner, inputs, 0, start, cache)))
-    found = {}
-    for what in ("running its last layers later", "running them again after taking tokens back"):
+    runs = {}
+    for name in ("running its last layers later", "running them again after taking tokens back"):
         states = []
         for at in range(start, length):
             states.append(runner.run(early, _begin(runner, inputs, at, at + 1, cache)))
@@ -141,15 +129,15 @@ def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor
         _begin(runner, inputs, start, length, cache)
         logits = runner.finish(runner.run(late, torch.cat(states, dim=1)))
         _check_lengths(cache, [length] * num_layers)
-        found[what] = _real([prefill, logits], inputs)
+        runs[name] = _real([prefill, logits], inputs)
         cache.crop(start)
         _check_lengths(cache, [start] * num_layers)
     steps = [
         runner.finish(runner.run(range(1, num_layers + 1), _begin(runner, inputs, at, at + 1, cache)))
         for at in range(start, length)
     ]
-    found["running its layers one by one"] = _real([prefill, *steps], inputs)
-    return found
+    runs["running its layers one by one"] = _real([prefill, *steps], inputs)
+    return runs
 
 
 def _begin(runner: LayerRunner, inputs: Mapping[str, Tensor], start: int, end: int, cache: LayerCache) -> Tensor:
@@ -157,11 +145,7 @@ def _begin(runner: LayerRunner, inputs: Mapping[str, Tensor], start: int, end: i
 
 
 def _check_lengths(cache: LayerCache, expected: list[int]) -> None:
-    """Layers that ran have written their own keys and values, and no others.
-
-    Raises:
-        FulldepthError: if they have not.
-    """
+    """Refuse layers that write other keys and values than their own."""
     if cache.lengths != expected:
         raise FulldepthError(
             f"its layers leave {cache.lengths} positions in the cache where {expected} were run: they share keys and "

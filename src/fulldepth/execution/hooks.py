@@ -61,12 +61,12 @@ class Activations:
         """A forward pass of the body begins: shared blocks stand for their first layers again."""
         self._turns.clear()
 
-    def turn(self, place: Place, layers: list[int]) -> int:
+    def turn(self, point: HookPoint, layers: list[int]) -> int:
         """The 1-based layer that this call of a module is."""
         if len(layers) == 1:
             return layers[0]
-        turn = self._turns[place.name, layers[0]]
-        self._turns[place.name, layers[0]] += 1
+        turn = self._turns[point.name, layers[0]]
+        self._turns[point.name, layers[0]] += 1
         if turn >= len(layers):
             raise FulldepthError(f"A module of shared layers ran more than {len(layers)} times in one pass.")
         return layers[turn]
@@ -99,14 +99,13 @@ class Activations:
             return [self._first(), *(self._read("y", layer) for layer in layers)]
         if site == "final_normed":
             return [self.anatomy.normalise(self._read("y", len(layers)))]
-        read = {
-            "attention_input": self._input,
-            "attention_carried": self._carried,
-            "attention_output": self._attention_output,
-            "attention_branch": lambda layer: self._branch("attention_branch", layer),
-            "mlp_branch": lambda layer: self._branch("mlp_branch", layer),
-        }.get(site, lambda layer: self._read(site, layer))
-        return [read(layer) for layer in layers]
+        if site == "attention_output":
+            return [self._attention_output(layer) for layer in layers]
+        if site.endswith("_branch"):
+            return [self._branch(site, layer) for layer in layers]
+        carried = "attention_carried" if self.anatomy.has_streams else "x"  # what attention adds to
+        name = {"attention_input": "x", "attention_carried": carried}.get(site, site)
+        return [self._read(name, layer) for layer in layers]
 
     def coefficients(self, site: str) -> dict[int, Tensor]:
         """1-based layer -> what is there at a site of `COEFFICIENTS`."""
@@ -127,14 +126,6 @@ class Activations:
         """h_0: what the first block is given, which is its x unless it adds x up of several states."""
         return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
 
-    def _input(self, layer: int) -> Tensor:
-        """What a block reads."""
-        return self._read("x", layer)
-
-    def _carried(self, layer: int) -> Tensor:
-        """What attention adds to."""
-        return self._read("attention_carried" if self.anatomy.has_streams else "x", layer)
-
     def _branch(self, site: str, layer: int) -> Tensor:
         """What a branch adds to the stream: with several streams, its output times the sum of their weights."""
         if self.anatomy.family.sparse and self.anatomy.part(layer, site) is None:
@@ -148,7 +139,7 @@ class Activations:
         """x': read where the model has it, else the sum x + A."""
         if ("attention_output", layer) in self._seen:
             return self._read("attention_output", layer)
-        return self._input(layer) + self._branch("attention_branch", layer)
+        return self._read("x", layer) + self._branch("attention_branch", layer)
 
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
@@ -173,23 +164,23 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
     Raises:
         FulldepthError: for an unknown site, or one that this family has no module for.
     """
-    wanted = tuple(sites)
-    for site in wanted:
+    sites = tuple(sites)
+    for site in sites:
         if site not in SITES and site not in COEFFICIENTS:
             raise unknown("site", site, [*SITES, *COEFFICIENTS])
-    activations = Activations(anatomy, wanted)
+    activations = Activations(anatomy, sites)
     handles: list[RemovableHandle] = []
     blocks = set(anatomy.blocks)
     try:
         turns = _turns(anatomy)
-        for place in _merged(_places(anatomy, set(wanted))):
-            layers = turns[place.layers[0]]
-            if grad and place.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
+        for point in _merged(_points(anatomy, set(sites))):
+            layers = turns[point.layers[0]]
+            if grad and point.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
                 raise FulldepthError(
-                    f"{place.name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; "
+                    f"{point.name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; "
                     "enable checkpointing with use_reentrant=False."
                 )
-            handles.append(_hook(activations, place, layers, grad))
+            handles.append(_hook(activations, point, layers, grad))
         if len(turns) > len(blocks):
             handles.append(anatomy.body.register_forward_pre_hook(lambda *_: activations.begin()))
         yield activations
@@ -210,7 +201,7 @@ CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
 Change = Callable[[Any], Tensor]
 
 
-class Place(NamedTuple):
+class HookPoint(NamedTuple):
     """Where a state is read."""
 
     module: nn.Module
@@ -224,13 +215,13 @@ class Place(NamedTuple):
     """The state in what the module is given or gives."""
 
 
-def _merged(places: Iterable[Place]) -> Iterator[Place]:
-    """Each module's place once, with all its layers: shared blocks stand for several."""
-    merged: dict[tuple[int, bool, str], Place] = {}
-    for place in places:
-        key = (id(place.module), place.before, place.name)
+def _merged(points: Iterable[HookPoint]) -> Iterator[HookPoint]:
+    """Each point of a module once, with all its layers: shared blocks stand for several."""
+    merged: dict[tuple[int, bool, str], HookPoint] = {}
+    for point in points:
+        key = (id(point.module), point.before, point.name)
         earlier = merged.get(key)
-        merged[key] = place if earlier is None else earlier._replace(layers=(*earlier.layers, *place.layers))
+        merged[key] = point if earlier is None else earlier._replace(layers=(*earlier.layers, *point.layers))
     yield from merged.values()
 
 
@@ -242,84 +233,84 @@ def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
     return {layer: layers_of[id(block)] for layer, block in enumerate(anatomy.blocks, start=1)}
 
 
-def _places(anatomy: Anatomy, wanted: set[str]) -> Iterator[Place]:
-    """Where hooks have to go for the sites wanted."""
+def _points(anatomy: Anatomy, sites: set[str]) -> Iterator[HookPoint]:
+    """Where hooks have to go for some sites."""
     for layer, block in enumerate(anatomy.blocks, start=1):
-        yield from _stream_places(anatomy, wanted, layer, block)
-        yield from _branch_places(anatomy, wanted, layer)
-        if "value" in wanted:
+        yield from _stream_points(anatomy, sites, layer, block)
+        yield from _branch_points(anatomy, sites, layer)
+        if "value" in sites:
             value = _required(anatomy, layer, "value")
-            yield Place(value, False, "value", (layer,), lambda given: anatomy.value_states(_tensor(given)))
-        yield from _coefficient_places(anatomy, wanted, layer)
+            yield HookPoint(value, False, "value", (layer,), lambda output: anatomy.value_states(_tensor(output)))
+        yield from _coefficient_points(anatomy, sites, layer)
 
 
-def _stream_places(anatomy: Anatomy, wanted: set[str], layer: int, block: nn.Module) -> Iterator[Place]:
+def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Module) -> Iterator[HookPoint]:
     """The stream before the block, inside, and after it."""
 
-    def stream(given: Any) -> Tensor:
-        return anatomy.stream(_tensor(given))
+    def stream(value: Any) -> Tensor:
+        return anatomy.stream(_tensor(value))
 
     reader = anatomy.reader(layer)
     if layer == 1 and reader is not block:
-        yield Place(block, True, "h0", (layer,), stream)
-    x_wanted = "attention_input" in wanted or ("attention_carried" in wanted and not anatomy.has_streams)
-    if x_wanted or (layer == 1 and reader is block) or _needs_sum(anatomy, wanted):
-        yield Place(reader, True, "x", (layer,), stream)
-    if wanted & {"residual", "final_normed"}:
-        yield Place(block, False, "y", (layer,), stream)
-    if "attention_output" in wanted and not _needs_sum(anatomy, wanted):
-        yield Place(*_attention_output(anatomy, layer), "attention_output", (layer,), stream)
-    if "mlp_input" in wanted and not anatomy.has_streams:
-        yield Place(_mlp_input(anatomy, layer, block), True, "mlp_input", (layer,), stream)
+        yield HookPoint(block, True, "h0", (layer,), stream)
+    reads_x = "attention_input" in sites or ("attention_carried" in sites and not anatomy.has_streams)
+    if reads_x or (layer == 1 and reader is block) or _needs_sum(anatomy, sites):
+        yield HookPoint(reader, True, "x", (layer,), stream)
+    if sites & {"residual", "final_normed"}:
+        yield HookPoint(block, False, "y", (layer,), stream)
+    if "attention_output" in sites and not _needs_sum(anatomy, sites):
+        yield HookPoint(*_attention_output(anatomy, layer), "attention_output", (layer,), stream)
+    if "mlp_input" in sites and not anatomy.has_streams:
+        yield HookPoint(_mlp_input(anatomy, layer, block), True, "mlp_input", (layer,), stream)
 
 
-def _branch_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
+def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
     """The branches, and what they are added to where a connection stands around them."""
     scale = anatomy.branch_scale
 
-    def scaled(given: Any) -> Tensor:
-        return _tensor(given) * scale  # a new tensor: some families add to a branch in place
+    def scaled(value: Any) -> Tensor:
+        return _tensor(value) * scale  # a new tensor: some families add to a branch in place
 
     for kind in ("attention", "mlp"):
         site = f"{kind}_branch"
-        if site in wanted or (kind == "attention" and _needs_sum(anatomy, wanted)):
+        if site in sites or (kind == "attention" and _needs_sum(anatomy, sites)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
             if module is not None:
-                yield Place(module, False, site, (layer,), scaled)
+                yield HookPoint(module, False, site, (layer,), scaled)
         if not anatomy.has_streams:
             continue
         # a connection gives: the branch's input, the streams without the branch, the branch's weight in each
         connection = _required(anatomy, layer, f"{kind}_connection")
-        if site in wanted:
-            yield Place(connection, False, f"{site}_weight", (layer,), lambda given: given[2].sum(-1, keepdim=True))
+        if site in sites:
+            yield HookPoint(connection, False, f"{site}_weight", (layer,), lambda value: value[2].sum(-1, keepdim=True))
         carried = CARRIED[kind]
-        if carried in wanted:
-            yield Place(connection, False, carried, (layer,), lambda given: anatomy.stream(given[1]))
+        if carried in sites:
+            yield HookPoint(connection, False, carried, (layer,), lambda value: anatomy.stream(value[1]))
 
 
-def _coefficient_places(anatomy: Anatomy, wanted: set[str], layer: int) -> Iterator[Place]:
+def _coefficient_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
     """The weights that a model gives its states; every layer may have them or not, one of them has to."""
     for site, role in ROLES.items():
-        if site not in wanted:
+        if site not in sites:
             continue
         module = anatomy.part(layer, role)
         if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
             _required(anatomy, layer, role)
         if module is not None and site == "routing":
-            yield Place(module, False, site, (layer,), _tensor)
+            yield HookPoint(module, False, site, (layer,), _tensor)
         elif module is not None:
-            yield Place(module, True, site, (layer,), partial(_mixing, module))
+            yield HookPoint(module, True, site, (layer,), partial(_mixing, module))
 
 
-def _mixing(connection: Any, given: Any) -> Tensor:
+def _mixing(connection: Any, value: Any) -> Tensor:
     """[..., n, n + 2] the weights of a connection for the streams that it is given, side by side."""
-    to_branch_and_streams, from_branch = connection.weights(_tensor(given))
+    to_branch_and_streams, from_branch = connection.weights(_tensor(value))
     return torch.cat([to_branch_and_streams, from_branch[..., None]], dim=-1)
 
 
-def _needs_sum(anatomy: Anatomy, wanted: set[str]) -> bool:
+def _needs_sum(anatomy: Anatomy, sites: set[str]) -> bool:
     """Whether x' exists nowhere in the model (parallel residual), so that it has to be added up."""
-    return "attention_output" in wanted and anatomy.family.design == "parallel"
+    return "attention_output" in sites and anatomy.family.design == "parallel"
 
 
 def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
@@ -351,7 +342,7 @@ def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
     return module
 
 
-def _hook(activations: Activations, place: Place, layers: list[int], grad: bool) -> RemovableHandle:
+def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: bool) -> RemovableHandle:
     """Register one hook that records a tensor and changes nothing; call number i of a pass belongs to `layers[i]`."""
 
     def record(value: Any) -> None:
@@ -359,18 +350,18 @@ def _hook(activations: Activations, place: Place, layers: list[int], grad: bool)
             return
         if grad and not torch.is_grad_enabled():  # an evaluation in between: nothing to learn from
             return
-        layer = activations.turn(place, layers)
-        if layer in place.layers:
-            state = place.change(value)
-            activations.record(place.name, layer, state if grad else state.detach())
+        layer = activations.turn(point, layers)
+        if layer in point.layers:
+            state = point.change(value)
+            activations.record(point.name, layer, state if grad else state.detach())
 
     if grad:  # a compiled model is compiled around the hook, not through it
         record = torch.compiler.disable(record)
-    if place.before:
-        return place.module.register_forward_pre_hook(
+    if point.before:
+        return point.module.register_forward_pre_hook(
             lambda _, args, kwargs: record(args[0] if args else _hidden(kwargs)), with_kwargs=True
         )
-    return place.module.register_forward_hook(lambda _, args, output: record(output))
+    return point.module.register_forward_hook(lambda _, args, output: record(output))
 
 
 def _hidden(kwargs: dict[str, Any]) -> Any:

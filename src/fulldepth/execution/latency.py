@@ -1,4 +1,4 @@
-"""One model at work: seconds of prefill and of a decoding step, bytes of weights, cache and everything that lives."""
+"""Seconds of prefill and of a decoding step, of several models in turn."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import gc
 import inspect
 import platform
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import Cache, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy
 
 PHASES = ("prefill", "decode")
 
@@ -54,7 +55,7 @@ class Runner:
         self.model = model
         self.last_only = "logits_to_keep" in names
         """Whether the head runs at one position of a prompt."""
-        self._places = "position_ids" in names
+        self._takes_positions = "position_ids" in names
         self._options: dict[str, Any] = {"use_cache": True, **({"logits_to_keep": 1} if self.last_only else {})}
 
     @torch.no_grad()
@@ -66,100 +67,93 @@ class Runner:
             context: tokens of the prompt.
         """
         prompt, steps = ids[:, :context], ids[:, context:].split(1, dim=1)
-        places = [self._position(context + number, ids) for number in range(len(steps))]
+        positions = [self._position(context + number, ids) for number in range(len(steps))]
         with _without_collection():
-            start = _now(ids.device)
+            start = _seconds(ids.device)
             output = self.model(input_ids=prompt, **self._options)
-            between = _now(ids.device)
-            for token, place in zip(steps, places, strict=True):
-                output = self.model(input_ids=token, past_key_values=output.past_key_values, **place, **self._options)
-            end = _now(ids.device)
+            between = _seconds(ids.device)
+            for token, position in zip(steps, positions, strict=True):
+                cache = output.past_key_values
+                output = self.model(input_ids=token, past_key_values=cache, **position, **self._options)
+            end = _seconds(ids.device)
         return Trial(between - start, (end - between) / len(steps), output.past_key_values, output.logits[:, -1])
 
-    def peak(self, ids: Tensor, context: int) -> int:
-        """Bytes of the weights and of the most that lives beside them at one time of such a run.
-
-        On CUDA as its allocator counts. Elsewhere every tensor counts that an operation gives, for as long as it
-        lives; what an operation needs within itself does not. (The resident size of a process only grows, so it says
-        nothing of one model among several.)
-        """
-        if ids.device.type == "cuda":
-            torch.cuda.synchronize(ids.device)
-            torch.cuda.reset_peak_memory_stats(ids.device)
-            before = torch.cuda.memory_allocated(ids.device)
-            self.run(ids, context)
-            return int(torch.cuda.max_memory_allocated(ids.device)) - before + resident_bytes(self.model)
-        with AllocationTracker([*self.model.parameters(), *self.model.buffers(), ids]) as tracker:
-            self.run(ids, context)
-        return tracker.peak + resident_bytes(self.model)
-
     def _position(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        """Where a decoded token stands, for models that can be told."""
-        return {"position_ids": ids.new_full((len(ids), 1), number)} if self._places else {}
+        """The position of a decoded token, for models that take it."""
+        return {"position_ids": ids.new_full((len(ids), 1), number)} if self._takes_positions else {}
 
 
-class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of tensors that operations give while they live.
+def check_positions(anatomy: Anatomy, context: int, new_tokens: int) -> None:
+    """Refuse a prompt that leaves no room for new tokens.
+
+    Raises:
+        FulldepthError: if both together exceed the model's positions.
+    """
+    limit = anatomy.max_positions
+    if limit is not None and context + new_tokens > limit:
+        raise FulldepthError(
+            f"A context of {context} tokens and {new_tokens} new ones exceed the model's {limit} positions. Use a "
+            "shorter context or fewer new tokens."
+        )
+
+
+def random_tokens(anatomy: Anatomy, batch: int, length: int, seed: int) -> Tensor:
+    """[batch, length] random tokens on the model's device, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, anatomy.vocab_size or 1, (batch, length), generator=generator)
+    return ids.to(anatomy.model.device)
+
+
+def time_in_rounds(
+    runs: Mapping[str, tuple[Runner, Callable[[], AbstractContextManager[Any]]]],
+    ids: Tensor,
+    context: int,
+    *,
+    repeats: int,
+    warmup: int,
+    seed: int,
+    advance: Callable[[int], None],
+) -> dict[tuple[str, str], list[float]]:
+    """Time every model once a round, in an order that changes, so that what the machine does besides falls on all.
 
     Args:
-        known: tensors that were there before, and do not count.
+        runs: name -> a runner, and a context in which its model is timed.
+        ids: as for `Runner.run`.
+        context: as for `Runner.run`.
+        repeats: rounds.
+        warmup: rounds before, which do not count.
+        seed: of the order.
+        advance: called after each run with 1.
+
+    Returns:
+        (name, phase) -> `repeats` times in seconds.
     """
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known = {part.untyped_storage()._cdata for tensor in known for part in _plain(tensor)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(given):
-            if isinstance(tensor, Tensor):
-                for part in _plain(tensor):
-                    self._count(part.untyped_storage())
-        return given
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or storage.device.type == "meta":
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+    names = list(runs)
+    times: dict[tuple[str, str], list[float]] = {(name, phase): [] for name in names for phase in PHASES}
+    for number in range(-warmup, repeats):
+        for index in order(len(names), number, seed):
+            runner, modified = runs[names[index]]
+            with modified():
+                trial = runner.run(ids, context)
+            for phase in PHASES if number >= 0 else ():
+                times[names[index], phase].append(getattr(trial, phase))
+            advance(1)
+    return times
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all weights that a checkpoint keeps, tied ones once, quantised ones as they are stored."""
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
-    return sum(part.nbytes for tensor in tensors.values() for part in _plain(tensor))
+def order(count: int, number: int, seed: int) -> list[int]:
+    """The order of a round: a seeded circle that starts one further each round, backwards in odd ones.
+
+    So in `count` rounds each is first once, and neighbours come before as often as after each other.
+    """
+    circle = np.random.default_rng(seed).permutation(count).tolist()
+    start = number % count
+    turned = circle[start:] + circle[:start]
+    return turned if number % 2 == 0 else turned[:1] + turned[:0:-1]
 
 
-def resident_bytes(model: nn.Module) -> int:
-    """The same with buffers that no checkpoint keeps."""
-    return sum(part.nbytes for tensor in (*model.parameters(), *model.buffers()) for part in _plain(tensor))
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of all keys and values in a cache; 0 for an entry that merely counts tokens."""
-    held = (getattr(entry, name, None) for entry in cache.layers for name in ("keys", "values"))
-    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, or those that a wrapper (quantised weights) is made of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, when everything that was asked of the device is done."""
+def _seconds(device: torch.device) -> float:
+    """The clock, once the device has done all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

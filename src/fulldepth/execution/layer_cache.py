@@ -73,8 +73,8 @@ class LayerCache(DynamicCache):
         """How many keys a 0-based layer gives for `query_length` new positions, and the position of the first."""
         if self._start is None:
             return super().get_mask_sizes(query_length, layer_idx)
-        kept = min(self._start, self._most(layer_idx))
-        return kept + query_length, self._start - kept
+        visible = min(self._start, self._window(layer_idx))
+        return visible + query_length, self._start - visible
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -105,21 +105,22 @@ class LayerCache(DynamicCache):
             FulldepthError: if sequences of layers with different numbers of positions are cut differently, if a
                 sequence is to keep more than there is, or if positions that a sliding window needs are gone.
         """
-        kept = [length] if isinstance(length, int) else list(length)
-        if min(kept, default=-1) < 0:
+        lengths = [length] if isinstance(length, int) else list(length)
+        if min(lengths, default=-1) < 0:
             raise FulldepthError(f"A cache is cropped to 0 positions or more, not to {length}.")
-        if min(kept) < max(kept) and (len({*self.lengths}) > 1 or max(kept) > self.lengths[0]):
+        differ = min(lengths) < max(lengths)
+        if differ and (len({*self.lengths}) > 1 or max(lengths) > self.lengths[0]):
             raise FulldepthError("Sequences can keep different numbers of positions only if all layers hold them.")
         for index in range(len(self.layers)):
             layer = self._layer(index)
             if layer.is_initialized:
-                own = [min(kept[0], layer.get_seq_length())] * len(layer.keys)
-                self._cut(index, layer, kept if min(kept) < max(kept) else own)
+                own = [min(lengths[0], layer.get_seq_length())] * len(layer.keys)
+                self._cut(index, layer, lengths if differ else own)
 
     def _cut(self, index: int, layer: Any, ends: Sequence[int]) -> None:
         """One layer, so that sequence b ends with position `ends[b] - 1`."""
         dropped = layer.get_seq_length() - layer.keys.shape[-2]
-        room = min(max(ends), self._most(index))
+        room = min(max(ends), self._window(index))
         if any(min(end, room) > end - dropped for end in ends):
             raise FulldepthError(
                 f"Layer {index + 1} has a sliding window and no longer holds the positions before {dropped} that it "
@@ -133,7 +134,7 @@ class LayerCache(DynamicCache):
             columns = (last + torch.arange(-room, 0, device=layer.keys.device)).clamp(min=0)
             rows = torch.arange(len(ends), device=layer.keys.device)[:, None]
             layer.keys, layer.values = (
-                kept.transpose(1, 2)[rows, columns].transpose(1, 2) for kept in (layer.keys, layer.values)
+                states.transpose(1, 2)[rows, columns].transpose(1, 2) for states in (layer.keys, layer.values)
             )
         if layer.is_sliding:
             layer.cumulative_length = max(ends)
@@ -142,7 +143,7 @@ class LayerCache(DynamicCache):
         """A 0-based layer, which is one of `KNOWN_LAYERS`."""
         return self.layers[index]
 
-    def _most(self, index: int) -> int:
+    def _window(self, index: int) -> int:
         """Earlier positions that a 0-based layer reads at most."""
         layer = self._layer(index)
         return layer.sliding_window - 1 if layer.is_sliding else sys.maxsize

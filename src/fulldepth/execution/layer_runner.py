@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.layer_cache import LayerCache
-from fulldepth.execution.stream import TOLERANCE, relative_error
+from fulldepth.execution.stream import check_close
 from fulldepth.hf import Anatomy, Classifier
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -104,8 +104,8 @@ class LayerRunner:
             return states
         args, kwargs = self._arguments[layers - 1]
         with self._at_start():
-            given = self.anatomy.blocks[layers - 1](states, *args, **kwargs)
-        return given[0] if isinstance(given, tuple | list) else given
+            output = self.anatomy.blocks[layers - 1](states, *args, **kwargs)
+        return output[0] if isinstance(output, tuple | list) else output
 
     def finish(self, states: Tensor) -> Tensor:
         """[B, T, V] what the final norm and the head make of states `[B, T, D]` of any layer: logits.
@@ -191,23 +191,16 @@ class LayerRunner:
             ) from error
 
     def _compare(self, batch: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
-        """The blocks one by one against the model's own states h_0 .. h_L.
-
-        Raises:
-            FulldepthError: if one differs, or a block overwrites its input.
-        """
+        """The blocks one by one against the model's own states h_0 .. h_L."""
         kind, states = type(self.anatomy.model).__name__, self.begin(batch)
         for layer in range(1, self.anatomy.num_layers + 1):
             version = states._version
             after = self.run(layer, states)
             if states._version != version or after is states:
                 raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
-            error = relative_error(self.anatomy.stream(after), own[layer])
-            if not error <= TOLERANCE[after.dtype]:  # NaN is no agreement
-                raise FulldepthError(
-                    f"Layer {layer} of {kind}, run by itself, misses the model's own state by {error:.1e} (relative): "
-                    "it reads more than the layer before, or the model does something between its layers."
-                )
+            hint = ": it reads more than the layer before, or the model does something between its layers."
+            claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
+            check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
             states = after
 
     def _form(self, index: int, module: nn.Module, args: Any, output: Any) -> None:

@@ -28,7 +28,7 @@ def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attenti
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, for heads that pool.
     """
-    home, device = states.device, classifier.device or states.device
+    origin, device = states.device, classifier.device or states.device
     states, targets, attention_mask = (tensor.to(device) for tensor in (states, targets, attention_mask))
     if classifier.per_token:
         where = (targets != IGNORE).flatten()
@@ -36,7 +36,7 @@ def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attenti
     else:
         read = _reduce_sequences(classifier, states, targets, attention_mask)
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
-    return Readout(*(column.to(home) for column in (*read, row)))
+    return Readout(*(column.to(origin) for column in (*read, row)))
 
 
 Columns = tuple[Tensor, Tensor, Tensor]

@@ -30,6 +30,24 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
+def check_close(claim: str, got: Tensor, expected: Tensor, dtype: torch.dtype | None = None, hint: str = "") -> None:
+    """Refuse states that differ by more than rounding.
+
+    Args:
+        claim: the beginning of the error, such as `layer 3 misses the model's own state`.
+        got: any shape.
+        expected: the same shape.
+        dtype: precision that was computed in; None = that of `expected`.
+        hint: the end of the error.
+
+    Raises:
+        FulldepthError: if they differ, or either has NaN.
+    """
+    error = relative_error(got, expected)
+    if not error <= TOLERANCE[dtype or expected.dtype]:  # NaN is no agreement
+        raise FulldepthError(f"{claim} by {error:.1e} (relative){hint}")
+
+
 def is_close(got: Tensor, expected: Tensor) -> bool:
     """Whether two states differ by no more than rounding; NaN is no agreement."""
     if got.shape != expected.shape:
@@ -73,16 +91,16 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
         trace.positions and trace.positions[:: -1 if anatomy.family.sequence_first else 1],
         4 if anatomy.has_streams else 3,
     )
-    found = anatomy if list(order) == sorted(number.values()) else replace(anatomy, order=order)
+    ordered = anatomy if list(order) == sorted(number.values()) else replace(anatomy, order=order)
     for layer, (before, call) in enumerate(pairwise(calls), start=2):
-        if found.part(layer, "input_norms") is None and not equal(call.given, found.handed_on(before.gave)):
+        if ordered.part(layer, "input_norms") is None and not equal(call.given, ordered.handed_on(before.gave)):
             if call.given.shape == before.gave.shape:
                 raise FulldepthError(
                     f"layer {layer} of {path} does not read what layer {layer - 1} gives (relative difference "
                     f"{relative_error(call.given, before.gave):.1e}): something else changes the stream between them"
                 )
             raise FulldepthError(f"layer {layer} of {path} reads another shape than layer {layer - 1} gives")
-    return found, calls[-1].gave
+    return ordered, calls[-1].gave
 
 
 def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:

@@ -37,8 +37,8 @@ class Trace:
 
     def of(self, modules: Iterable[nn.Module]) -> list[Call]:
         """The calls of these modules."""
-        wanted = set(modules)
-        return [call for call in self.calls if call.module in wanted]
+        members = set(modules)
+        return [call for call in self.calls if call.module in members]
 
     def at(self, path: str) -> Call | None:
         """The last call of the module with this name."""
@@ -49,12 +49,12 @@ class Trace:
         return (call for call in self.calls if equal(call.given, state))
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
+def equal(state: Tensor, other: Tensor) -> bool:
     """Whether two states are the same numbers."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if state.shape != other.shape or state.dtype != other.dtype:
         return False
-    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return same or torch.equal(one.to(other.device), other)
+    is_view = state.data_ptr() == other.data_ptr() and state.stride() == other.stride()
+    return is_view or torch.equal(state.to(other.device), other)
 
 
 def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,16 +78,15 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     """
     ids = inputs.get("input_ids") if anatomy.family.modality == "text" else None
     trace = Trace(None if ids is None else (ids.shape[0], ids.shape[1]))
-    whole = (
-        anatomy.body if anatomy.family.tower and anatomy.head is None else anatomy.model
-    )  # a whole CLIP needs both inputs
+    alone = anatomy.family.tower and anatomy.head is None  # a whole CLIP needs both inputs
+    runner = anatomy.body if alone else anatomy.model
     with ExitStack() as hooks:
         for path, module in anatomy.model.named_modules():
             if _is_followed(path):
                 handle = module.register_forward_hook(_recorder(trace, path), with_kwargs=True)
                 hooks.callback(handle.remove)
-        output = run(whole, body_inputs(anatomy, inputs))
-    trace.logits = logits_of(output) if whole is anatomy.model else None
+        output = run(runner, body_inputs(anatomy, inputs))
+    trace.logits = logits_of(output) if runner is anatomy.model else None
     return trace
 
 
@@ -102,18 +101,23 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     except FulldepthError:
         raise
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
+        names = ", ".join(inputs)
         raise FulldepthError(
-            f"{type(module).__name__} fails on a small batch of {', '.join(inputs)}: "
-            f"{type(error).__name__}: {one_line(error)}"
+            f"{type(module).__name__} fails on a small batch of {names}: {reason_of(error)}"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why something failed; running out of memory is passed on."""
+    if is_out_of_memory(error):
+        raise error
+    return str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def logits_of(output: Any) -> Tensor | None:
     """What a model predicts, out of its output; None without a head."""
-    found = (output.get(name) for name in ("prediction_logits", "logits")) if isinstance(output, Mapping) else ()
-    return next((logits for logits in found if isinstance(logits, Tensor)), None)
+    entries = (output.get(name) for name in ("prediction_logits", "logits")) if isinstance(output, Mapping) else ()
+    return next((logits for logits in entries if isinstance(logits, Tensor)), None)
 
 
 def first_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

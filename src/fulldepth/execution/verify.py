@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLES, capture
-from fulldepth.execution.stream import TOLERANCE, find_head, is_close, predict, prove_end, prove_stream, relative_error
-from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, run
+from fulldepth.execution.stream import check_close, find_head, is_close, predict, prove_end, prove_stream
+from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, reason_of, run
 from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, evaluating, rows_of
 from fulldepth.hf.finder import towers
 
@@ -70,17 +70,15 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     best: Verified | None = None
     for anatomy in candidates:
         try:
-            found = _verify(anatomy, trace, inputs, optional)
+            verified = _verify(anatomy, trace, inputs, optional)
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            reason = str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
+            reason = reason_of(error)
             failures.setdefault(reason, f"{anatomy.family.name}, {anatomy.family.design} design: {reason}")
             continue
-        if not found.unproven:
-            return found
-        if best is None or _known(found) > _known(best):
-            best = found
+        if not verified.unproven:
+            return verified
+        if best is None or _proven(verified) > _proven(best):
+            best = verified
     if best is not None:
         return best
     reasons = list(failures.values())
@@ -135,17 +133,13 @@ def _sample(anatomy: Anatomy) -> dict[str, Tensor]:
     return {"pixel_values": noise.sin().view(2, channels, height, width)}
 
 
-def _known(found: Verified) -> tuple[bool, bool, bool]:
-    """What is known of a candidate, most important first."""
-    return found.branches, "head" not in found.unproven, "value" not in found.unproven
+def _proven(verified: Verified) -> tuple[bool, bool, bool]:
+    """The proven parts of a candidate, most important first."""
+    return verified.branches, "head" not in verified.unproven, "value" not in verified.unproven
 
 
 def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional: Collection[str]) -> Verified:
-    """One candidate.
-
-    Raises:
-        FulldepthError: if a part of it that has to be proven is not.
-    """
+    """One candidate, or an error where a part that has to be proven is not."""
     anatomy, last = prove_stream(anatomy, trace)
     last = anatomy.stream(last)
     if not bool(torch.isfinite(last).all()):
@@ -159,15 +153,15 @@ def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional:
             raise
         unproven["head"], classifier = str(error), None
     try:
-        found = _prove_parts(anatomy, inputs, last)
+        verified = _prove_parts(anatomy, inputs, last)
     except FulldepthError as error:
         if "branches" not in optional:
             raise
         unproven["branches"] = str(error)
         anatomy = replace(anatomy, family=replace(anatomy.family, attention=None, mlp=None))
-        found = _prove_parts(anatomy, inputs, last)
-    unproven |= found.unproven
-    return replace(found, classifier=classifier, unproven=unproven)
+        verified = _prove_parts(anatomy, inputs, last)
+    unproven |= verified.unproven
+    return replace(verified, classifier=classifier, unproven=unproven)
 
 
 def _prove_head(
@@ -216,9 +210,11 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
     Measurements run the body alone, which must give the h_L that it gives within the model.
     """
     family, unproven = anatomy.family, {}
-    known = family.attention is not None and family.mlp is not None
+    has_branches = family.attention is not None and family.mlp is not None
     sites = ["residual", "attention_input"] + (["value"] if anatomy.has("value") else [])
-    sites += ["attention_output", "attention_branch", "attention_carried", "mlp_branch", "mlp_input"] if known else []
+    sites += (
+        ["attention_output", "attention_branch", "attention_carried", "mlp_branch", "mlp_input"] if has_branches else []
+    )
     weights = [site for site, role in ROLES.items() if anatomy.layers_with(role)]
     with capture(anatomy, [*sites, *weights]) as activations:
         anatomy.body(**body_inputs(anatomy, inputs))
@@ -230,7 +226,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
             "a second pass, of the body alone, gives other states: the model draws random numbers, or hands its body "
             "more than these inputs"
         )
-    if known:
+    if has_branches:
         _check_branches(anatomy, states)
     values = states.get("value", [])
     if any(value.shape[:-1] != last.shape[:-1] or value.shape != values[0].shape for value in values):
@@ -244,7 +240,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
         anatomy,
         last.shape[-1],
         chained,
-        known,
+        has_branches,
         None,
         last.shape[1],
         value_width=values[0].shape[-1] if values else 0,
@@ -263,10 +259,10 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
             for site in ("attention_carried", "attention_output", "attention_branch", "mlp_branch", "mlp_input")
         )
         y = states["residual"][layer]
-        for what, branch in {"attention": a, "mlp": m}.items():
+        for name, branch in {"attention": a, "mlp": m}.items():
             if branch.shape != x.shape:
                 raise FulldepthError(
-                    f"in layer {layer}, the {what} branch has shape {tuple(branch.shape)}, the stream {tuple(x.shape)}"
+                    f"in layer {layer}, the {name} branch has shape {tuple(branch.shape)}, the stream {tuple(x.shape)}"
                 )
         if anatomy.has_streams:
             pairs = {"mixed streams + attention": (x + a, after), "mixed streams + mlp": (before_mlp + m, y)}
@@ -279,10 +275,8 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
             if first is None or second is None:
                 raise FulldepthError("a post-norm block needs attention_norm and mlp_norm")
             pairs = {"norm(x + attention)": (first(x + a), after), "norm(m + mlp)": (second(before_mlp + m), y)}
-        for what, (got, expected) in pairs.items():
-            error = relative_error(got, expected)
-            if not error <= TOLERANCE[expected.dtype]:  # NaN is no agreement
-                raise FulldepthError(f"in layer {layer}, {what} misses the block's own state by {error:.1e} (relative)")
+        for name, (got, expected) in pairs.items():
+            check_close(f"in layer {layer}, {name} misses the block's own state", got, expected)
 
 
 def check_routing(routing: Mapping[int, Tensor]) -> int:
@@ -303,7 +297,5 @@ def _check_classifier(classifier: Classifier, expected: Tensor, last: Tensor, ma
     got = predict(classifier, last, mask)
     if got.shape != expected.shape:
         raise FulldepthError(f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(expected.shape)}")
-    error = relative_error(got, expected)
-    if not error <= TOLERANCE[last.dtype]:  # NaN is no agreement
-        raise FulldepthError(f"the head applied to h_L misses the model's own logits by {error:.1e} (relative)")
+    check_close("the head applied to h_L misses the model's own logits", got, expected, last.dtype)
     return classifier

@@ -16,7 +16,6 @@ def plain_weight(module: nn.Module) -> Tensor | None:
 
 
 def _plain(parameter: nn.Parameter | None) -> Tensor | None:
-    """See `plain_weight`."""
     if parameter is None:
         return None
     weight: Tensor = parameter.detach()

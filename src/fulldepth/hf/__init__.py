@@ -22,8 +22,9 @@ from fulldepth.hf.load import (
     pick_device,
     pick_dtype,
 )
-from fulldepth.hf.modes import evaluating
+from fulldepth.hf.modes import evaluating, frozen
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
+from fulldepth.hf.opening import open_model, open_tokenizer, tokenizer_folder
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
@@ -66,6 +67,7 @@ __all__ = [
     "find_output_weights",
     "first_broken_weight",
     "first_failure",
+    "frozen",
     "has_weights",
     "in_memory",
     "is_offloaded",
@@ -77,6 +79,8 @@ __all__ = [
     "load_tokenizer",
     "loaded_weight",
     "notes_of",
+    "open_model",
+    "open_tokenizer",
     "pick_device",
     "pick_dtype",
     "read_shards",
@@ -88,6 +92,7 @@ __all__ = [
     "skipping",
     "stored_shapes",
     "task_of",
+    "tokenizer_folder",
     "trained_steps",
     "unwrapped",
     "write_shards",

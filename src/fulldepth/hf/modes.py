@@ -1,4 +1,4 @@
-"""Training and evaluation mode."""
+"""Evaluation mode, and frozen weights, for a while."""
 
 from __future__ import annotations
 
@@ -18,3 +18,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No weight asks for a gradient; afterwards each asks again that did before."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -20,9 +20,9 @@ from fulldepth.hf import (
     anatomy_candidates,
     device_of,
     first_broken_weight,
-    load_checkpoint,
     load_processor,
-    load_tokenizer,
+    open_model,
+    open_tokenizer,
 )
 from fulldepth.measurement import tokens
 from fulldepth.measurement.batching import batched, model_inputs
@@ -160,9 +160,7 @@ def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:
     """The model as passed in, or loaded as the settings say."""
-    if isinstance(model, PreTrainedModel):
-        return Checkpoint(model, model.name_or_path or type(model).__name__)
-    return load_checkpoint(
+    return open_model(
         model,
         dtype=settings.dtype,
         device=device,
@@ -176,19 +174,9 @@ def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Me
     """The tokenizer named, or the one saved with the model or beside it; None where no text is read."""
     if isinstance(data, Sequences) or anatomy.family.modality != "text":
         return None
-    if settings.tokenizer:
-        return load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-    name = checkpoint.name
-    folder = Path(name)
-    if folder.is_dir():
-        holders = [f for f in (folder, folder.parent) if (f / "tokenizer.json").is_file()]
-        holders += [f for f in (folder, folder.parent) if (f / "tokenizer_config.json").is_file()]
-        if not holders:
-            raise FulldepthError(f"{folder} holds no tokenizer, nor does its parent; name one with --tokenizer.")
-        name = str(holders[0])
-    elif not isinstance(checkpoint.model.name_or_path, str) or not checkpoint.model.name_or_path:
-        raise FulldepthError("A model that is passed in needs its tokenizer: measure(model, data, tokenizer=...).")
-    return load_tokenizer(name, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    return open_tokenizer(
+        checkpoint, settings.tokenizer or None, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
 
 
 def _sequences(

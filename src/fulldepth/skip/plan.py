@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import atomic, read_json
-from fulldepth.hf import GRANULARITIES, Anatomy
+from fulldepth.hf import GRANULARITIES, Anatomy, Scalars, device_of
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, factor_names
 from fulldepth.settings import Settings, layer
@@ -46,7 +46,7 @@ FLOAT32 = 3.4e38
 
 
 def _must(is_right: Callable[[Any], bool], expected: str) -> pydantic.AfterValidator:
-    """A check of one entry, in the words that errors are made of."""
+    """A check of one entry; `expected` is what an error says."""
 
     def check(value: Any) -> Any:
         if not is_right(value):
@@ -63,12 +63,12 @@ Factors = dict[str, dict[str, Factor | list[Factor]]]
 """Layer -> name -> factor (per channel: a list)."""
 
 
-def _one_of(kind: str, known: Collection[str]) -> pydantic.AfterValidator:
-    """A check of a name, which says the nearest one that is known."""
+def _one_of(kind: str, choices: Collection[str]) -> pydantic.AfterValidator:
+    """A check of a name; the error says the nearest choice."""
 
     def check(name: str) -> str:
-        if name not in known:
-            raise unknown(kind, name, known)
+        if name not in choices:
+            raise unknown(kind, name, choices)
         return name
 
     return pydantic.AfterValidator(check)
@@ -206,17 +206,28 @@ class Plan(Settings):
     def dtype(self) -> str:
         """Precision that the search loaded the model in; `auto` = the checkpoint's own."""
         settings = self.cost.get("settings")
-        found = settings.get("dtype") if isinstance(settings, dict) else None
-        return found if isinstance(found, str) else "auto"
+        dtype = settings.get("dtype") if isinstance(settings, dict) else None
+        return dtype if isinstance(dtype, str) else "auto"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Remarks on the data, from when they were read."""
+        return [str(line) for line in _list(self.data.get("warnings"))]
+
+    @property
+    def unsure_rounds(self) -> list[int]:
+        """Numbers of the rounds in which the data did not tell the best two candidates apart."""
+        return _list(self.cost.get("unsure_rounds"))
 
     def document(self) -> dict[str, Any]:
         """Plain values in the order of the file, layers by number."""
-        found = self.model_dump(mode="json", by_alias=True)
-        found["scalars"] = {
-            key: {name: found["scalars"][key][name] for name in FACTORS if name in found["scalars"][key]}
-            for key in sorted(found["scalars"], key=int)
+        document = self.model_dump(mode="json", by_alias=True)
+        scalars = document["scalars"]
+        document["scalars"] = {
+            key: {name: scalars[key][name] for name in FACTORS if name in scalars[key]}
+            for key in sorted(scalars, key=int)
         }
-        return found
+        return document
 
     def save(self, path: str | Path) -> Path:
         """Write the plan, whole or not at all; the same plan gives the same bytes.
@@ -280,6 +291,13 @@ class Plan(Settings):
             )
 
 
+def plan_scalars(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
+    """A plan's scalars, float32, beside the model's weights; None if none were fitted."""
+    if plan is None or plan.healed_loss is None:
+        return None
+    return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
+
+
 def check_scalars(plan: Plan) -> None:
     """Refuse scalars that do not fit the blocks.
 
@@ -299,8 +317,8 @@ def check_scalars(plan: Plan) -> None:
         return
     named = {int(key) for key in plan.scalars}
     depth = max(named | set(plan.blocks))
-    known = named | set(plan.blocks if plan.granularity == "layer" else ())
-    if missing := list(islice((number for number in range(1, depth + 1) if number not in known), 9)):
+    covered = named | set(plan.blocks if plan.granularity == "layer" else ())
+    if missing := list(islice((number for number in range(1, depth + 1) if number not in covered), 9)):
         raise FulldepthError(f"scalars has nothing for {_listed(missing)}; every layer that is left needs its own.")
 
 
@@ -341,6 +359,11 @@ def check_depth(plan: Plan, anatomy: Anatomy) -> None:
     lists = (f for factors in plan.scalars.values() for f in factors.values() if isinstance(f, list))
     if (first := next(lists, None)) is not None and len(first) != anatomy.width:
         raise FulldepthError(f"The plan's scalars have {len(first)} channels, {_kind(anatomy)} has {anatomy.width}.")
+
+
+def _list(entry: JsonValue) -> list[Any]:
+    """An open entry that should be a list."""
+    return entry if isinstance(entry, list) else []
 
 
 def _values(factor: float | list[float]) -> list[float]:

@@ -1,18 +1,18 @@
-"""`search_into`: what `fulldepth skip search` does, from a checkpoint's name to the folder with the plan."""
+"""`search_into`: `fulldepth skip search`, from a checkpoint's name to the folder with the plan."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fulldepth.data.examples import Examples
-from fulldepth.distributed import Processes, processes
+from fulldepth.distributed import processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
@@ -22,26 +22,13 @@ from fulldepth.skip.assessment.outcome import KIND, outcome
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.responses import FILE as RESPONSES
-from fulldepth.skip.responses import MOST, generate_responses, read_prompts
-from fulldepth.skip.selection.problem import prepared
+from fulldepth.skip.responses import MOST, Responses, generate_responses, read_prompts
+from fulldepth.skip.selection.problem import open_for, prepared, tokenizer_of
 from fulldepth.skip.selection.search import search_with
 from fulldepth.skip.stored_responses import check_data, stored_responses
-from fulldepth.skip.subject import open_for, tokenizer_for
 
 RUN_SETTINGS = "settings.yaml"
 """In the folder of a training run, whose results are kept under the same names."""
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How the unmodified model answers prompts before the search."""
-
-    count: int
-    """Prompts to answer."""
-    temperature: float
-    """0 = greedy."""
-    max_new_tokens: int
-    """Of a response."""
 
 
 def search_into(
@@ -77,29 +64,47 @@ def search_into(
     folder, watcher = Path(output), watcher or Watcher()
     if responses is not None and not 1 <= responses <= MOST:
         raise FulldepthError(f"The number of responses must be 1 to {MOST:,}, got {one_line(responses, 30)}.")
-    with processes() as me, me.holding(folder):
-        me.first(lambda: _check_folder(folder, resume))
-        owner, tokenizer = _open(model, data, settings, me)
-        hashed, made = model_hash(owner), None
+    with processes() as process, process.holding(folder):
+        process.first(lambda: _check_folder(folder, resume))
+        checkpoint = open_for(model, settings, process)
+        owner = checkpoint.model
+        tokenizer = None if isinstance(data, Examples) else tokenizer_of(checkpoint, settings)
+        hashed, generation = model_hash(owner), None
         if responses is not None:
             announce(owner, settings, settings.blocks or len(settings.given or ()))  # before the model answers
-            answering = Answering(responses, temperature, max_new_tokens)
-            made = _respond(owner, hashed, tokenizer, data, answering, settings, folder, me, watcher)
+            sampling = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
+            answer = partial(generate_responses, owner, tokenizer, batch_size=settings.batch_size, watcher=watcher)
+            respond = partial(_respond, data, tokenizer, hashed, responses, sampling, answer, folder)
+            generation = process.first(respond)
             data = str(folder / RESPONSES)
-        with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
-            plan = search_with(problem, me, watcher, output=folder, resume=resume, responses=made)
-            if me.is_main and not _is_there(folder, plan):
+        opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
+        with prepared(owner, data, settings, process, **opened) as problem:
+            plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
+            if process.is_main and not _has_results(folder, plan):
                 outcome(plan, problem, watcher=watcher).save(folder)
-        me.wait()
+        process.wait()
     return plan
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
-    """Refuse a folder that holds something else than this search may go on with.
+def _respond(
+    data: Any,
+    tokenizer: Any,
+    hashed: str,
+    count: int,
+    sampling: Mapping[str, Any],
+    answer: Callable[..., Responses],
+    folder: Path,
+) -> dict[str, Any]:
+    """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
+    check_data(data, folder)
+    prompts = read_prompts(data, tokenizer, limit=count)
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    request = {"model": hashed, "prompts": f"sha256:{digest}", "count": count, **sampling}
+    return stored_responses(folder, request, lambda: answer(prompts, len(prompts), **sampling))
 
-    Raises:
-        FulldepthError: if it does.
-    """
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else than this search may go on with."""
     for name in (RUN_SETTINGS,) if resume else (FILE, DOCUMENT, RUN_SETTINGS):
         if (folder / name).exists():
             raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
@@ -109,59 +114,10 @@ def _check_folder(folder: Path, resume: bool) -> None:
             raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
 
 
-def _open(
-    model: str | Path | PreTrainedModel, data: Any, settings: SearchSettings, me: Processes
-) -> tuple[PreTrainedModel, Any]:
-    """The model, loaded once for all that follows, and its tokenizer where one is needed."""
-    checkpoint = open_for(model, settings, me)
-    if isinstance(data, Examples):
-        return checkpoint.model, None
-    return checkpoint.model, tokenizer_for(checkpoint, settings)
-
-
-def _is_there(folder: Path, plan: Plan) -> bool:
-    """Whether the folder holds this plan's results.
-
-    Raises:
-        FulldepthError: if it holds others.
-    """
+def _has_results(folder: Path, plan: Plan) -> bool:
+    """Whether the folder holds this plan's results; others are refused."""
     if not (folder / DOCUMENT).exists():
         return False
-    found = Results.load(folder)
-    if found.meta.get("plan") != json.loads(json.dumps(plan.document())):
+    if Results.load(folder).meta.get("plan") != json.loads(json.dumps(plan.document())):
         raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
     return True
-
-
-def _respond(
-    model: PreTrainedModel,
-    hashed: str,
-    tokenizer: Any,
-    data: Any,
-    answering: Answering,
-    settings: SearchSettings,
-    folder: Path,
-    me: Processes,
-    watcher: Watcher,
-) -> Mapping[str, Any]:
-    """Responses in the folder, from an earlier start if they are the same; returns how they were made."""
-    wanted: dict[str, Any] = {
-        "temperature": answering.temperature,
-        "seed": settings.seed,
-        "max_new_tokens": answering.max_new_tokens,
-    }
-
-    def stored() -> dict[str, Any]:
-        check_data(data, folder)
-        prompts = read_prompts(data, tokenizer, limit=answering.count)
-        digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-        asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": answering.count, **wanted}
-        return stored_responses(
-            folder,
-            asked,
-            lambda: generate_responses(
-                model, tokenizer, prompts, len(prompts), batch_size=settings.batch_size, watcher=watcher, **wanted
-            ),
-        )
-
-    return me.first(stored)

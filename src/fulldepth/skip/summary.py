@@ -42,9 +42,8 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
     share = plan.cost.get("share_of_plain")
     if isinstance(share, float):
         rows.append(("forward FLOPs", f"{plan.cost['flops']:.3g}", f"{share:.0%} of the plain loop's"))
-    unsure = plan.cost.get("unsure_rounds")
-    if isinstance(unsure, list) and unsure:
-        rounds = ", ".join(str(number) for number in unsure)
+    if plan.unsure_rounds:
+        rounds = ", ".join(map(str, plan.unsure_rounds))
         rows.append(("unsure", f"round {rounds}", "the data seen do not tell the best two apart; more would"))
     rows += [("budget", *line.partition(": ")[::2]) for line in stopped_rounds(plan)]
     return rows

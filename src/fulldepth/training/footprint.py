@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from fulldepth.training.flops import head_channels, key_value_heads
+from fulldepth.execution.flops import head_channels, key_value_heads, weight_products
 from fulldepth.training.settings import TrainSettings
 
 WEIGHT = {"float32": 4, "autocast": 4, "bfloat16": 2}
@@ -93,7 +91,7 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     held = WEIGHT[precision]
-    copies = 2 * _matrices(model) if precision == "autocast" else 0
+    copies = 2 * _product_weights(model) if precision == "autocast" else 0
     config = model.config.get_text_config()
     tokens = micro_batch * settings.sequence_length
     return Memory(
@@ -150,6 +148,6 @@ def _layer(config: PreTrainedConfig, settings: TrainSettings) -> float:
     return 2 * NORM[settings.precision] * width + attention + product * 4 * inner
 
 
-def _matrices(model: PreTrainedModel) -> int:
-    """Parameters that autocast copies: those of linear layers."""
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
+def _product_weights(model: PreTrainedModel) -> int:
+    """Parameters that autocast copies: those of linear layers, each a multiplication and an addition."""
+    return int(sum(map(weight_products, model.modules())) / 2)

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import load_tokenizer, pick_device
 from fulldepth.training.arguments import batch_split
-from fulldepth.training.flops import Flops, forward_flops
 from fulldepth.training.footprint import CheckpointSize, Memory, checkpoint_size, estimate_memory
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.methods import make_objective, resolved
@@ -50,7 +50,7 @@ class Plan:
     parameters_without_embeddings: int
     """Without token and position embeddings, and without an output head of its own."""
     trainable: int
-    flops: Flops
+    flops: TokenFlops
     """Per token, forward."""
     objective_flops: float
     """Per token of training, added by penalties."""

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fulldepth import measure
+from fulldepth.execution.language_model import prove
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.skip.assessment.analysis import discrepancies, spectral_norms
 from fulldepth.skip.assessment.outcome import analyse
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.exports.fold import fold
-from fulldepth.skip.selection.score import make_batches
-from fulldepth.skip.subject import prove
 from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import LAYERS, build
@@ -65,7 +65,7 @@ def streams(model, examples) -> np.ndarray:
 def read(model, examples, plan, healed, **options):
     """The rows of `discrepancies`."""
     batches = make_batches(examples, 3)
-    anatomy, _ = prove(model, batches[0])
+    anatomy, _ = prove(model, batches[0].inputs)
     scalars = Scalars.from_dict(plan.scalars, LAYERS, plan.granularity) if healed else None
     with Switches(anatomy, plan.granularity) as switches:
         return discrepancies(switches, batches, frozenset(plan.blocks), scalars, **options)
@@ -93,7 +93,7 @@ def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, he
 def test_batches_do_not_matter_and_seeds_choose_the_sample() -> None:
     model, examples = build("llama"), plain.sentences(9, seed=5)
     plan = planned.plan(model, (2,))
-    anatomy, _ = prove(model, make_batches(examples, 9)[0])
+    anatomy, _ = prove(model, make_batches(examples, 9)[0].inputs)
     with Switches(anatomy) as switches:
 
         def values(batch_size: int, seed: int) -> list[float]:
@@ -110,7 +110,7 @@ def test_batches_do_not_matter_and_seeds_choose_the_sample() -> None:
 def test_the_model_is_whole_after_an_error() -> None:
     model, examples = build("llama"), plain.sentences(3, seed=5)
     batches = make_batches(examples, 3)
-    anatomy, _ = prove(model, batches[0])
+    anatomy, _ = prove(model, batches[0].inputs)
     with Switches(anatomy) as switches:
         with pytest.raises(RuntimeError):
             discrepancies(switches, batches, frozenset({2}), Scalars(LAYERS, {2}), watcher=Breaking())
@@ -153,7 +153,7 @@ def test_measure_sees_the_same_in_the_folded_model(tokens, tmp_path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_norms_are_the_largest_singular_values(family) -> None:
     model = build(family)
-    anatomy, _ = prove(model, make_batches(plain.sentences(2, seed=1), 2)[0])
+    anatomy, _ = prove(model, make_batches(plain.sentences(2, seed=1), 2)[0].inputs)
     with Switches(anatomy) as switches:
         switches.skip((1,))  # does not matter
         rows, unreadable = spectral_norms(switches)

@@ -17,15 +17,16 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
-from fulldepth.execution.latency import AllocationTracker, Runner, Trial, cache_bytes, parameter_bytes
+from fulldepth.execution.flops import Costs, costs_of
+from fulldepth.execution.latency import Runner, Trial
+from fulldepth.execution.memory import cache_bytes
 from fulldepth.figures.benchmark import benchmarked_models
 from fulldepth.figures.skip_results import parts
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
-from fulldepth.skip.assessment.bench import bench, order
+from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, step_flops, table_of
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.selection.flops import Costs, costs_of
 from skip import plain
 from skip.planned import layers, plan
 from skip.word_tokenizer import tokenizer
@@ -138,12 +139,6 @@ def test_cache_bytes_follow_from_shapes(family, heads, width) -> None:
     assert held == 2 * LAYERS * 3 * 14 * heads * width * 4
 
 
-def test_a_window_bounds_the_cache() -> None:
-    ids = torch.randint(3, VOCAB, (3, 30))
-    held = cache_bytes(Runner(build("gemma2")).run(ids, 25).cache)
-    assert held == 2 * 3 * 2 * 8 * 4 * (30 + 2 * 7)  # one full layer, two with a window of 8: the last 7 are kept
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize(
     "skipped_blocks", [SkippedBlocks("attention", frozenset({2})), SkippedBlocks("mlp", frozenset({1, 3}))]
@@ -213,41 +208,6 @@ def test_shares_by_hand() -> None:
     assert noise(measured)
     assert "40.0% less time" in headline(measured)["decode_time_saved fast"].sentence
     assert "0.0% less" in headline(measured)["decode_time_saved other"].sentence
-
-
-def test_what_lives_is_counted_while_it_lives() -> None:
-    known = torch.zeros(100)
-    with AllocationTracker([known]) as tracker:
-        first = known + 1
-        known.add_(first)
-        view = first[:10]
-        del first
-        assert tracker.now == 400  # the view keeps it
-        second = torch.cat([known, known])
-        assert tracker.now == 1200
-        del view
-        third = second * 2
-        assert tracker.now == 1600
-        del second
-    del third
-    assert (tracker.now, tracker.peak) == (0, 1600)
-
-
-def test_tied_weights_count_once() -> None:
-    model = build("gpt2")
-    assert model.lm_head.weight is model.get_input_embeddings().weight
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert parameter_bytes(model) == 4 * numbers
-    assert parameter_bytes(model.bfloat16()) == 2 * numbers
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_everybody_is_first_and_runs_once_a_round(count) -> None:
-    rounds = [order(count, number, seed=4) for number in range(2 * count)]
-    assert all(sorted(found) == list(range(count)) for found in rounds)
-    assert sorted(found[0] for found in rounds[:count]) == list(range(count))
-    assert len({tuple(found) for found in rounds}) >= count
-    assert rounds == [order(count, number, seed=4) for number in range(2 * count)]
 
 
 def test_models_take_turns_and_are_healed(monkeypatch) -> None:

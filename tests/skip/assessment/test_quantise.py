@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import parameter_bytes
+from fulldepth.execution.memory import parameter_bytes
 from fulldepth.hf import anatomy_candidates
 from fulldepth.hf.surgery import skipping
 from fulldepth.results import COLUMNS, Results

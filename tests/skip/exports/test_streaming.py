@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from families import zoo
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import AllocationTracker
+from fulldepth.execution.memory import AllocationTracker
 from fulldepth.hf import is_offloaded, load_checkpoint
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.exports.fold import fold

@@ -12,10 +12,10 @@ from scipy import stats
 
 from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.scoring import Batch
 from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
-from fulldepth.skip.selection.flops import Costs, Variant
 from fulldepth.skip.selection.loss_cache import LossCache
-from fulldepth.skip.selection.score import Batch
 from fulldepth.skip.selection.search import search
 from skip import plain
 
@@ -94,7 +94,7 @@ class Table:
     def __init__(self, losses: dict[Variant, np.ndarray], costs: Costs) -> None:
         self.losses, self.costs = losses, costs
 
-    def sums(self, batch: Any, variants: Any, *, divergence: bool, done: Any) -> Any:
+    def sums(self, batch: Any, variants: Any, *, divergence: bool, advance: Any) -> Any:
         return {variant: {"loss": list(self.losses[variant][batch.inputs["rows"]])} for variant in variants}
 
 
@@ -114,9 +114,9 @@ def test_a_race_loses_its_best_candidate_no_more_often_than_it_says():
             for part in generator.permutation(population).reshape(-1, 8)
         ]
         loss_cache = LossCache(Table(losses, costs), chunks, Processes())
-        (pick,), (how,) = eliminate(loss_cache, "loss", 1, confidence=confidence)
+        (pick,), (how,) = eliminate(loss_cache, 1, confidence=confidence)
         wrong += pick != min(range(1, layers + 1), key=lambda layer: losses[Variant({layer})].sum())
-        scored.append(len(loss_cache.known_chunks("loss", Variant({layers}))))
+        scored.append(len(loss_cache.known_chunks(Variant({layers}))))
         assert how.decided_by in ("bounds", "data")
     assert stats.binom.sf(wrong, draws, 1 - confidence) > 0.001
     assert max(scored) <= 3 < len(chunks)  # of 12 chunks

@@ -11,15 +11,16 @@ from torch.nn import functional
 import tiny_models as tm
 from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import AllocationTracker
-from fulldepth.hf import anatomy_candidates
+from fulldepth.execution.flops import KEPT_BYTES, Costs, Shape, Variant
+from fulldepth.execution.language_model import prove
+from fulldepth.execution.memory import AllocationTracker
+from fulldepth.execution.scoring import Scorer
+from fulldepth.hf import anatomy_candidates, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.selection.fit import fit_scales
-from fulldepth.skip.selection.flops import KEPT_BYTES, Costs, Shape, Variant
-from fulldepth.skip.selection.score import Scorer, make_batches
-from fulldepth.skip.subject import frozen, prove
 from skip import plain, planned
 
 LAYERS = 5
@@ -206,7 +207,7 @@ def test_gradient_checkpointing_changes_no_result(model):
 def kept_bytes(model, checkpointing):
     """Bytes of the storages that are alive between the forward and the backward pass of a step, but the weights."""
     batch = make_batches(plain.sentences(4, seed=21), 4)[0]
-    anatomy, classifier = prove(model, batch)
+    anatomy, classifier = prove(model, batch.inputs)
     scalars = Scalars(anatomy.num_layers, {2})
     with Switches(anatomy) as switches, frozen(model):
         scorer = Scorer(anatomy, classifier, switches, "attention", batch)
@@ -234,9 +235,9 @@ def test_checkpointing_is_chosen_by_what_would_be_kept():
     costs = Costs("attention", (4e8,) * layers, (0.0,) * layers, (0.0,) * layers, 0.0, KEPT_BYTES * width * layers)
     large, small = Shape(8, 2048, 1), Shape(2, 64, 1)
     assert costs.checkpoints(large)
-    assert not costs.checkpoints(large, asked=False)
+    assert not costs.checkpoints(large, checkpointing=False)
     assert not costs.checkpoints(small)
-    assert costs.checkpoints(small, asked=True)
+    assert costs.checkpoints(small, checkpointing=True)
     assert costs.training(Variant(), small) == 2 * costs.whole(Variant(), small)
     assert costs.training(Variant(), large) == 3 * costs.whole(Variant(), large)
 

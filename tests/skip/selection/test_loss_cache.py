@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.scoring import Scorer
 from fulldepth.progress import Watcher
 from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.selection.score import Scorer
 from fulldepth.skip.selection.search import search
 from skip import plain
 from skip.searching import LAYERS, OPTIONS, STEPS, WEIGHTS, WIDTH

@@ -13,14 +13,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fulldepth.execution import Activations, body_inputs, capture, feed_projections, projection_names
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import Batch
 from fulldepth.hf import device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.metrics import Mmd, Observation, Setup, SpectralNorm
 from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.score import Batch
 
 RESERVOIR_TOKENS = 2048
 """Tokens that the discrepancy is computed from, at most; exact while the data fit."""

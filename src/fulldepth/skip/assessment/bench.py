@@ -21,19 +21,21 @@ statistic: lm-eval's metric, and its `_stderr`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import verify
-from fulldepth.execution.latency import PHASES, Runner, Trial, cache_bytes, machine, parameter_bytes
+from fulldepth.execution.flops import costs_of
+from fulldepth.execution.language_model import check_task, prove
+from fulldepth.execution.latency import Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, evaluating
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import skipping
@@ -43,11 +45,9 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_entries import Entry, open_entries
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, table_of
-from fulldepth.skip.assessment.heldout_loss import heldout_losses
+from fulldepth.skip.assessment.heldout_loss import heldout_losses, vocabulary
 from fulldepth.skip.assessment.tasks import TaskScorer
-from fulldepth.skip.selection.flops import costs_of
-from fulldepth.skip.selection.problem import read_data
-from fulldepth.skip.subject import check_task, tokenizer_for
+from fulldepth.skip.selection.problem import read_data, tokenizer_of
 
 
 def bench(
@@ -68,9 +68,7 @@ def bench(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """Time exports against the model that they come from, prefill and decode apart, over batch sizes and contexts.
-
-    How, and what the rows are, is said at the top of this module.
+    """Time exports against the model that they come from, over batch sizes and contexts; see the top of this module.
 
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model stays on its device, as it is.
@@ -96,9 +94,9 @@ def bench(
             different devices or know different tokens, a context with its new tokens exceeds their positions, or the
             data cannot be read (as `search`).
     """
-    asked: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats}
-    asked |= {} if contexts is None else {"contexts": list(contexts)}
-    settings = layered(BenchSettings, {**asked, "seed": seed, "device": device, "dtype": dtype, **options})
+    fields: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+    fields |= {} if contexts is None else {"contexts": list(contexts)}
+    settings = layered(BenchSettings, {**fields, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Nothing to compare the original with: name one export or more.")
     watcher = watcher or Watcher()
@@ -106,39 +104,35 @@ def bench(
     with ExitStack() as modes:
         for entry in entries:
             modes.enter_context(evaluating(entry.model))
-        results = _bench(entries, settings, contexts is None, _Asked(data, heldout, tokenizer), watcher)
+        read = partial(read_data, data=data, tokenizer=tokenizer, heldout=heldout)
+        reader = None if data is None and heldout is None else read
+        results = _bench(entries, settings, watcher, reader, tokenizer, shorten=contexts is None)
     if output is not None:
         results.save(output)
     return results
 
 
-class _Asked(NamedTuple):
-    """What losses are to be read on."""
-
-    data: Any
-    heldout: Any
-    tokenizer: Any
-
-    def examples(self, entry: Entry, anatomy: Anatomy, settings: BenchSettings) -> Examples | None:
-        """The sequences, read as the original reads them; None if no loss is asked for."""
-        if self.data is None and self.heldout is None:
-            return None
-        place = Checkpoint(entry.model, entry.name)
-        return read_data(place, anatomy, self.data, settings, tokenizer=self.tokenizer, heldout=self.heldout)
-
-
 def _bench(
-    entries: Sequence[Entry], settings: BenchSettings, shorten: bool, asked: _Asked, watcher: Watcher
+    entries: Sequence[Entry],
+    settings: BenchSettings,
+    watcher: Watcher,
+    reader: Callable[..., Examples] | None,
+    tokenizer: Any,
+    *,
+    shorten: bool,
 ) -> Results:
-    """Everything about models in memory."""
+    """Everything about models in memory; `reader` is `read_data` of the data, None where no loss is read."""
+    first, models = entries[0], {entry.label: entry.model for entry in entries}
     subject = _Original.of(entries)
     if shorten:
-        settings = _fitting(settings, subject.anatomy.max_positions)
+        settings = _shortened(settings, subject.anatomy.max_positions)
     _check(entries, subject.anatomy, settings)
-    entries[0].hash = model_hash(entries[0].model)
-    examples = asked.examples(entries[0], subject.anatomy, settings)
-    scorer = _scorer(entries[0], settings, asked.tokenizer)
-    models = {entry.label: entry.model for entry in entries}
+    first.hash = model_hash(first.model)
+    checkpoint, scorer = Checkpoint(first.model, first.name), None
+    examples = None if reader is None else reader(checkpoint, subject.anatomy, settings=settings)
+    if settings.tasks:
+        tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
+        scorer = TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
     losses = None if examples is None else heldout_losses(models, examples.heldout, settings.batch_size, watcher)
     measured = _measure(entries, subject, settings, watcher)
     measured.losses = losses
@@ -148,7 +142,7 @@ def _bench(
 
 
 class _Original(NamedTuple):
-    """The original, understood: what can be skipped in it, and what it multiplies."""
+    """The proven original, and what can be skipped in it."""
 
     anatomy: Anatomy
     classifier: Classifier
@@ -160,134 +154,71 @@ class _Original(NamedTuple):
     def of(cls, entries: Sequence[Entry]) -> _Original:
         """Prove the anatomy of the first entry, and try what is to be skipped in it."""
         model = entries[0].model
-        candidates = anatomy_candidates(model)
-        check_task(candidates[0])
-        ids = torch.arange(3, 11, device=model.device).view(2, 4) % (candidates[0].vocab_size or 1)
-        proven = verify(candidates, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        if proven.classifier is None:
-            raise FulldepthError(f"{type(model).__name__} has no prediction head.")
-        anatomy, toggles, said = proven.anatomy, {}, []
-        every = SkippedBlocks("attention", frozenset(anatomy.layers_with("attention")))
-        for skipped_blocks in dict.fromkeys([every, *(entry.skipped_blocks for entry in entries[1:])]):
-            if skipped_blocks is None or not skipped_blocks.layers:
+        ids = torch.arange(3, 11).view(2, 4) % (check_task(anatomy_candidates(model)[0]).vocab_size or 1)
+        anatomy, classifier = prove(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        toggles, warnings = {}, []
+        attention = SkippedBlocks("attention", frozenset(anatomy.layers_with("attention")))
+        for blocks in dict.fromkeys([attention, *(entry.skipped_blocks for entry in entries[1:])]):
+            if blocks is None or not blocks.layers:
                 continue
             try:
-                with skipping(anatomy, skipped_blocks.layers, skipped_blocks.granularity):
-                    toggles[skipped_blocks] = (
-                        f"without the {skipped_blocks.granularity} of {sorted(skipped_blocks.layers)}"
-                    )
+                with skipping(anatomy, blocks.layers, blocks.granularity):
+                    toggles[blocks] = f"without the {blocks.granularity} of {sorted(blocks.layers)}"
             except FulldepthError as error:
-                said.append(f"No toggled prediction: {error}")
-        return cls(anatomy, proven.classifier, toggles, said)
+                warnings.append(f"No toggled prediction: {error}")
+        return cls(anatomy, classifier, toggles, warnings)
 
 
-def _fitting(settings: BenchSettings, limit: int | None) -> BenchSettings:
-    """The contexts that nobody asked for, no longer than the model's positions allow."""
-    most = max(1, (limit or max(settings.contexts) + settings.new_tokens) - settings.new_tokens)
-    fitting = list(dict.fromkeys(min(context, most) for context in settings.contexts))
-    return settings.model_copy(update={"contexts": fitting})
-
-
-def _scorer(entry: Entry, settings: BenchSettings, tokenizer: Any) -> TaskScorer | None:
-    """What scores models on the tasks that are asked for, with the original's tokenizer unless another is named."""
-    if not settings.tasks:
-        return None
-    tokenizer = tokenizer_for(Checkpoint(entry.model, entry.name), settings, tokenizer)
-    return TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
+def _shortened(settings: BenchSettings, limit: int | None) -> BenchSettings:
+    """The default contexts, no longer than the model's positions allow."""
+    longest = max(settings.contexts) if limit is None else max(1, limit - settings.new_tokens)
+    contexts = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
+    return settings.model_copy(update={"contexts": contexts})
 
 
 def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
     """Refuse what cannot run, or not side by side."""
     first = entries[0].model
-    longest = max(settings.contexts) + settings.new_tokens
-    limit = anatomy.max_positions
-    if limit is not None and longest > limit:
-        raise FulldepthError(
-            f"A context of {max(settings.contexts)} tokens and {settings.new_tokens} new ones exceed the model's "
-            f"{limit} positions. Set contexts (and new_tokens) to less."
-        )
+    check_positions(anatomy, max(settings.contexts), settings.new_tokens)
     for entry in entries[1:]:
         if entry.model.device != first.device:
             raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")
-        embeddings: Any = entry.model.get_input_embeddings()
-        words = int(embeddings.weight.shape[0])
-        if words != anatomy.vocab_size:
+        size = vocabulary(entry.model)
+        if size != anatomy.vocab_size:
             raise FulldepthError(
-                f"{entry.label} knows {words} tokens, the original {anatomy.vocab_size}: they are not the same model."
+                f"{entry.label} knows {size} tokens, the original {anatomy.vocab_size}: they are not the same model."
             )
 
 
 def _measure(entries: Sequence[Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
     """Every number that comes from running the models."""
     runners = {entry.label: Runner(entry.model) for entry in entries}
-    contestants = [(label, runner, None) for label, runner in runners.items()]
-    toggled = [(key, runners[entries[0].label], skipped_blocks) for skipped_blocks, key in subject.toggles.items()]
-    costs = {
-        granularity: costs_of(subject.anatomy, subject.classifier, granularity)
-        for granularity in dict.fromkeys(
-            ["attention", *(e.skipped_blocks.granularity for e in entries if e.skipped_blocks is not None)]
-        )
-    }
+    original = runners[entries[0].label]
+    granularities = ["attention", *(e.skipped_blocks.granularity for e in entries if e.skipped_blocks is not None)]
     measured = Measured(
         labels=list(runners),
         skipped_blocks={entry.label: entry.skipped_blocks for entry in entries[1:]},
         toggles=subject.toggles,
-        costs=costs,
-        last_only=runners[entries[0].label].last_only,
+        costs={kind: costs_of(subject.anatomy, subject.classifier, kind) for kind in dict.fromkeys(granularities)},
+        last_only=original.last_only,
         new_tokens=settings.new_tokens,
         parameter_bytes={entry.label: parameter_bytes(entry.model) for entry in entries},
     )
+    runs: dict[str, tuple[Runner, Any]] = {label: (runner, nullcontext) for label, runner in runners.items()}
+    for blocks, key in subject.toggles.items():
+        runs[key] = original, partial(skipping, subject.anatomy, blocks.layers, blocks.granularity)
     cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
-    everyone = [*contestants, *toggled]
-    watcher.begin("Benchmark", len(cells) * len(everyone) * (settings.repeats + settings.warmup))
+    watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
     for cell in cells:
-        ids = _tokens(cell, subject.anatomy, settings)
+        ids = random_tokens(subject.anatomy, cell.batch, cell.context + settings.new_tokens, settings.seed)
         for label, runner in runners.items():
-            measured.peak[label, cell] = runner.peak(ids, cell.context)
-            held = cache_bytes(runner.run(ids, cell.context).cache)
-            measured.kv[label, cell] = held / (cell.batch * ids.shape[1])
-        for number in range(-settings.warmup, settings.repeats):
-            for index in order(len(everyone), number, settings.seed):
-                key, runner, skipped_blocks = everyone[index]
-                with _toggled(subject.anatomy, skipped_blocks):
-                    trial = runner.run(ids, cell.context)
-                if number >= 0:
-                    _note(measured, key, cell, trial)
-                watcher.advance(1)
+            measured.peak[label, cell] = peak_bytes(runner.model, ids, partial(runner.run, ids, cell.context))
+            cache = runner.run(ids, cell.context).cache
+            measured.kv[label, cell] = cache_bytes(cache) / (cell.batch * ids.shape[1])
+        rounds = settings.model_dump(include={"repeats", "warmup", "seed"})
+        times = time_in_rounds(runs, ids, cell.context, **rounds, advance=watcher.advance)
+        measured.times |= {(key, cell, phase): seconds for (key, phase), seconds in times.items()}
     return measured
-
-
-def _note(measured: Measured, key: str, cell: Cell, trial: Trial) -> None:
-    for phase in PHASES:
-        measured.times.setdefault((key, cell, phase), []).append(getattr(trial, phase))
-
-
-@contextmanager
-def _toggled(anatomy: Anatomy, skipped_blocks: SkippedBlocks | None) -> Iterator[None]:
-    with (
-        nullcontext()
-        if skipped_blocks is None
-        else skipping(anatomy, skipped_blocks.layers, skipped_blocks.granularity)
-    ):
-        yield
-
-
-def _tokens(cell: Cell, anatomy: Anatomy, settings: BenchSettings) -> torch.Tensor:
-    """[batch, context + new_tokens] random tokens, the same for every model and on every machine."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    shape = (cell.batch, cell.context + settings.new_tokens)
-    return torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
-
-
-def order(count: int, number: int, seed: int) -> list[int]:
-    """Who runs when in a round: a seeded circle that starts one further each round, backwards in odd ones.
-
-    So in `count` rounds each is first once, and neighbours come before as often as after each other.
-    """
-    circle = np.random.default_rng(seed).permutation(count).tolist()
-    start = number % count
-    found = circle[start:] + circle[:start]
-    return found if number % 2 == 0 else found[:1] + found[:0:-1]
 
 
 def _document(
@@ -297,7 +228,7 @@ def _document(
     settings: BenchSettings,
     examples: Examples | None,
 ) -> dict[str, Any]:
-    """Everything that `results.json` says, apart from the table."""
+    """Everything in `results.json` but the table."""
     first, data = entries[0], {} if examples is None else examples.meta
     described = [entry.describe(entry is first) for entry in entries]
     document = {
@@ -306,40 +237,26 @@ def _document(
         "model": described[0]["model"],
         "models": described,
         "data": data or None,
-        "warnings": [
-            *subject.warnings,
-            *_mismatches(entries, settings),
-            *data.get("warnings", []),
-            *_optimistic(entries, data),
-            *noise(measured),
-        ],
+        "warnings": [*subject.warnings, *_warnings(entries, settings, data), *noise(measured)],
         "headline": headline(measured),
     }
     return dict(finite(document))
 
 
-def _optimistic(entries: Sequence[Entry], data: Mapping[str, Any]) -> list[str]:
-    """Says so where blocks were chosen on the very sequences that losses were read on."""
-    chosen = [
-        entry.label
-        for entry in entries[1:]
-        if data and (entry.notes.get("plan") or {}).get("data", {}).get("hash") == data.get("hash")
-    ]
-    if not chosen:
-        return []
-    return [
-        f"The losses of {', '.join(chosen)} are optimistic: blocks were chosen on the same held-out sequences. Name "
-        "other data as held-out data."
-    ]
-
-
-def _mismatches(entries: Sequence[Entry], settings: BenchSettings) -> list[str]:
-    """What makes a comparison unfair."""
-    first, lines = entries[0], []
+def _warnings(entries: Sequence[Entry], settings: BenchSettings, data: Mapping[str, Any]) -> Iterator[str]:
+    """What makes a comparison unfair, and losses optimistic."""
+    first, chosen = entries[0], []
     for entry in entries[1:]:
-        planned = (entry.notes.get("plan") or {}).get("model", {}).get("hash")
+        planned = entry.plan.get("model", {}).get("hash")
         if entry.model.dtype != first.model.dtype:
-            lines.append(f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}.")
+            yield f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}."
         elif settings.dtype == "auto" and planned not in (None, first.hash):
-            lines.append(f"{entry.label} was made from other weights than those of {first.label}.")
-    return lines
+            yield f"{entry.label} was made from other weights than those of {first.label}."
+        if data and entry.plan.get("data", {}).get("hash") == data.get("hash"):
+            chosen.append(entry.label)
+    yield from data.get("warnings", [])
+    if chosen:
+        yield (
+            f"The losses of {', '.join(chosen)} are optimistic: blocks were chosen on the same held-out sequences. "
+            "Name other data as held-out data."
+        )

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.latency import PHASES
-from fulldepth.results import COLUMNS, Finding, tabulate
+from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
+from fulldepth.skip.assessment.tables import joined, spread, with_differences
 from fulldepth.skip.assessment.tasks import Score
-from fulldepth.skip.selection.flops import Costs, Shape, Variant
 
 RESTLESS = 0.02
 """Standard error of a share of time saved, from which on times are called restless."""
-KEYS = ["measure", "site", "statistic", "batch", "context"]
-"""What a value and the original's must share to be compared."""
+GRID = ("batch", "context")
 
 
 class Cell(NamedTuple):
@@ -68,30 +68,28 @@ class Measured:
     def saved(self, key: str, cell: Cell, phase: str) -> list[float]:
         """Share of the original's time that was saved in each round."""
         own, base = self.times[key, cell, phase], self.times[self.labels[0], cell, phase]
-        return [1 - now / before for now, before in zip(own, base, strict=True)]
+        return [1 - seconds / before for seconds, before in zip(own, base, strict=True)]
 
     def predicted(self, label: str, cell: Cell, phase: str) -> dict[str, float]:
         """How it was predicted -> the share of time saved; nothing where it is not known what a model lacks."""
         skipped_blocks = self.skipped_blocks[label]
         if skipped_blocks is None:
             return {}
-        found = {"flops": self.flops_saved(skipped_blocks, cell, phase)}
+        costs = self.costs[skipped_blocks.granularity]
+        flops, original = (
+            step_flops(costs, layers, cell, phase, self) for layers in (skipped_blocks.layers, Variant())
+        )
+        shares = {"flops": 1 - flops / original}
         if not skipped_blocks.layers:
-            found["toggled"] = 0.0
+            shares["toggled"] = 0.0
         elif skipped_blocks in self.toggles:
-            found["toggled"] = median(self.saved(self.toggles[skipped_blocks], cell, phase))
-        return found
-
-    def flops_saved(self, skipped_blocks: SkippedBlocks, cell: Cell, phase: str) -> float:
-        """Share of the operations of a step that are not done."""
-        whole = step_flops(self.costs[skipped_blocks.granularity], frozenset(), cell, phase, self)
-        return 1 - step_flops(self.costs[skipped_blocks.granularity], skipped_blocks.layers, cell, phase, self) / whole
+            shares["toggled"] = median(self.saved(self.toggles[skipped_blocks], cell, phase))
+        return shares
 
     @property
     def attention(self) -> str | None:
         """The key of the original without any attention."""
-        every = frozenset(self.costs["attention"].able)
-        return self.toggles.get(SkippedBlocks("attention", every))
+        return self.toggles.get(SkippedBlocks("attention", Variant(self.costs["attention"].able)))
 
 
 def step_flops(costs: Costs, layers: Variant, cell: Cell, phase: str, measured: Measured) -> float:
@@ -101,12 +99,7 @@ def step_flops(costs: Costs, layers: Variant, cell: Cell, phase: str, measured: 
         return costs.whole(layers, Shape(cell.batch, cell.context, rows))
     # Shape counts one key a token; a decoded token reads all before it, on average over the steps this many:
     keys = cell.context + (measured.new_tokens + 1) / 2
-    kept = [
-        costs.keys[number - 1]
-        for number in range(1, costs.num_layers + 1)
-        if number not in layers or costs.granularity == "mlp"
-    ]
-    return costs.whole(layers, Shape(cell.batch, 1, cell.batch)) + cell.batch * (keys - 1) * sum(kept)
+    return costs.whole(layers, Shape(cell.batch, 1, cell.batch)) + cell.batch * (keys - 1) * costs.keys_read(layers)
 
 
 def table_of(measured: Measured) -> pd.DataFrame:
@@ -121,20 +114,9 @@ def table_of(measured: Measured) -> pd.DataFrame:
             tabulate(list(_rows(measured, label, cell)), model=label, batch=cell.batch, context=cell.context)
             for cell in measured.cells
         ]
-    for table in tables:
-        table[["batch", "context"]] = table[["batch", "context"]].astype("Int64")
-    table = pd.concat(tables, ignore_index=True)
-    table["difference"] = _differences(table, measured.labels[0])
-    return table[[*COLUMNS, "model", "batch", "context", "difference"]]
-
-
-def _differences(table: pd.DataFrame, original: str) -> Any:
-    """The value minus that of the original; NaN for its own rows and where it has none."""
-    base = table[table["model"] == original][[*KEYS, "value"]]
-    merged = table[[*KEYS, "value"]].merge(base, on=KEYS, how="left", suffixes=("", "_original"))
-    found = (merged["value"] - merged["value_original"]).to_numpy(copy=True)
-    found[(table["model"] == original).to_numpy()] = float("nan")
-    return found
+    table = with_differences(joined(tables, model="str", batch="Int64", context="Int64"), measured.labels[0], *GRID)
+    table.loc[table["model"] == measured.labels[0], "difference"] = math.nan
+    return table
 
 
 def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...]]:
@@ -143,19 +125,19 @@ def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...
     yield "peak_memory", "model", None, None, "value", measured.peak[label, cell], None, "bytes"
     yield "kv_bytes_per_token", "model", None, None, "value", measured.kv[label, cell], tokens, "bytes"
     for phase in PHASES:
-        yield from _spread(f"{phase}_time", phase, measured.times[label, cell, phase], "s")
+        yield from spread(f"{phase}_time", phase, measured.times[label, cell, phase], "s")
         if label == measured.labels[0]:
             if measured.attention is not None:
-                yield from _spread("attention_share", phase, measured.saved(measured.attention, cell, phase), "1")
-            continue
-        yield from _saved_rows(measured, label, cell, phase)
+                yield from spread("attention_share", phase, measured.saved(measured.attention, cell, phase), "1")
+        else:
+            yield from _saved_rows(measured, label, cell, phase)
 
 
 def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Iterator[tuple[Any, ...]]:
     """The time that an export saves in one phase, as measured and as predicted."""
     saved = measured.saved(label, cell, phase)
     skipped_blocks = measured.skipped_blocks[label]
-    yield from _spread("time_saved", phase, saved, "1")
+    yield from spread("time_saved", phase, saved, "1")
     if skipped_blocks is not None and skipped_blocks.layers:
         share = median(saved) / len(skipped_blocks.layers)
         yield "time_saved_per_block", phase, None, None, "median", share, len(saved), "1"
@@ -185,17 +167,12 @@ def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
             yield "task_score", score.task, None, None, f"{score.metric}_stderr", score.error, score.count, "1"
 
 
-def _spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iterator[tuple[Any, ...]]:
-    for statistic, value in (("median", median(values)), ("min", min(values)), ("max", max(values))):
-        yield measure, site, None, None, statistic, value, len(values), unit
-
-
 def headline(measured: Measured) -> dict[str, Finding]:
     """For each export the loss that it adds, and for each phase the share of time saved, beside what was predicted."""
-    found = {}
+    findings = {}
     for label in measured.labels[1:]:
         if measured.losses is not None:
-            found[f"loss_added {label}"] = _loss_added(measured.losses, measured.labels[0], label)
+            findings[f"loss_added {label}"] = _loss_added(measured.losses, measured.labels[0], label)
         for phase in PHASES:
             shares = [median(measured.saved(label, cell, phase)) for cell in measured.cells]
             value = median(shares)
@@ -204,8 +181,8 @@ def headline(measured: Measured) -> dict[str, Finding]:
             if len(shares) > 1:
                 sentence += f" (over the grid {_percent(min(shares))} to {_percent(max(shares))})"
             ending = _expectation(measured.skipped_blocks[label], guesses)
-            found[f"{phase}_time_saved {label}"] = Finding(value, "1", f"{sentence}{ending}.")
-    return found
+            findings[f"{phase}_time_saved {label}"] = Finding(value, "1", f"{sentence}{ending}.")
+    return findings
 
 
 def _loss_added(losses: HeldoutLosses, original: str, label: str) -> Finding:
@@ -223,12 +200,12 @@ def _expectation(skipped_blocks: SkippedBlocks | None, guesses: Sequence[Mapping
     """What was to be expected, as the end of a sentence."""
     if skipped_blocks is not None and not skipped_blocks.layers:
         return "; it computes all that the original computes"
-    said = [
-        f"{_percent(median([guess[how] for guess in guesses]))} {words}"
-        for how, words in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
+    predictions = [
+        f"{_percent(median([guess[how] for guess in guesses]))} {method}"
+        for how, method in (("toggled", "by skipping the same blocks in place"), ("flops", "by operations"))
         if all(how in guess for guess in guesses)
     ]
-    return f"; predicted: {', '.join(said)}" if said else ""
+    return f"; predicted: {', '.join(predictions)}" if predictions else ""
 
 
 def _percent(share: float) -> str:
@@ -236,7 +213,7 @@ def _percent(share: float) -> str:
 
 
 def noise(measured: Measured) -> list[str]:
-    """Says so where times were restless: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
+    """A warning where times vary much: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
     errors = [
         1.25 * stdev(shares) / len(shares) ** 0.5
         for label in measured.labels[1:]

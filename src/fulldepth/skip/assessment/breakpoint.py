@@ -113,18 +113,18 @@ def find_breakpoint(
     _check(curves, tokens, tolerance)
     ends = _all_ends(curves, tokens, tolerance, resamples, seed)
     answers = np.where(ends.kink, ends.last, 0)
-    found, last, numbers = int(answers[0]), int(ends.last[0]), answers[1:][answers[1:] > 0]
-    before, after = _slopes(np.average(curves, axis=0, weights=tokens), found)
+    point, last, numbers = int(answers[0]), int(ends.last[0]), answers[1:][answers[1:] > 0]
+    before, after = _slopes(np.average(curves, axis=0, weights=tokens), point)
     off_line = _excess(curves, last) if last < curves.shape[1] - 1 else np.zeros(len(curves))
     excess, error = _weighted(off_line, tokens[None])
     shares = {str(b or "none"): float((answers[1:] == b).mean()) for b in sorted(set(answers[1:].tolist()))}
     return Breakpoint(
-        blocks=found or None,
+        blocks=point or None,
         shape=_shape(ends, tolerance),
         straight_until=last,
         excess=float(excess[0]),
         excess_error=float(error[0]),
-        confidence=shares.get(str(found or "none"), 0.0),
+        confidence=shares.get(str(point or "none"), 0.0),
         low=_quantile(numbers, 0.025),
         high=_quantile(numbers, 0.975),
         slope_before=before,
@@ -147,44 +147,26 @@ def _check(curves: np.ndarray, tokens: np.ndarray, tolerance: float | None) -> N
 
 def _all_ends(curves: np.ndarray, tokens: np.ndarray, tolerance: float | None, resamples: int, seed: int) -> _Ends:
     """Of the sequences as they are, then of every resample."""
-    count = len(curves)
+    count, last_point = len(curves), curves.shape[1] - 1
     draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    weights = np.concatenate([np.ones((1, count)), draws]) * tokens
-    return _band_ends(curves, weights) if tolerance is None else _tolerance_ends(curves, weights, tolerance)
-
-
-def _band_ends(curves: np.ndarray, weights: np.ndarray) -> _Ends:
-    """Where the curve leaves the band of its first line, for each weighting `[M, N]` of curves `[N, K + 1]`."""
-    count, most = len(curves), curves.shape[1] - 1
-    ends = _no_ends(len(weights), most)
-    if count < FEWEST:
+    weights = np.concatenate([np.ones((1, count)), draws]) * tokens  # [M, N]
+    ends = _Ends(np.full(len(weights), last_point), np.zeros(len(weights), int), np.zeros(len(weights), bool))
+    if tolerance is None and count < FEWEST:
         return ends
     rounding = float(np.abs(curves).max()) * ROUNDING
-    for last in range(2, most):
+    for last in range(2 if tolerance is None else 1, last_point):
         mean, error = _weighted(_excess(curves, last), weights)
-        level = LEVEL * 6 / (math.pi * (last - 1)) ** 2
-        outside = np.abs(mean) > np.maximum(stats.t.isf(level, count - 1) * error, rounding)
+        if tolerance is not None:
+            outside, sharp = mean > tolerance + rounding, True
+        else:
+            level = LEVEL * 6 / (math.pi * (last - 1)) ** 2
+            outside = np.abs(mean) > np.maximum(stats.t.isf(level, count - 1) * error, rounding)
+            turn, turn_error = _weighted(_sharpness(curves, last), weights)
+            sharp = turn > np.maximum(stats.t.isf(KINK_LEVEL, count - 1) * turn_error, rounding)
         ended = outside & (ends.sign == 0)
-        turn, turn_error = _weighted(_sharpness(curves, last), weights)
-        sharp = turn > np.maximum(stats.t.isf(KINK_LEVEL, count - 1) * turn_error, rounding)
         ends.last[ended], ends.sign[ended] = last, np.sign(mean[ended])
         ends.kink[ended] = (sharp & (mean > 0))[ended]
     return ends
-
-
-def _tolerance_ends(curves: np.ndarray, weights: np.ndarray, tolerance: float) -> _Ends:
-    """Where the curve exceeds its first line by more than a tolerance."""
-    most = curves.shape[1] - 1
-    ends = _no_ends(len(weights), most)
-    for last in range(1, most):
-        mean, _ = _weighted(_excess(curves, last), weights)
-        ended = (mean > tolerance + float(np.abs(curves).max()) * ROUNDING) & (ends.sign == 0)
-        ends.last[ended], ends.sign[ended], ends.kink[ended] = last, 1, True
-    return ends
-
-
-def _no_ends(weightings: int, most: int) -> _Ends:
-    return _Ends(np.full(weightings, most), np.zeros(weightings, int), np.zeros(weightings, bool))
 
 
 def _excess(curves: np.ndarray, last: int) -> np.ndarray:
@@ -225,12 +207,12 @@ def _quantile(numbers: np.ndarray, share: float) -> int | None:
     return int(np.quantile(numbers, share, method="nearest")) if len(numbers) else None
 
 
-def _slopes(curve: np.ndarray, found: int) -> tuple[float, float]:
+def _slopes(curve: np.ndarray, point: int) -> tuple[float, float]:
     """Least-squares slopes of a mean curve `[K + 1]` up to a break point and from it on; 0 = none, one slope twice."""
     n = np.arange(len(curve), dtype=np.float64)
-    if not found:
+    if not point:
         slope = float(np.polyfit(n, curve, 1)[0])
         return slope, slope
-    parts = (slice(found + 1), slice(found, None))
+    parts = (slice(point + 1), slice(point, None))
     before, after = (float(np.polyfit(n[part], curve[part], 1)[0]) for part in parts)
     return before, after

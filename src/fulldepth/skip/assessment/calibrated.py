@@ -56,22 +56,27 @@ def calibrated(
     check_method(method)
     model = anatomy.model
     order = np.random.default_rng(seed).permutation(len(examples))[:SEQUENCES]
-    with tempfile.TemporaryDirectory() as place:
-        source, target, tokens = (Path(place) / name for name in ("source", "quantised", "tokens.json"))
+    with tempfile.TemporaryDirectory() as folder:
+        source, target, tokens = (Path(folder) / name for name in ("source", "quantised", "tokens.json"))
         _save(anatomy, plan, source)
         tokens.write_text(json.dumps([examples[i].input_ids.tolist() for i in order]), encoding="utf-8")
-        given: dict[str, Any] = {"method": method, "source": str(source), "target": str(target), "tokens": str(tokens)}
-        given |= {"device": str(model.device), "group": _group(anatomy), "bits": BITS, "seed": seed}
-        _run(method, given)
+        request: dict[str, Any] = {
+            "method": method,
+            "source": str(source),
+            "target": str(target),
+            "tokens": str(tokens),
+        }
+        request |= {"device": str(model.device)}
+        _run(method, request)
         try:
-            made = AutoModelForCausalLM.from_pretrained(
+            quantised = AutoModelForCausalLM.from_pretrained(
                 target, device_map=str(model.device), dtype=model.dtype, trust_remote_code=False
             )
         except (ImportError, RuntimeError, ValueError, OSError) as error:
             raise FulldepthError(_failed(method, "load", str(error))) from error
         if keep is not None:
             shutil.copytree(target, keep)
-    return replace(anatomy, model=made.eval())
+    return replace(anatomy, model=quantised.eval())
 
 
 def _save(anatomy: Anatomy, plan: Plan | None, folder: Path) -> None:
@@ -90,21 +95,21 @@ def _group(anatomy: Anatomy) -> int:
     return next(size for size in (GROUP, 64, 32, 16, 8, 4, 2, 1) if all(row % size == 0 for row in rows))
 
 
-def _run(method: str, given: dict[str, Any]) -> None:
+def _run(method: str, request: dict[str, Any]) -> None:
     """Quantise in a process of its own."""
     environment = {"GPTQMODEL_CPU_WORKERS": "2", **os.environ}  # it refuses to start with fewer
-    program = [sys.executable, "-m", "fulldepth.skip.assessment.calibration", json.dumps(given)]
-    done = subprocess.run(
+    program = [sys.executable, "-m", "fulldepth.skip.assessment.calibration", json.dumps(request)]
+    process = subprocess.run(
         program, capture_output=True, text=True, env=environment, check=False, stdin=subprocess.DEVNULL
     )
-    if done.returncode or not Path(given["target"], "config.json").is_file():
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise FulldepthError(_failed(method, "quantise", lines[-1] if lines else f"exit code {done.returncode}"))
+    if process.returncode or not Path(request["target"], "config.json").is_file():
+        lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+        raise FulldepthError(_failed(method, "quantise", lines[-1] if lines else f"exit code {process.returncode}"))
 
 
-def _failed(method: str, what: str, reason: str) -> str:
+def _failed(method: str, action: str, reason: str) -> str:
     where = "" if torch.cuda.is_available() else " There is no GPU here; its kernels on a CPU do not take every model."
     return (
-        f"The packages of the extra {EXTRAS[method]!r} could not {what} this model with {method}: "
+        f"The packages of the extra {EXTRAS[method]!r} could not {action} this model with {method}: "
         f"{' '.join(reason.split())[:300]}.{where} Method int8 works anywhere."
     )

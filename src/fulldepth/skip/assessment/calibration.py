@@ -12,23 +12,23 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 
-def main(given: dict[str, Any]) -> None:
+def main(request: dict[str, Any]) -> None:
     """Read a checkpoint and token ids, write the quantised checkpoint.
 
     Args:
-        given: `source`, `target`, `tokens` (paths), `method`, `bits`, `group`, `device`, `seed`.
+        request: `source`, `target`, `tokens` (paths), `method`, `bits`, `group`, `device`, `seed`.
     """
     from gptqmodel import GPTQModel, QuantizeConfig  # noqa: PLC0415
     from gptqmodel.quantization import FORMAT, METHOD  # noqa: PLC0415
 
-    torch.manual_seed(given["seed"])
-    _any_tokenizer().save_pretrained(given["source"])
-    awq = {"method": METHOD.AWQ, "format": FORMAT.GEMM} if given["method"] == "awq" else {}
-    config = QuantizeConfig(bits=given["bits"], group_size=given["group"], **awq)
-    model = GPTQModel.load(given["source"], config, device=given["device"])
-    rows = json.loads(Path(given["tokens"]).read_text(encoding="utf-8"))
+    torch.manual_seed(request["seed"])
+    _any_tokenizer().save_pretrained(request["source"])
+    awq = {"method": METHOD.AWQ, "format": FORMAT.GEMM} if request["method"] == "awq" else {}
+    config = QuantizeConfig(bits=request["bits"], group_size=request["group"], **awq)
+    model = GPTQModel.load(request["source"], config, device=request["device"])
+    rows = json.loads(Path(request["tokens"]).read_text(encoding="utf-8"))
     model.quantize([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in rows], batch_size=1)
-    model.save(given["target"])
+    model.save(request["target"])
 
 
 def _any_tokenizer() -> PreTrainedTokenizerFast:

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
-from torch.nn import functional
+from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.language_model import check_task
+from fulldepth.execution.scoring import BASE, Batch
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
+from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
+from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
+from fulldepth.skip.assessment.tables import joined
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.problem import SearchProblem, prepared
-from fulldepth.skip.selection.score import BASE, CPU_LOGITS, DEVICE_LOGITS, Batch, batch_sums
+from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import check_task, open_for
 
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 """What is read at every number of removed blocks, with its unit."""
 RESAMPLES = 1000
 KIND = "curve"
 MOST_BLOCKS = 10_000
+
+
+class CurveLimits(Settings):
+    """Where a curve ends."""
+
+    max_blocks: Annotated[PositiveInt, Field(le=MOST_BLOCKS)]
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    """Nats."""
 
 
 class Curve(NamedTuple):
@@ -100,49 +108,29 @@ def curve(
     Raises:
         FulldepthError: as `search`.
     """
-    _check_numbers(max_blocks, tolerance)
+    limits = layered(CurveLimits, {"max_blocks": max_blocks, "tolerance": tolerance})
     watcher, settings = watcher or Watcher(), layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
-    with processes() as me, me.holding(output):
-        me.first(partial(_check_folder, output, resume))
-        owner = open_for(model, settings, me).model
+    with processes() as process, process.holding(output):
+        process.first(partial(_check_folder, output, resume))
+        owner = open_for(model, settings, process).model
         if settings.search != "given":
-            settings = layered(SearchSettings, settings.model_dump(), {"blocks": _most(owner, settings, max_blocks)})
-        with prepared(owner, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
-            plan = search_with(problem, me, watcher, output=output, resume=resume)
-            read = _read(problem, plan, me, watcher)
-        results = _results(plan, read, settings, (max_blocks, tolerance), problem.scorer.costs.num_layers)
-        if output is not None and me.is_main:
+            settings = layered(
+                SearchSettings, settings.model_dump(), {"blocks": _num_blocks(owner, settings, max_blocks)}
+            )
+        with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
+            plan = search_with(problem, process, watcher, output=output, resume=resume)
+            read = _read(problem, plan, process, watcher)
+        results = _results(plan, read, settings, limits, problem.scorer.costs.num_layers)
+        if output is not None and process.is_main:
             results.save(output)
-        me.wait()
+        process.wait()
     return Curve(plan, results)
 
 
-def _check_numbers(max_blocks: Any, tolerance: Any) -> None:
-    """Refuse what is no number of blocks, or no number of nats.
-
-    Raises:
-        FulldepthError: if one of them is none.
-    """
-    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or not 1 <= max_blocks <= MOST_BLOCKS:
-        raise FulldepthError(
-            f"max_blocks is {one_line(repr(max_blocks), 60)}; expected a whole number from 1 to {MOST_BLOCKS:,}."
-        )
-    if tolerance is not None:
-        number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-        if not number or not 0 <= tolerance < math.inf:
-            raise FulldepthError(
-                f"tolerance is {one_line(repr(tolerance), 60)}; expected a finite number of nats, at least 0."
-            )
-
-
 def _check_folder(output: str | Path | None, resume: bool) -> None:
-    """Refuse a folder with results, unless they are of a curve that is to go on.
-
-    Raises:
-        FulldepthError: if it holds other results.
-    """
+    """Refuse a folder with results, unless a curve goes on there."""
     if output is None:
         return
     folder = Path(output)
@@ -150,7 +138,7 @@ def _check_folder(output: str | Path | None, resume: bool) -> None:
         raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 
 
-def _most(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
+def _num_blocks(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
     """As many blocks as are asked for and there."""
     anatomy = check_task(find_anatomy(owner))
     if settings.granularity == GRANULARITIES[-1]:  # whole layers
@@ -167,22 +155,21 @@ class _Read(NamedTuple):
     """[N] tokens that count."""
 
 
-def _read(problem: SearchProblem, plan: Plan, me: Processes, watcher: Watcher) -> _Read:
+def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
     """Read every held-out sequence at every number; processes share the batches."""
     variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
-    batches = [batch for chunk in problem.chunks for batch in chunk]
-    found = []
+    batches = problem.batches
+    sums: dict[int, dict[str, np.ndarray]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
-        if number % me.world == me.rank:
-            found.append((number, _sums(problem, batch, variants)))
+        if number % process.world == process.rank:
+            sums[number] = _sums(problem, batch, variants)
         watcher.advance(len(variants))
-    parts = [
-        sums for _, sums in sorted((item for share in me.gather(found) for item in share), key=lambda item: item[0])
-    ]
+    parts = {number: part for share in process.gather(sums) for number, part in share.items()}
     tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
     counts = tokens > 0
-    return _Read({name: np.concatenate([part[name] for part in parts])[counts] for name in MEASURES}, tokens[counts])
+    columns = {name: np.concatenate([parts[n][name] for n in range(len(batches))])[counts] for name in MEASURES}
+    return _Read(columns, tokens[counts])
 
 
 @torch.no_grad()
@@ -191,56 +178,27 @@ def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> 
     scorer = problem.scorer
     batch = batch.to(scorer.device)
     base = scorer.states(batch, BASE)
-    columns: dict[str, list[list[float]]] = {name: [] for name in MEASURES}
-    for variant in variants:
-        states = scorer.states(batch, variant)
-        read = [_compare(problem, base[at], states[at], batch.targets[at]) for at in _parts(problem, len(states))]
-        for name in MEASURES:
-            columns[name].append(batch_sums(torch.cat([part[name] for part in read]), batch))
+    sums = [scorer.state_sums(scorer.states(batch, variant), batch, base, tuple(MEASURES)) for variant in variants]
     scorer.plain()
-    return {name: np.array(values, dtype=np.float64).T for name, values in columns.items()}
+    return {name: np.array([of[name] for of in sums], dtype=np.float64).T for name in MEASURES}
 
 
-def _compare(problem: SearchProblem, base: Tensor, states: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Measure -> [R] at labelled positions, of last states `[R, D]` of the unmodified model and of a variant."""
-    expected, own = problem.scorer.predictions(base), problem.scorer.predictions(states)
-    return {
-        "loss": functional.nll_loss(own, targets.to(own.device), reduction="none"),
-        "kl": (expected.exp() * (expected - own)).sum(-1).clamp(min=0),
-        "greedy_agreement": (expected.argmax(-1) == own.argmax(-1)).double(),
-    }
-
-
-def _parts(problem: SearchProblem, rows: int) -> Iterator[slice]:
-    """Slices of positions whose logits may exist at once; one at least."""
-    room = CPU_LOGITS if problem.scorer.device.type == "cpu" else DEVICE_LOGITS
-    step = max(1, room // (problem.scorer.anatomy.vocab_size or 1))
-    return (slice(start, start + step) for start in range(0, max(rows, 1), step))
-
-
-def _results(
-    plan: Plan, read: _Read, settings: SearchSettings, asked: tuple[int, float | None], num_layers: int
-) -> Results:
-    """Table and document; `asked` are `max_blocks` and `tolerance`."""
-    losses, (max_blocks, tolerance) = read.sums["loss"] / read.tokens[:, None], asked
-    end = find_breakpoint(losses, read.tokens, tolerance=tolerance, resamples=RESAMPLES, seed=settings.seed)
+def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLimits, num_layers: int) -> Results:
+    """Table and document."""
+    losses = read.sums["loss"] / read.tokens[:, None]
+    end = find_breakpoint(losses, read.tokens, tolerance=limits.tolerance, resamples=RESAMPLES, seed=settings.seed)
     table = _table(plan, read, end, settings.seed)
-    resolved = {**settings.model_dump(), "max_blocks": max_blocks, "tolerance": tolerance}
+    resolved = {**settings.model_dump(), **limits.model_dump()}
     document = {
         **provenance(KIND, resolved, seed=settings.seed),
         "model": {**plan.document()["model"], "num_layers": num_layers},
         "data": plan.data,
         "plan": plan.document(),
         "break_point": end.document(),
-        "warnings": [str(line) for line in _warnings(plan)],
+        "warnings": plan.warnings,
         "headline": _headline(plan, end, table),
     }
     return Results(table, dict(finite(document)))
-
-
-def _warnings(plan: Plan) -> list[Any]:
-    found = plan.data.get("warnings")
-    return found if isinstance(found, list) else []
 
 
 def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
@@ -263,19 +221,17 @@ def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
         answer = (("value", end.blocks), ("low", end.low), ("high", end.high))
         rows = [("break_point", "model", None, None, name, value, count, "layers") for name, value in answer]
         tables.append(tabulate(rows, removed=end.blocks))
-    table = pd.concat(tables, ignore_index=True)
-    table["removed"] = table["removed"].astype("Int64")
-    return table[[*COLUMNS, "removed"]]
+    return joined(tables, removed="Int64")
 
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
     """The break point, and what all blocks cost."""
-    most, kind = len(plan.blocks), plan.granularity
+    count, kind = len(plan.blocks), plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks"
-    keep = (table.measure == "loss_added") & (table.removed == most)
+    keep = (table.measure == "loss_added") & (table.removed == count)
     rows = table[keep].set_index("statistic")["value"]
     cost = (
-        f"{most} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
+        f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
         f"{rows['high']:.4f}), not healed."
     )
     return {
@@ -289,8 +245,8 @@ def _shape_sentence(end: Breakpoint, part: str) -> str:
     agree = f"{end.confidence:.0%} of resamples agree"
     straight = f"Up to {end.straight_until} removed {part} the loss changes in a straight line"
     if end.shape == "line":
-        told = f"as far as {end.sequences} held-out sequences tell ({agree})"
-        return f"{straight} ({end.slope_before:+.4f} nats each), {told}."
+        certainty = f"as far as {end.sequences} held-out sequences tell ({agree})"
+        return f"{straight} ({end.slope_before:+.4f} nats each), {certainty}."
     departs = f"the next lies {end.excess:+.4f} nats off it (standard error {end.excess_error:.4f})"
     if end.blocks is None:
         how = "gradually, or too noisily to see a kink" if end.shape == "gradual" else "downwards"

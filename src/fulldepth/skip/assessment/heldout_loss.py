@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
+from fulldepth.skip.batches import make_batches
 from fulldepth.skip.selection.elimination import Difference, compare
-from fulldepth.skip.selection.score import DEVICE_LOGITS, Batch, batch_sums, make_batches
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,25 @@ def heldout_losses(
         FulldepthError: if no token of the examples counts, or a loss is NaN or infinite.
     """
     longest = max(map(len, examples), default=1)
-    words = max(_vocabulary(model) for model in models.values())
-    batches = make_batches(examples, min(batch_size, max(1, DEVICE_LOGITS // (longest * words))))
+    largest = max(vocabulary(model) for model in models.values())
+    batches = make_batches(examples, min(batch_size, max(1, DEVICE_LOGITS // (longest * largest))))
     watcher.begin("Held-out loss", len(batches) * len(models))
     sums: dict[str, list[float]] = {label: [] for label in models}
     for batch in batches:
         for label, model in models.items():
             sums[label] += _sums(model, batch)
             watcher.advance(1)
-    if broken := [label for label, found in sums.items() if not np.isfinite(found).all()]:
+    if broken := [label for label, values in sums.items() if not np.isfinite(values).all()]:
         raise FulldepthError(f"The held-out loss of {broken[0]} is NaN or infinite.")
     return HeldoutLosses(
-        {label: np.array(found) for label, found in sums.items()},
+        {label: np.array(values) for label, values in sums.items()},
         np.array([count for batch in batches for count in batch.tokens], dtype=np.float64),
         np.array([document for batch in batches for document in batch.documents]),
     )
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
+def vocabulary(model: PreTrainedModel) -> int:
+    """V, tokens that a model knows."""
     embeddings: Any = model.get_input_embeddings()
     return int(embeddings.weight.shape[0])
 

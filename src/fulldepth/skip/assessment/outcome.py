@@ -17,18 +17,18 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.hf.scalars import FACTORS, Scalars
+from fulldepth.execution.flops import Variant
+from fulldepth.hf.scalars import FACTORS
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Results, finite, provenance, tabulate
+from fulldepth.results import DOCUMENT, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import PLACES, SearchSettings
 from fulldepth.skip.assessment.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
 from fulldepth.skip.assessment.outcome_headline import headline
-from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.problem import SearchProblem, prepared
-from fulldepth.skip.selection.score import make_batches
-from fulldepth.skip.subject import open_for
+from fulldepth.skip.assessment.tables import joined
+from fulldepth.skip.batches import make_batches
+from fulldepth.skip.plan import Plan, plan_scalars
+from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.summary import stopped_rounds
 
 KIND = "skip"
@@ -64,11 +64,11 @@ def analyse(
     """
     if output is not None and (Path(output) / DOCUMENT).exists():
         raise FulldepthError(f"{output} already holds results. Choose another output folder.")
-    settings, me = settings_of(plan, options), Processes()
-    owner = open_for(model, settings, me).model
+    settings, process = settings_of(plan, options), Processes()
+    owner = open_for(model, settings, process).model
     plan.check_model(owner)
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as just checked
-    with prepared(owner, data, settings, me, **opened) as problem:
+    with prepared(owner, data, settings, process, **opened) as problem:
         results = outcome(plan, problem, reservoir_tokens=reservoir_tokens, watcher=watcher)
     if output is not None:
         results.save(output)
@@ -83,10 +83,10 @@ def settings_of(plan: Plan, options: Mapping[str, Any]) -> SearchSettings:
     """
     noted = plan.cost.get("settings")
     stored = noted if isinstance(noted, dict) else {}
-    known = {name: value for name, value in stored.items() if value is not None and name not in PLACES}
-    if known.get("given") is None:
-        known["blocks"] = len(plan.blocks)
-    return layered(SearchSettings, {"granularity": plan.granularity, **known}, dict(options))
+    settings = {name: value for name, value in stored.items() if value is not None and name not in PLACES}
+    if settings.get("given") is None:
+        settings["blocks"] = len(plan.blocks)
+    return layered(SearchSettings, {"granularity": plan.granularity, **settings}, dict(options))
 
 
 def outcome(
@@ -102,32 +102,26 @@ def outcome(
     """
     watcher, scorer = watcher or Watcher(), problem.scorer
     batches = make_batches(problem.examples.heldout, problem.settings.batch_size)
-    states = {"skipped": None, **({} if plan.healed_loss is None else {"healed": _scalars(plan, problem)})}
+    scalars = plan_scalars(plan, scorer.anatomy)
+    states = {"skipped": None, **({} if scalars is None else {"healed": scalars})}
     watcher.begin("Analysis", len(states) * len(batches))
     norms, unreadable = spectral_norms(scorer.switches)
     count, tokens = len(plan.blocks), sum(example.predicted for example in problem.examples.heldout)
     tables = [*_losses(plan, tokens), *_factors(plan)]
-    for state, scalars in states.items():
+    for state, factors in states.items():
         rows = discrepancies(
             scorer.switches,
             batches,
             Variant(plan.blocks),
-            scalars,
+            factors,
             reservoir_tokens=reservoir_tokens,
             seed=problem.settings.seed,
             watcher=watcher,
         )
         tables.append(tabulate(rows, removed=count, state=state))
     tables.append(tabulate(norms, removed=None, state="original"))
-    table = pd.concat(
-        [part.astype({"removed": "Int64", "state": "str"}) for part in tables if len(part)], ignore_index=True
-    )[[*COLUMNS, "removed", "state"]]
+    table = joined(tables, removed="Int64", state="str")
     return Results(table, _document(plan, problem, table, unreadable))
-
-
-def _scalars(plan: Plan, problem: SearchProblem) -> Scalars:
-    found = Scalars.from_dict(plan.scalars, problem.scorer.costs.num_layers, plan.granularity)
-    return found.to(problem.scorer.device)
 
 
 def _losses(plan: Plan, tokens: int) -> Iterator[pd.DataFrame]:
@@ -168,18 +162,16 @@ def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadabl
         "model": {**noted["model"], "num_layers": problem.scorer.costs.num_layers},
         "data": plan.data,
         "plan": noted,
-        "warnings": [*_warnings(plan, problem), *_unread(unreadable)],
+        "warnings": list(_warnings(plan, problem, unreadable)),
         "headline": headline(plan, table, problem.scorer.anatomy),
     }
     return dict(finite(document))
 
 
-def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
+def _warnings(plan: Plan, problem: SearchProblem, unreadable: list[str]) -> Iterator[str]:
     """What a reader should know before trusting a number."""
-    said = plan.data.get("warnings")
-    yield from (str(line) for line in (said if isinstance(said, list) else []))
-    unsure = plan.cost.get("unsure_rounds")
-    if isinstance(unsure, list) and unsure:
+    yield from plan.warnings
+    if unsure := plan.unsure_rounds:
         yield (
             f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
             "did not tell the best two candidates apart; more data would."
@@ -187,9 +179,6 @@ def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
     yield from (f"{line[0].upper()}{line[1:]}; a higher budget may change its pick." for line in stopped_rounds(plan))
     if problem.examples.meta.get("hash") != plan.data.get("hash"):
         yield "The states were compared on other data than those that the plan was searched with."
-
-
-def _unread(names: list[str]) -> list[str]:
-    if not names:
-        return []
-    return [f"{len(names)} projections are offloaded or packed and have no spectral norm here (first: {names[0]})."]
+    if unreadable:
+        count = len(unreadable)
+        yield f"{count} projections are offloaded or packed and have no spectral norm here (first: {unreadable[0]})."

@@ -23,12 +23,13 @@ def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Fin
         table: rows of `mmd` and `spectral_norm`.
         anatomy: the model's.
     """
-    found = {"loss_added": _added(plan, anatomy.num_layers), "loss_healed": _healed(plan)}
-    if (finding := _discrepancy(plan, table)) is not None:
-        found["mmd"] = finding
-    if (finding := _norms(plan, table, anatomy)) is not None:
-        found["spectral_norm"] = finding
-    return found
+    findings = {
+        "loss_added": _added(plan, anatomy.num_layers),
+        "loss_healed": _healed(plan),
+        "mmd": _discrepancy(plan, table),
+        "spectral_norm": _norms(plan, table, anatomy),
+    }
+    return {name: finding for name, finding in findings.items() if finding is not None}
 
 
 def blocks_of(plan: Plan, number: int) -> str:
@@ -68,20 +69,22 @@ def _healed(plan: Plan) -> Finding:
     base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
     control, added, gained = plan.control_loss.scalars_only, last - base, last - healed
     if gained <= 0:
-        said = "Scalars did not heal: no epoch of training them lowered the held-out loss."
+        effect = "Scalars did not heal: no epoch of training them lowered the held-out loss."
     elif added <= 0:
-        said = f"Scalars lower the held-out loss by another {nats(gained)}, to {healed:.4f}."
+        effect = f"Scalars lower the held-out loss by another {nats(gained)}, to {healed:.4f}."
     elif gained >= added:
-        said = f"Scalars take back more than was lost: {nats(gained)} where {nats(added)} were added, to {healed:.4f}."
+        effect = (
+            f"Scalars take back more than was lost: {nats(gained)} where {nats(added)} were added, to {healed:.4f}."
+        )
     else:
-        said = f"Scalars take back {nats(gained)} of the {nats(added)} ({gained / added:.0%}), to {healed:.4f}."
-    if control < base:
-        said += f" With nothing removed they gain {nats(base - control)}, to {control:.4f}: "
-    else:
-        said += " With nothing removed they gain nothing: "
+        effect = f"Scalars take back {nats(gained)} of the {nats(added)} ({gained / added:.0%}), to {healed:.4f}."
+    gain = f"{nats(base - control)}, to {control:.4f}" if control < base else "nothing"
     price = healed - control
-    said += f"against that the removal {'costs' if price >= 0 else 'gains'} {nats(abs(price))}."
-    return Finding(gained, "nats", said)
+    sentence = (
+        f"{effect} With nothing removed they gain {gain}: against that the removal "
+        f"{'costs' if price >= 0 else 'gains'} {nats(abs(price))}."
+    )
+    return Finding(gained, "nats", sentence)
 
 
 def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
@@ -91,15 +94,15 @@ def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
         return None
     last = rows[rows.layer == rows.layer.max()].set_index("state")
     before, count = float(last.loc["skipped", "value"]), int(last.loc["skipped", "count"])
-    about = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
+    scale = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
     if "healed" not in last.index:
-        sentence = f"The last layer's states differ from the original's by {before:.2e} ({about}), not healed."
+        sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
         return Finding(before, "1", sentence)
     after = float(last.loc["healed", "value"])
     change = "closer to" if after < before else "no closer to" if after == before else "farther from"
     sentence = (
         f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
-        f"({about}): the scalars bring them {change} the original."
+        f"({scale}): the scalars bring them {change} the original."
     )
     if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
         sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
@@ -112,13 +115,13 @@ def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Finding | None:
     removed = rows.layer.isin(plan.blocks)
     if not removed.any() or removed.all():
         return None
-    skipped, kept = float(rows.value[removed].mean()), float(rows.value[~removed].mean())
+    lost, remaining = float(rows.value[removed].mean()), float(rows.value[~removed].mean())
     part = {"attention": "attention projections", "mlp": "MLP projections"}.get(plan.granularity, "projections")
     sentence = (
-        f"Spectral norms of the {part} are {skipped:.3g} on average in layers removed and {kept:.3g} in those kept; "
-        f"what was removed had {'smaller' if skipped < kept else 'no smaller'} weights."
+        f"Spectral norms of the {part} are {lost:.3g} on average in layers removed and {remaining:.3g} in those kept; "
+        f"what was removed had {'smaller' if lost < remaining else 'no smaller'} weights."
     )
-    return Finding(skipped / kept if kept else None, "1", sentence)
+    return Finding(lost / remaining if remaining else None, "1", sentence)
 
 
 def projections_of(granularity: str, anatomy: Anatomy) -> set[str]:
@@ -126,5 +129,5 @@ def projections_of(granularity: str, anatomy: Anatomy) -> set[str]:
     names = {name for name, _, _ in anatomy.projections()}
     if granularity not in PARTS:
         return names
-    homes = [path for role in PARTS[granularity] if (path := getattr(anatomy.family, role)) is not None]
-    return {name for name in names if any(f"{name}.".startswith(f"{home}.") for home in homes)}
+    paths = [path for role in PARTS[granularity] if (path := getattr(anatomy.family, role)) is not None]
+    return {name for name in names if any(f"{name}.".startswith(f"{path}.") for path in paths)}

@@ -14,14 +14,12 @@ round, in an order that changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from fulldepth import launch
@@ -29,15 +27,15 @@ from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.latency import PHASES, Runner, machine
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.latency import PHASES, Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.scoring import LOSS
 from fulldepth.hf import Anatomy, evaluating
-from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.bench import order
 from fulldepth.skip.assessment.calibrated import calibrated
 from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.assessment.quantise_table import (
@@ -48,17 +46,13 @@ from fulldepth.skip.assessment.quantise_table import (
     SKIPPED,
     Combination,
     headline,
-    scalars_of,
     table_of,
 )
 from fulldepth.skip.assessment.quantisers import PACKAGES, check_method, int8
 from fulldepth.skip.assessment.saved import Saver
-from fulldepth.skip.plan import FILE, Plan
-from fulldepth.skip.selection.flops import Variant
-from fulldepth.skip.selection.problem import SearchProblem, prepared
-from fulldepth.skip.selection.score import LOSS
+from fulldepth.skip.plan import FILE, Plan, plan_scalars
+from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.subject import open_model
 
 SEARCHED = "quantised"
 """Folder inside the output: the search on the quantised model."""
@@ -84,7 +78,7 @@ def quantise(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """Quantise a model before and after its blocks are removed, and measure every corner.
+    """Quantise a model before and after its blocks are removed, and measure every combination.
 
     Args:
         model: the checkpoint that the plan was made for, or the loaded model (left as it is).
@@ -112,50 +106,57 @@ def quantise(
         raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     settings = settings_of(plan, options)
-    asked = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
-    timing = layered(BenchSettings, {**asked, "seed": settings.seed})
-    work = _Work(method, settings, None if output is None else Path(output), resume, watcher or Watcher(), Processes())
-    places = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    with work.me.holding(work.folder):
-        _check_place(work.folder, resume)
-        owner = open_model(model, dtype=settings.dtype, device=work.me.device(settings.device), **places).model
+    timed = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
+    timing = layered(BenchSettings, {**timed, "seed": settings.seed})
+    run = _Run(method, plan, settings, timing, None if output is None else Path(output), resume, watcher or Watcher())
+    with run.process.holding(run.folder):
+        run.check_folder()
+        owner = open_for(model, settings, run.process).model
         plan.check_model(owner)
-        _check_context(find_anatomy(owner), timing)
-        saver = None if save is None else _saver(Path(save), work, owner, plan, tokenizer, model)
+        check_positions(find_anatomy(owner), context, new_tokens)
+        saver = None if save is None else run.saver(Path(save), owner, tokenizer, model)
         with evaluating(owner):
-            return _quantise(owner, plan, data, work, timing, saver, tokenizer=tokenizer, heldout=heldout)
-
-
-def _quantise(
-    owner: PreTrainedModel,
-    plan: Plan,
-    data: Any,
-    work: _Work,
-    timing: BenchSettings,
-    saver: Saver | None,
-    *,
-    tokenizer: Any,
-    heldout: Any,
-) -> Results:
-    """Measure the models in memory, and save the results."""
-    combinations, examples = _corners(owner, plan, data, work, saver, tokenizer=tokenizer, heldout=heldout)
-    _time(combinations, timing, work.watcher)
-    results = Results(table_of(combinations), _document(combinations, plan, examples, work, timing, saver))
-    if work.folder is not None:
-        results.save(work.folder)
-    return results
+            combinations, examples = _measure(owner, data, run, saver, tokenizer=tokenizer, heldout=heldout)
+            _time(combinations, timing, run.watcher)
+        return run.results(combinations, examples, saver)
 
 
 @dataclass(frozen=True)
-class _Work:
-    """How it is to be done."""
+class _Run:
+    """One call of `quantise`."""
 
     method: str
+    plan: Plan
     settings: SearchSettings
+    timing: BenchSettings
     folder: Path | None
     resume: bool
     watcher: Watcher
-    me: Processes
+    process: Processes = field(default_factory=Processes)
+
+    def check_folder(self) -> None:
+        """Refuse to overwrite."""
+        for name in (DOCUMENT, *(() if self.resume else (f"{SEARCHED}/{FILE}",))):
+            if self.folder is not None and (self.folder / name).exists():
+                raise FulldepthError(f"{self.folder} already holds {name}. Choose another output folder.")
+
+    def saver(self, folder: Path, owner: PreTrainedModel, tokenizer: Any, model: Any) -> Saver:
+        """Saves quantised models; refuses at once what it cannot save."""
+        source = model.name_or_path if isinstance(model, PreTrainedModel) else model
+        places = (self.settings.tokenizer, self.plan.data.get("tokenizer"), source, self.plan.model.name)
+        hub = {"revision": self.settings.revision, "trust_remote_code": self.settings.trust_remote_code}
+        saver = Saver(folder, self.method, find_anatomy(owner), tokenizer, places, hub)
+        saver.check(self.plan)
+        for note in saver.notes:
+            self.watcher.say(note)
+        return saver
+
+    def results(self, combinations: Sequence[Combination], examples: Examples, saver: Saver | None) -> Results:
+        """The results, saved where there is a folder."""
+        results = Results(table_of(combinations), _document(combinations, examples, self, saver))
+        if self.folder is not None:
+            results.save(self.folder)
+        return results
 
     def quantised(
         self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
@@ -167,78 +168,48 @@ class _Work:
         return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed, keep)
 
 
-def _saver(folder: Path, work: _Work, owner: PreTrainedModel, plan: Plan, tokenizer: Any, model: Any) -> Saver:
-    """What saves quantised models, after it was asked whether it can."""
-    settings = work.settings
-    source = model.name_or_path if isinstance(model, PreTrainedModel) else model
-    places = (settings.tokenizer, plan.data.get("tokenizer"), source, plan.model.name)
-    hub = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-    saver = Saver(folder, work.method, find_anatomy(owner), tokenizer, places, hub)
-    saver.check(plan)
-    for note in saver.notes:
-        work.watcher.say(note)
-    return saver
-
-
-def _check_place(output: Path | None, resume: bool) -> None:
-    """Refuse to overwrite."""
-    if output is None:
-        return
-    for name in (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
-        if (output / name).exists():
-            raise FulldepthError(f"{output} already holds {name}. Choose another output folder.")
-
-
-def _check_context(anatomy: Anatomy, timing: BenchSettings) -> None:
-    longest, limit = timing.contexts[0] + timing.new_tokens, anatomy.max_positions
-    if limit is not None and longest > limit:
-        raise FulldepthError(
-            f"A context of {timing.contexts[0]} tokens and {timing.new_tokens} new ones exceed the model's {limit} "
-            "positions. Set context (and new_tokens) to less."
-        )
-
-
-def _corners(
-    owner: PreTrainedModel, plan: Plan, data: Any, work: _Work, saver: Saver | None, *, tokenizer: Any, heldout: Any
+def _measure(
+    owner: PreTrainedModel, data: Any, run: _Run, saver: Saver | None, *, tokenizer: Any, heldout: Any
 ) -> tuple[list[Combination], Examples]:
     """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
+    plan = run.plan
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as `quantise` has checked
-    with prepared(owner, data, work.settings, work.me, **opened) as problem:
-        combinations = [_corner(problem, ORIGINAL), _corner(problem, SKIPPED, plan)]
+    with prepared(owner, data, run.settings, run.process, **opened) as problem:
+        combinations = [_combination(problem, ORIGINAL), _combination(problem, SKIPPED, plan)]
         anatomy, examples = problem.scorer.anatomy, problem.examples
-    whole = _whole(anatomy, plan, examples, work, saver)
-    folder = None if work.folder is None else work.folder / SEARCHED
-    again = partial(prepared, data=examples, settings=work.settings, me=work.me, tokenizer=None, heldout=None)
-    with work.me.holding(folder), again(whole.model) as problem:
-        second = search_with(problem, work.me, work.watcher, output=folder, resume=work.resume)
-        combinations += [_corner(problem, QUANTISED), _corner(problem, FIRST, second)]
-        if work.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
-            combinations.append(_corner(problem, SECOND, plan))
+    quantised = _quantised(anatomy, examples, run, saver)
+    folder = None if run.folder is None else run.folder / SEARCHED
+    again = partial(prepared, data=examples, settings=run.settings, process=run.process, tokenizer=None, heldout=None)
+    with run.process.holding(folder), again(quantised.model) as problem:
+        second = search_with(problem, run.process, run.watcher, output=folder, resume=run.resume)
+        combinations += [_combination(problem, QUANTISED), _combination(problem, FIRST, second)]
+        if run.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
+            combinations.append(_combination(problem, SECOND, plan))
     if saver is not None:
-        saver.try_to_save(FIRST, whole, second)
-    if work.method != "int8":
-        with again(work.quantised(anatomy, examples, plan).model) as problem:
-            combinations.append(_corner(problem, SECOND, plan))
+        saver.try_to_save(FIRST, quantised, second)
+    if run.method != "int8":
+        with again(run.quantised(anatomy, examples, plan).model) as problem:
+            combinations.append(_combination(problem, SECOND, plan))
     return combinations, examples
 
 
-def _whole(anatomy: Anatomy, plan: Plan, examples: Examples, work: _Work, saver: Saver | None) -> Anatomy:
+def _quantised(anatomy: Anatomy, examples: Examples, run: _Run, saver: Saver | None) -> Anatomy:
     """The quantised model, saved if that is asked for: before the second search, which takes longest."""
     if saver is None:
-        return work.quantised(anatomy, examples)
-    with TemporaryDirectory() as place:
-        source = None if work.method == "int8" else Path(place) / "quantised"
-        whole = work.quantised(anatomy, examples, keep=source)
-        saver.save(QUANTISED, whole, source=source)
-    saver.try_to_save(SECOND, whole, plan)
-    return whole
+        return run.quantised(anatomy, examples)
+    with TemporaryDirectory() as folder:
+        source = None if run.method == "int8" else Path(folder) / "quantised"
+        quantised = run.quantised(anatomy, examples, keep=source)
+        saver.save(QUANTISED, quantised, source=source)
+    saver.try_to_save(SECOND, quantised, run.plan)
+    return quantised
 
 
-def _corner(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
+def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
     """A model with its loss over all held-out tokens."""
-    scorer, batches = problem.scorer, [batch for chunk in problem.chunks for batch in chunk]
+    scorer, batches = problem.scorer, problem.batches
     variant = Variant(() if plan is None else plan.blocks)
-    scalars = scalars_of(plan, scorer.anatomy)
+    scalars = plan_scalars(plan, scorer.anatomy)
     total = sum(sum(scorer.healed_sums(batch, variant, scalars)[LOSS]) for batch in batches)
     tokens = sum(len(batch.targets) for batch in batches)
     return Combination(name, scorer.anatomy, plan, total / tokens, tokens)
@@ -246,80 +217,41 @@ def _corner(problem: SearchProblem, name: str, plan: Plan | None = None) -> Comb
 
 def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:
     """Prefill and decoding of every model, once a round, in an order that changes from round to round."""
-    anatomy = combinations[0].anatomy
-    generator = torch.Generator().manual_seed(timing.seed)
-    shape = (timing.batches[0], timing.contexts[0] + timing.new_tokens)
-    ids = torch.randint(0, anatomy.vocab_size or 1, shape, generator=generator).to(anatomy.model.device)
-    watcher.begin("Timing", len(combinations) * (timing.warmup + timing.repeats))
-    for number in range(-timing.warmup, timing.repeats):
-        for index in order(len(combinations), number, timing.seed):
-            combination = combinations[index]
-            with _switched(combination):
-                trial = Runner(combination.anatomy.model).run(ids, timing.contexts[0])
-            for phase in PHASES if number >= 0 else ():
-                combination.times.setdefault(phase, []).append(getattr(trial, phase))
-            watcher.advance(1)
-
-
-@contextmanager
-def _switched(combination: Combination) -> Iterator[None]:
-    """The model as its corner says."""
-    if combination.plan is None:
-        yield
-        return
-    with skipping(combination.anatomy, combination.plan.blocks, combination.plan.granularity, combination.scalars):
-        yield
+    context = timing.contexts[0]
+    ids = random_tokens(combinations[0].anatomy, timing.batches[0], context + timing.new_tokens, timing.seed)
+    runs = {each.name: (Runner(each.anatomy.model), each.switched) for each in combinations}
+    watcher.begin("Timing", len(runs) * (timing.warmup + timing.repeats))
+    rounds = timing.model_dump(include={"repeats", "warmup", "seed"})
+    times = time_in_rounds(runs, ids, context, **rounds, advance=watcher.advance)
+    for each in combinations:
+        each.times |= {phase: times[each.name, phase] for phase in PHASES}
 
 
 def _document(
-    combinations: Sequence[Combination],
-    plan: Plan,
-    examples: Examples,
-    work: _Work,
-    timing: BenchSettings,
-    saver: Saver | None,
+    combinations: Sequence[Combination], examples: Examples, run: _Run, saver: Saver | None
 ) -> dict[str, Any]:
-    """Everything that `results.json` says, apart from the table."""
-    plans = {
-        combination.name: combination.plan.document() for combination in combinations if combination.plan is not None
-    }
+    """Everything in `results.json` but the table."""
+    anatomy, plan = combinations[0].anatomy, run.plan
+    plans = {each.name: each.plan.document() for each in combinations if each.plan is not None}
     document = {
         **provenance(
             "quantise",
-            {**work.settings.model_dump(), "timing": timing.model_dump()},
-            packages=(*FRAMEWORKS, *PACKAGES[work.method]),
-            seed=work.settings.seed,
-            machine=machine(combinations[0].anatomy.model.device),
+            {**run.settings.model_dump(), "timing": run.timing.model_dump()},
+            packages=(*FRAMEWORKS, *PACKAGES[run.method]),
+            seed=run.settings.seed,
+            machine=machine(anatomy.model.device),
         ),
-        "method": work.method,
+        "method": run.method,
         "baseline": ORIGINAL,
-        "model": {**plan.document()["model"], "num_layers": combinations[0].anatomy.num_layers},
-        "models": [_described(combination) for combination in combinations],
+        "model": {**plan.document()["model"], "num_layers": anatomy.num_layers},
+        "models": [each.document() for each in combinations],
         "data": examples.meta,
-        "saved": [] if saver is None else [asdict(one) for one in saver.saved],
+        "saved": [] if saver is None else [asdict(checkpoint) for checkpoint in saver.saved],
         "plans": {SKIPPED: plans[SKIPPED], FIRST: plans[FIRST]},
         "warnings": [*_warnings(combinations, plan, examples), *([] if saver is None else saver.notes)],
         "headline": headline(combinations),
     }
     return dict(finite(document))
-
-
-def _described(combination: Combination) -> dict[str, Any]:
-    """A model's entry in the document."""
-    model, plan = combination.anatomy.model, combination.plan
-    return {
-        "label": combination.name,
-        "baseline": combination.name == ORIGINAL,
-        "model": {
-            "class": type(model).__name__,
-            "num_layers": combination.anatomy.num_layers,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "quantised": combination.name not in (ORIGINAL, SKIPPED),
-        },
-        "granularity": None if plan is None else plan.granularity,
-        "blocks": None if plan is None else plan.blocks,
-        "healed": plan is not None and plan.healed_loss is not None,
-    }
 
 
 def _warnings(combinations: Sequence[Combination], plan: Plan, examples: Examples) -> Iterator[str]:

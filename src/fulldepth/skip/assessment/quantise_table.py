@@ -1,8 +1,9 @@
-"""What the corners of quantisation and removal measured, as tidy rows and in sentences."""
+"""What combinations of quantisation and removal measured, as tidy rows and in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -10,18 +11,18 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from fulldepth.execution.latency import PHASES, parameter_bytes
-from fulldepth.hf import Anatomy
+from fulldepth.execution.latency import PHASES
+from fulldepth.execution.memory import parameter_bytes
+from fulldepth.hf import Anatomy, skipping
 from fulldepth.hf.scalars import Scalars
-from fulldepth.results import COLUMNS, Finding, tabulate
+from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.outcome_headline import PARTS, nats
-from fulldepth.skip.plan import Plan
+from fulldepth.skip.assessment.tables import joined, spread, with_differences
+from fulldepth.skip.plan import Plan, plan_scalars
 
 ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
 NAMES = (ORIGINAL, SKIPPED, QUANTISED, FIRST, SECOND)
-KEYS = ["measure", "site", "statistic"]
-"""What a value and the original's must share to be compared."""
 CLOSE = 0.01
 """Losses within one per cent of what quantisation or removal costs are called equal."""
 
@@ -40,10 +41,33 @@ class Combination:
     times: dict[str, list[float]] = field(default_factory=dict)
     """Phase -> seconds of each round."""
 
+    def document(self) -> dict[str, Any]:
+        """Its entry in `results.json`."""
+        model, plan = self.anatomy.model, self.plan
+        return {
+            "label": self.name,
+            "baseline": self.name == ORIGINAL,
+            "model": {
+                "class": type(model).__name__,
+                "num_layers": self.anatomy.num_layers,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "quantised": self.name not in (ORIGINAL, SKIPPED),
+            },
+            "granularity": None if plan is None else plan.granularity,
+            "blocks": None if plan is None else plan.blocks,
+            "healed": plan is not None and plan.healed_loss is not None,
+        }
+
     @property
     def scalars(self) -> Scalars | None:
         """Its factors; None if it has none."""
-        return scalars_of(self.plan, self.anatomy)
+        return plan_scalars(self.plan, self.anatomy)
+
+    def switched(self) -> AbstractContextManager[Any]:
+        """Its blocks skipped, inside `with`."""
+        if self.plan is None:
+            return nullcontext()
+        return skipping(self.anatomy, self.plan.blocks, self.plan.granularity, self.scalars)
 
     @property
     def bytes(self) -> int:
@@ -51,13 +75,6 @@ class Combination:
         scalars = self.scalars
         extra = 0 if scalars is None else parameter_bytes(scalars)
         return parameter_bytes(self.anatomy.model) - removed_bytes(self.anatomy, self.plan) + extra
-
-
-def scalars_of(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
-    """A plan's scalars, float32, beside the model's weights."""
-    if plan is None or plan.healed_loss is None:
-        return None
-    return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(anatomy.model.device)
 
 
 def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
@@ -69,9 +86,9 @@ def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
         if plan.granularity == "layer":
             removed.append(anatomy.blocks[layer - 1])
             continue
-        kept = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
-        found = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
-        removed.extend(module for module in found if module is not None and module not in kept)
+        shared = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
+        parts = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
+        removed.extend(module for module in parts if module is not None and module not in shared)
     return parameter_bytes(removed)
 
 
@@ -84,39 +101,28 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
             ("parameter_bytes", "model", None, None, "value", combination.bytes, None, "bytes"),
         ]
         for phase in PHASES:
-            seconds = combination.times[phase]
-            for statistic, value in (("median", median(seconds)), ("min", min(seconds)), ("max", max(seconds))):
-                rows.append((f"{phase}_time", phase, None, None, statistic, value, len(seconds), "s"))
+            rows += spread(f"{phase}_time", phase, combination.times[phase], "s")
         tables.append(tabulate(rows, model=combination.name))
-    table = pd.concat(tables, ignore_index=True)
-    original = table[table.model == ORIGINAL].set_index(KEYS)["value"]
-    table["difference"] = table["value"] - [original[key] for key in table[KEYS].itertuples(index=False, name=None)]
-    return table[[*COLUMNS, "model", "difference"]]
+    return with_differences(joined(tables, model="str"), ORIGINAL)
 
 
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
-    """Which order is better, and what every corner costs and saves."""
-    by = {combination.name: combination for combination in combinations}
-    found = {"order": _order(by)}
-    for name in NAMES[1:]:
-        found[name] = _corner(by[name], by[ORIGINAL])
-    return found
+    """Which order is better, and what every combination costs and saves."""
+    by_name = {combination.name: combination for combination in combinations}
+    return {"order": _order(by_name)} | {name: _cost(by_name[name], by_name[ORIGINAL]) for name in NAMES[1:]}
 
 
-def _order(by: dict[str, Combination]) -> Finding:
+def _order(by_name: dict[str, Combination]) -> Finding:
     """The loss of one order minus that of the other."""
-    first, second = by[FIRST], by[SECOND]
+    first, second = by_name[FIRST], by_name[SECOND]
     assert first.plan is not None
     assert second.plan is not None
     gap = first.loss - second.loss
-    cost = max(abs(by[name].loss - by[ORIGINAL].loss) for name in NAMES[1:])
-    listed = [
-        ", ".join(map(str, combination.plan.blocks)) for combination in (first, second) if combination.plan is not None
-    ]
-    same = set(first.plan.blocks) == set(second.plan.blocks)
-    which = f"both remove layers {', '.join(map(str, sorted(first.plan.blocks)))}"
-    if not same:
-        which = f"they remove layers {listed[0]} and {listed[1]}"
+    cost = max(abs(by_name[name].loss - by_name[ORIGINAL].loss) for name in NAMES[1:])
+    if set(first.plan.blocks) == set(second.plan.blocks):
+        which = f"both remove layers {_listed(sorted(first.plan.blocks))}"
+    else:
+        which = f"they remove layers {_listed(first.plan.blocks)} and {_listed(second.plan.blocks)}"
     if abs(gap) <= CLOSE * cost:
         verdict = "The order does not matter"
     else:
@@ -128,21 +134,19 @@ def _order(by: dict[str, Combination]) -> Finding:
     return Finding(gap, "nats", sentence)
 
 
-def _corner(combination: Combination, original: Combination) -> Finding:
+def _cost(combination: Combination, original: Combination) -> Finding:
     """Loss, size and times beside the original's."""
-    added = combination.loss - original.loss
-    healed = (
-        "" if combination.plan is None else ", healed" if combination.plan.healed_loss is not None else ", not healed"
-    )
-    change = f"{nats(added)} more loss" if added >= 0 else f"{nats(-added)} less loss"
+    added, plan = combination.loss - original.loss, combination.plan
+    healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
     shares = {phase: median(combination.times[phase]) / median(original.times[phase]) for phase in PHASES}
+    times = {phase: f"{abs(1 - share):.0%} {'less' if share <= 1 else 'more'} time" for phase, share in shares.items()}
     sentence = (
-        f"{combination.name[0].upper()}{combination.name[1:]}: {change} than the original "
-        f"({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its parameter bytes, "
-        f"{_times(shares['prefill'])} for a prompt, {_times(shares['decode'])} for a decoded token."
+        f"{combination.name[0].upper()}{combination.name[1:]}: {nats(abs(added))} {'more' if added >= 0 else 'less'} "
+        f"loss than the original ({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its "
+        f"parameter bytes, {times['prefill']} for a prompt, {times['decode']} for a decoded token."
     )
     return Finding(added, "nats", sentence)
 
 
-def _times(share: float) -> str:
-    return f"{abs(1 - share):.0%} {'less' if share <= 1 else 'more'} time"
+def _listed(blocks: Sequence[int]) -> str:
+    return ", ".join(map(str, blocks))

@@ -59,25 +59,21 @@ def int8(anatomy: Anatomy) -> Anatomy:
         FulldepthError: if torchao cannot be imported, or a layer of the model does not run with packed weights.
     """
     quantize, config = _torchao()
-    made = replace(anatomy, model=copy.deepcopy(anatomy.model).eval())
+    quantised = replace(anatomy, model=copy.deepcopy(anatomy.model).eval())
     targets = set()
-    for block in made.blocks:
+    for block in quantised.blocks:
         _unfold_transposed(block)
         targets |= {module for module in block.modules() if isinstance(module, nn.Linear)}
     with _quiet():
-        quantize(made.model, config, filter_fn=lambda module, name: module in targets)
+        quantize(quantised.model, config, filter_fn=lambda module, name: module in targets)
     for module in targets:
         _check_runs(module)
-    return made
+    return quantised
 
 
 @torch.no_grad()
 def _check_runs(module: nn.Linear) -> None:
-    """Refuse a linear layer of a family's own, such as Falcon's, that asks of its weights what packed ones cannot do.
-
-    Raises:
-        FulldepthError: naming it.
-    """
+    """Refuse a linear layer of a family's own, such as Falcon's, that packed weights do not run in."""
     if type(module).forward is nn.Linear.forward:
         return
     try:
@@ -133,7 +129,7 @@ def _unfold_transposed(block: nn.Module) -> None:
     for name, module in list(block.named_modules()):
         if isinstance(module, Conv1D):
             inputs, outputs = module.weight.shape
-            made = nn.Linear(inputs, outputs, device=module.weight.device, dtype=module.weight.dtype)
-            made.weight = nn.Parameter(module.weight.detach().T.contiguous())
-            made.bias = nn.Parameter(module.bias.detach())
-            block.set_submodule(name, made)
+            linear = nn.Linear(inputs, outputs, device=module.weight.device, dtype=module.weight.dtype)
+            linear.weight = nn.Parameter(module.weight.detach().T.contiguous())
+            linear.bias = nn.Parameter(module.bias.detach())
+            block.set_submodule(name, linear)

@@ -140,14 +140,14 @@ class Saver:
         """
         ids, target = probes(measured), self.folder / label.replace(", ", "-").replace(" ", "-")
         expected = logits(measured, ids) if plan is None else scaled_logits(measured, plan, ids)
-        made = measured if plan is None else folded_int8(measured, self.original, plan, ids)
-        moved = 0.0 if plan is None else relative_error(logits(made, ids), expected)
+        written = measured if plan is None else folded_int8(measured, self.original, plan, ids)
+        moved = 0.0 if plan is None else relative_error(logits(written, ids), expected)
         if not moved <= MOST[expected.dtype]:
             raise FulldepthError(f"{label}: folded, its logits miss the measured ones by {moved:.1e} of the largest.")
         with folder_to_be(target) as part:
             if source is None:
-                with generation_settings(made.model, part), without_bars(), packed_as_torchao(made.model):
-                    made.model.save_pretrained(part)
+                with generation_settings(written.model, part), without_bars(), packed_as_torchao(written.model):
+                    written.model.save_pretrained(part)
             else:
                 for path in sorted(path for pattern in WEIGHTS for path in source.glob(pattern)):
                     shutil.copy2(path, part)
@@ -173,12 +173,12 @@ def folded_int8(measured: Anatomy, original: Anatomy, plan: Plan, ids: torch.Ten
         FulldepthError: as `fold`.
     """
     check_foldable(original, plan)
-    made = replace(measured, model=copy.deepcopy(measured.model))
+    folded = replace(measured, model=copy.deepcopy(measured.model))
     factors, _ = branch_factors(plan, original.num_layers, parallel=original.family.design == "parallel")
     branches = [branch for branch, factor in factors.items() if factor != 1.0]
     paths = {module: path for path, module in original.model.named_modules()}
     for (layer, role), weights in find_output_weights(original, branches, ids).items():
-        branch, factor = made.model.get_submodule(paths[weights.branch]), factors[layer, role]
+        branch, factor = folded.model.get_submodule(paths[weights.branch]), factors[layer, role]
         for name, values in weights.times(factor).items():
             parameter: Any = branch.get_parameter(name)
             if not hasattr(parameter, "__tensor_flatten__"):
@@ -187,4 +187,4 @@ def folded_int8(measured: Anatomy, original: Anatomy, plan: Plan, ids: torch.Ten
                 parameter.qdata.zero_()
             else:
                 parameter.scale.copy_(parameter.scale.double() * factor)
-    return made
+    return folded

@@ -73,11 +73,11 @@ class TaskScorer:
             FulldepthError: if a task's data cannot be read, or it cannot be run.
         """
         watcher.begin("Tasks", len(models))
-        found = {}
+        scores = {}
         for label, model in models.items():
-            found[label] = self.score(model)
+            scores[label] = self.score(model)
             watcher.advance(1)
-        return found
+        return scores
 
     def score(self, model: PreTrainedModel) -> list[Score]:
         """What one model scores; it stays as it is."""
@@ -86,7 +86,7 @@ class TaskScorer:
 
         try:
             with _quiet():
-                found = simple_evaluate(
+                output = simple_evaluate(
                     model=HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.batch_size),
                     tasks=self.tasks,
                     task_manager=self._manager,
@@ -99,8 +99,8 @@ class TaskScorer:
                 )
         except (OSError, ValueError, KeyError, TypeError) as error:  # data that are not there, files that are no tasks
             raise FulldepthError(f"lm-eval cannot run {', '.join(self.tasks)}: {error}") from error
-        counts = found["n-samples"]
-        return [score for task, results in found["results"].items() for score in _scores(task, results, counts)]
+        counts = output["n-samples"]
+        return [score for task, results in output["results"].items() for score in _scores(task, results, counts)]
 
 
 def _scores(task: str, results: dict[str, Any], samples: dict[str, Any]) -> Iterator[Score]:
@@ -109,8 +109,8 @@ def _scores(task: str, results: dict[str, Any], samples: dict[str, Any]) -> Iter
         metric, comma, how = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        given = results.get(f"{metric}_stderr,{how}")
-        error = float(given) if isinstance(given, int | float) and math.isfinite(given) else None
+        stated = results.get(f"{metric}_stderr,{how}")
+        error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
         name = metric if how == "none" else f"{metric}:{how}"
         count = int((samples.get(task) or {}).get("effective", 0))
         yield Score(task, name, float(value), error, count)

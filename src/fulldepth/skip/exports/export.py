@@ -19,7 +19,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_document, read_json
-from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer
+from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer, tokenizer_folder
 from fulldepth.results import versions
 from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.fold import probes, scaled_logits
@@ -29,7 +29,6 @@ from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_nam
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.exports.readers import prove
 from fulldepth.skip.plan import MOST_BYTES, PER_CHANNEL, Plan
-from fulldepth.skip.subject import tokenizer_folder
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""

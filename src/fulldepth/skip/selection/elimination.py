@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from fulldepth.skip.selection.flops import Costs, Variant, candidates
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED
 from fulldepth.skip.selection.loss_cache import Chunk, LossCache, Refit
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED
 
 BUDGET = "budget"
 LEAST = 8
@@ -70,10 +70,6 @@ class Round:
     heldout: int
     """All held-out sequences."""
 
-    def document(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     @property
     def stopped(self) -> str | None:
         """`stopped by budget after 48 of 160 sequences`, or None if the budget did not decide."""
@@ -82,11 +78,11 @@ class Round:
         return f"stopped by budget after {self.scored} of {self.heldout} sequences"
 
 
-def difference(loss_cache: LossCache, kind: str, worse: Variant, better: Variant) -> Difference:
+def difference(loss_cache: LossCache, worse: Variant, better: Variant) -> Difference:
     """How two variants compare on the chunks on which both are known."""
-    other = set(loss_cache.known_chunks(kind, better))
-    chunks = [chunk for chunk in loss_cache.known_chunks(kind, worse) if chunk in other]
-    gap = loss_cache.rows(kind, worse, chunks) - loss_cache.rows(kind, better, chunks)
+    shared = set(loss_cache.known_chunks(better))
+    chunks = [chunk for chunk in loss_cache.known_chunks(worse) if chunk in shared]
+    gap = loss_cache.rows(worse, chunks) - loss_cache.rows(better, chunks)
     return compare(gap, loss_cache.counts(chunks), loss_cache.owners(chunks), loss_cache.sequences)
 
 
@@ -110,31 +106,30 @@ def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, populati
     return Difference(rate, spread * math.sqrt(max(0.0, 1 - count / population)), spread, count, groups)
 
 
-def is_worse(found: Difference, risk: float, population: int, *, any_data: bool = False) -> bool:
+def is_worse(gap: Difference, risk: float, population: int, *, any_data: bool = False) -> bool:
     """Whether a candidate is worse with an error probability of at most `risk`, by Student's t of G - 1 degrees.
 
     Args:
-        found: the difference to the better candidate.
+        gap: the difference to the better candidate.
         risk: the error probability.
         population: all held-out sequences.
         any_data: ask for any such data, rather than for all held-out sequences.
     """
-    if not any_data and found.sequences == population:
-        return found.mean > 0
-    if found.documents < 2 or (found.documents < LEAST and found.sequences < population):
+    if not any_data and gap.sequences == population:
+        return gap.mean > 0
+    if gap.documents < 2 or (gap.documents < LEAST and gap.sequences < population):
         return False
-    error = found.free_error if any_data else found.error
-    return found.mean > error * float(stats.t.isf(risk, found.documents - 1))
+    error = gap.free_error if any_data else gap.error
+    return gap.mean > error * float(stats.t.isf(risk, gap.documents - 1))
 
 
-def best(loss_cache: LossCache, kind: str, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
+def best(loss_cache: LossCache, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
     """The variant of the lowest loss on some chunks; of equals the one whose layers come first."""
-    return min(variants, key=lambda variant: (loss_cache.total(kind, variant, chunks), sorted(variant)))
+    return min(variants, key=lambda variant: (loss_cache.total(variant, chunks), sorted(variant)))
 
 
 def judge(
     loss_cache: LossCache,
-    kind: str,
     picks: Sequence[int],
     winner: Variant,
     decided_by: str,
@@ -142,41 +137,27 @@ def judge(
     chunks: int | None = None,
 ) -> Round:
     """Describe the round after some picks, and its winner, which was decided after `chunks` chunks (None = all)."""
-    variants = loss_cache.round_of(picks)
     (pick,) = winner.difference(picks)
-    scored = sum(map(len, loss_cache.tokens[:chunks]))
-    others = {variant: difference(loss_cache, kind, variant, winner) for variant in variants if variant != winner}
-    if not others:
-        return Round(pick, decided_by, True, None, None, None, loss_cache.sequences, scored, loss_cache.sequences)
-    risk = (1 - confidence) / len(others)
-    near = min(others, key=lambda v: (_errors(others[v]), sorted(v)))
-    (closest,) = near - winner
-    surely = all(is_worse(found, risk, loss_cache.sequences, any_data=True) for found in others.values())
-    return Round(
-        pick,
-        decided_by,
-        surely and decided_by != BUDGET,
-        closest,
-        others[near].mean,
-        others[near].free_error if math.isfinite(others[near].free_error) else None,
-        others[near].sequences,
-        scored,
-        loss_cache.sequences,
-    )
+    scored, population = sum(map(len, loss_cache.tokens[:chunks])), loss_cache.sequences
+    losers = [variant for variant in loss_cache.candidates(picks) if variant != winner]
+    gaps = {variant: difference(loss_cache, variant, winner) for variant in losers}
+    if not gaps:
+        return Round(pick, decided_by, True, None, None, None, population, scored, population)
+    risk = (1 - confidence) / len(gaps)
+    near = min(gaps, key=lambda v: (_errors(gaps[v]), sorted(v)))
+    (closest,), gap = near - winner, gaps[near]
+    sure = decided_by != BUDGET and all(is_worse(each, risk, population, any_data=True) for each in gaps.values())
+    error = gap.free_error if math.isfinite(gap.free_error) else None
+    return Round(pick, decided_by, sure, closest, gap.mean, error, gap.sequences, scored, population)
 
 
-def _errors(found: Difference) -> float:
+def _errors(gap: Difference) -> float:
     """A difference in standard errors."""
-    return found.mean / found.free_error if found.free_error else math.copysign(math.inf, found.mean)
+    return gap.mean / gap.free_error if gap.free_error else math.copysign(math.inf, gap.mean)
 
 
 def eliminate(
-    loss_cache: LossCache,
-    kind: str,
-    blocks: int,
-    *,
-    confidence: float = 0.95,
-    budget: float | None = None,
+    loss_cache: LossCache, blocks: int, *, confidence: float = 0.95, budget: float | None = None
 ) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least with those before it removed.
 
@@ -184,8 +165,7 @@ def eliminate(
     when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x chunks)`.
 
     Args:
-        loss_cache: what scores.
-        kind: the loss that decides.
+        loss_cache: what scores; its criterion decides.
         blocks: k.
         confidence: that no round loses its best candidate, for each round.
         budget: FLOPs for everything, the losses of the plan on all data included; None = no bound. A round that has
@@ -196,14 +176,13 @@ def eliminate(
     """
     picks: list[int] = []
     rounds: list[Round] = []
-    batches = sum(map(len, loss_cache.chunks))
     for number in range(blocks):
-        loss_cache.begin(f"Block {number + 1} of {blocks}", len(loss_cache.round_of(picks)) * batches)
+        loss_cache.begin(f"Block {number + 1} of {blocks}", len(loss_cache.candidates(picks)) * loss_cache.num_batches)
         later = blocks - number - 1
-        limit = math.inf if budget is None else _limit(loss_cache, kind, picks, later, budget)
-        winner, decided_by, chunks = _round(loss_cache, kind, picks, confidence, later, limit)
+        limit = math.inf if budget is None else _limit(loss_cache, picks, later, budget)
+        winner, decided_by, chunks = _round(loss_cache, picks, confidence, later, limit)
         loss_cache.finish()
-        rounds.append(judge(loss_cache, kind, picks, winner, decided_by, confidence, chunks))
+        rounds.append(judge(loss_cache, picks, winner, decided_by, confidence, chunks))
         if rounds[-1].stopped:
             loss_cache.watcher.say(f"Block {number + 1} of {blocks}: {rounds[-1].stopped}.")
         picks.append(rounds[-1].pick)
@@ -211,66 +190,60 @@ def eliminate(
 
 
 def chain(picks: Sequence[int]) -> list[Variant]:
-    """The model as it is, and after each removal: what a plan tells the losses of."""
+    """The model as it is, and after each removal: the variants whose losses a plan holds."""
     return [Variant(picks[:number]) for number in range(len(picks) + 1)]
 
 
-def along(kind: str, picks: Sequence[int]) -> list[Variant]:
+def along(loss_cache: LossCache, picks: Sequence[int]) -> list[Variant]:
     """What is run along with the round after some picks: the plan needs it, and most of it is run anyway."""
-    return [] if kind == SCALED else chain(picks)
+    return [] if loss_cache.criterion == SCALED else chain(picks)
 
 
 def _round(
-    loss_cache: LossCache, kind: str, picks: Sequence[int], confidence: float, later: int, limit: float
+    loss_cache: LossCache, picks: Sequence[int], confidence: float, later: int, limit: float
 ) -> tuple[Variant, str, int]:
     """The winner of the round after some picks, what decided, and after how many chunks."""
-    variants, known = loss_cache.round_of(picks), along(kind, picks)
-    risk = (1 - confidence) / len(variants)
-    alive, leader, chunks = variants, variants[0], range(len(loss_cache.chunks))
+    variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
+    chunks = range(len(loss_cache.chunks))
+    risk = (1 - confidence) / len(variants) / len(chunks)
+    alive, leader = variants, variants[0]
     for chunk in chunks:
         if chunk and limit < math.inf:
-            now = loss_cache.price(kind, [*known, *alive], chunk)
-            if now + _committed(loss_cache, kind, [*chain(picks), leader], chunk + 1, later) > limit:
+            price = loss_cache.price([*removed, *alive], chunk)
+            if price + _committed(loss_cache, [*chain(picks), leader], chunk + 1, later) > limit:
                 return leader, BUDGET, chunk
-        loss_cache.need(kind, [*known, *alive], chunk)
-        leader = best(loss_cache, kind, alive, range(chunk + 1))
+        loss_cache.need([*removed, *alive], chunk)
+        leader = best(loss_cache, alive, range(chunk + 1))
         if chunk < len(chunks) - 1:
-            alive = [
-                variant
-                for variant in alive
-                if variant == leader
-                or not is_worse(difference(loss_cache, kind, variant, leader), risk / len(chunks), loss_cache.sequences)
-            ]
+            gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
+            alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, loss_cache.sequences)]
         if len(alive) == 1:
             break
     early = len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1
     return leader, "bounds" if early else "data", chunk + 1
 
 
-def _limit(loss_cache: LossCache, kind: str, picks: Sequence[int], later: int, budget: float) -> float:
+def _limit(loss_cache: LossCache, picks: Sequence[int], later: int, budget: float) -> float:
     """What may have been committed by the end of this round: a share of what is free, by the number of candidates."""
-    needed = _committed(loss_cache, kind, chain(picks), 0, later + 1)
-    left = [len(loss_cache.costs.able) - len(picks) - number for number in range(later + 1)]
-    share = min(1.0, 2 * left[0] / sum(left))  # most rounds need less than theirs
+    needed = _committed(loss_cache, chain(picks), 0, later + 1)
+    counts = [len(loss_cache.costs.able) - len(picks) - number for number in range(later + 1)]
+    share = min(1.0, 2 * counts[0] / sum(counts))  # most rounds need less than theirs
     return needed + max(0.0, budget - needed) * share
 
 
-def _committed(loss_cache: LossCache, kind: str, variants: Sequence[Variant], since: int, later: int) -> float:
+def _committed(loss_cache: LossCache, variants: Sequence[Variant], since: int, later: int) -> float:
     """What is spent, and will be at least: losses of these variants from a chunk on, and so many more rounds."""
-    told = LOSS if kind == SCALED else kind
-    losses = sum(loss_cache.price(told, variants, chunk) for chunk in range(since, len(loss_cache.chunks)))
-    return (
-        loss_cache.spent["flops"]
-        + losses
-        + later * round_flops(loss_cache.costs, loss_cache.chunks, kind, loss_cache.refit)
-    )
+    chunks, kind = range(since, len(loss_cache.chunks)), loss_cache.unhealed
+    losses = sum(loss_cache.price(variants, chunk, kind) for chunk in chunks)
+    each = round_flops(loss_cache.costs, loss_cache.chunks, loss_cache.criterion, loss_cache.refit)
+    return loss_cache.spent["flops"] + losses + later * each
 
 
-def round_flops(costs: Costs, chunks: Sequence[Chunk], kind: str, refit: Refit | None = None) -> float:
+def round_flops(costs: Costs, chunks: Sequence[Chunk], criterion: str, refit: Refit | None = None) -> float:
     """What a round costs at least: its candidates on the first chunk, and the loss of its winner on all data."""
-    first = sum(costs.shared([BASE, *candidates(costs, ())], batch.shape) for batch in chunks[0])
+    first = sum(costs.shared([BASE, *costs.candidates(())], batch.shape) for batch in chunks[0])
     fits = refit.flops * len(costs.able) if refit else 0.0
-    return first + fits + whole_flops(costs, chunks) * (2 if kind == DIVERGENCE else 1)
+    return first + fits + whole_flops(costs, chunks) * (2 if criterion == DIVERGENCE else 1)
 
 
 def whole_flops(costs: Costs, chunks: Sequence[Chunk]) -> float:

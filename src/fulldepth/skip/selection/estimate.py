@@ -6,14 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulldepth.data.batches import Example
+from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Shape
+from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED, Batch, Scorer
 from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.selection.elimination import round_flops, whole_flops
-from fulldepth.skip.selection.fit import FitOptions, epoch_flops
-from fulldepth.skip.selection.flops import Costs, Shape, Variant, candidates
-from fulldepth.skip.selection.loss_cache import Chunk, Refit
-from fulldepth.skip.selection.score import BASE, SCALED, Scorer
+from fulldepth.skip.selection.fit import epoch_flops, fit_options
+from fulldepth.skip.selection.loss_cache import Refit
+from fulldepth.skip.selection.problem import SearchProblem
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,39 @@ class Estimate:
         )
 
 
-def fit_options(settings: SearchSettings) -> FitOptions:
-    """Of the final fit."""
-    return FitOptions(
-        settings.learning_rate,
-        settings.epochs,
-        settings.fit_batch_size,
-        min(settings.batch_size, settings.fit_batch_size),
-        settings.patience,
-        settings.per_channel,
-        settings.fit_kl,
-        settings.seed,
-        settings.gradient_checkpointing,
+def estimate_search(problem: SearchProblem, process: Processes) -> Estimate:
+    """Bounds out of shapes, with the pace of a batch that is run; the same in all processes.
+
+    Args:
+        problem: what is searched.
+        process: this process.
+    """
+    costs, settings, batches = problem.scorer.costs, problem.settings, problem.batches
+    shapes = [batch.shape for batch in batches]
+    pace = process.agree(_pace(problem.scorer, batches[0]))
+    forwards, flops = _search(costs, shapes, settings, problem.blocks, problem.refit)
+    limit = budget_of(settings, pace * process.world)
+    if settings.search == "greedy" and limit is not None:
+        flops = min(flops, limit)
+    fits = 0.0
+    if settings.fit:
+        options = fit_options(settings)
+        _, epoch = epoch_flops(costs, BASE, problem.examples.train, options)
+        again = sum(costs.whole(BASE, shape) for shape in shapes) * (1 + options.kl)
+        fits = 2 * (options.epochs * (epoch + again) + again)
+    return Estimate(
+        forwards=forwards,
+        flops=flops,
+        fit_flops=fits,
+        plain_forwards=plain_forwards(costs, problem.blocks) * len(shapes),
+        plain_flops=plain_flops(costs, costs.able[: problem.blocks], shapes),
+        seconds=(flops / process.world + fits / min(process.world, 2)) / pace,
+        pace=pace,
     )
 
 
-def refit_options(settings: SearchSettings) -> FitOptions:
-    """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
-    return FitOptions(
-        1e-2,
-        1,
-        settings.fit_batch_size,
-        min(settings.batch_size, settings.fit_batch_size),
-        seed=settings.seed,
-        checkpointing=settings.gradient_checkpointing,
-    )
-
-
-def pace_of(scorer: Scorer, chunks: Sequence[Chunk]) -> float:
+def _pace(scorer: Scorer, batch: Batch) -> float:
     """FLOPs per second of a batch, the second time it is run."""
-    batch = chunks[0][0]
     for _ in range(2):
         start = time.perf_counter()
         scorer.sums(batch, [BASE])
@@ -81,49 +85,21 @@ def pace_of(scorer: Scorer, chunks: Sequence[Chunk]) -> float:
     return scorer.costs.whole(BASE, batch.shape) / max(seconds, 1e-9)
 
 
-def estimate_search(
-    costs: Costs,
-    chunks: Sequence[Chunk],
-    train: Sequence[Example],
-    settings: SearchSettings,
-    blocks: int,
-    pace: float,
-    refit: Refit | None = None,
-    world: int = 1,
-) -> Estimate:
-    """Bounds out of shapes alone.
+def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
+    """FLOPs of the loop that runs the model once for every candidate of every round, and once as it is.
 
     Args:
         costs: of the model.
-        chunks: the held-out data.
-        train: what scalars are fitted on.
-        settings: of the search.
-        blocks: k.
-        pace: FLOPs per second of one process.
-        refit: with the criterion `scaled`.
-        world: processes.
+        picks: layers in the order of their removal; what is skipped is not computed in the plain loop either.
+        shapes: of all batches.
     """
-    shapes = [batch.shape for chunk in chunks for batch in chunk]
-    plain = costs.plain(costs.able[:blocks], shapes)
-    forwards, flops = _search(costs, shapes, settings, blocks, refit)
-    limit = budget_of(settings, pace * world)
-    if settings.search == "greedy" and limit is not None:
-        flops = min(flops, limit)
-    fits = 0.0
-    if settings.fit:
-        options = fit_options(settings)
-        _, epoch = epoch_flops(costs, BASE, train, options)
-        again = sum(costs.whole(BASE, shape) for shape in shapes) * (1 + options.kl)
-        fits = 2 * (options.epochs * (epoch + again) + again)
-    return Estimate(
-        forwards=forwards,
-        flops=flops,
-        fit_flops=fits,
-        plain_forwards=costs.plain_forwards(blocks) * len(shapes),
-        plain_flops=plain,
-        seconds=(flops / world + fits / min(world, 2)) / pace,
-        pace=pace,
-    )
+    variants = [BASE, *(v for number in range(len(picks)) for v in costs.candidates(picks[:number]))]
+    return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
+
+
+def plain_forwards(costs: Costs, rounds: int) -> int:
+    """Passes over the data in that loop: 1 + L + (L - 1) + ... ."""
+    return 1 + sum(len(costs.able) - number for number in range(rounds))
 
 
 def budget_of(settings: SearchSettings, pace: float) -> float | None:
@@ -132,24 +108,21 @@ def budget_of(settings: SearchSettings, pace: float) -> float | None:
     return flops if seconds is None else seconds * pace
 
 
-def least_flops(
-    costs: Costs, chunks: Sequence[Chunk], criterion: str, blocks: int, refit: Refit | None = None
-) -> float:
-    """What a greedy search costs at least."""
-    return whole_flops(costs, chunks) + blocks * round_flops(costs, chunks, criterion, refit)
-
-
-def check_budget(settings: SearchSettings, found: Estimate, least: float, budget: float | None) -> None:
+def check_budget(problem: SearchProblem, expected: Estimate, budget: float | None) -> None:
     """Refuse a search that cannot be made within its budget.
 
     Raises:
         FulldepthError: with what it needs.
     """
-    needs = least if settings.search == "greedy" else found.flops
+    needs, greedy = expected.flops, problem.settings.search == "greedy"
+    if greedy:
+        costs, criterion = problem.scorer.costs, problem.settings.criterion
+        rounds = problem.blocks * round_flops(costs, problem.chunks, criterion, problem.refit)
+        needs = whole_flops(costs, problem.chunks) + rounds
     if budget is not None and needs > budget:
-        hint = "" if settings.search == "greedy" else ", or --search greedy, which ends rounds early"
+        hint = "" if greedy else ", or --search greedy, which ends rounds early"
         raise FulldepthError(
-            f"The search needs up to {needs:.3g} FLOPs ({_time(needs / found.pace)}), the budget is {budget:.3g}. "
+            f"The search needs up to {needs:.3g} FLOPs ({_time(needs / expected.pace)}), the budget is {budget:.3g}. "
             f"Give it more, fewer blocks or less data{hint}."
         )
 
@@ -158,31 +131,24 @@ def _search(
     costs: Costs, shapes: Sequence[Shape], settings: SearchSettings, blocks: int, refit: Refit | None
 ) -> tuple[int, float]:
     """Batches run and FLOPs at most, the plan's own losses included."""
-    every = (blocks + 1) * len(shapes)
-    chain = sum(costs.whole(BASE, shape) for shape in shapes) * (blocks + 1)
-    singles = candidates(costs, ())
-    by_round = settings.search in ("greedy", "exact")
+    whole = sum(costs.whole(BASE, shape) for shape in shapes)
+    forwards, flops = (blocks + 1) * len(shapes), (blocks + 1) * whole
     if settings.search in ("random", "last", "given"):
-        return every, chain
+        return forwards, flops
     if settings.search in ("cosine", "taylor"):
         each = costs.training if settings.search == "taylor" else costs.whole
-        return every + len(shapes), chain + sum(each(BASE, shape) for shape in shapes)
-    rounds = range(blocks) if by_round else range(1)
-    passes = sum(len(singles) - number for number in rounds)
-    every += passes * len(shapes)
+        return forwards + len(shapes), flops + sum(each(BASE, shape) for shape in shapes)
+    rounds = range(blocks) if settings.search in ("greedy", "exact") else range(1)
+    passes = sum(len(costs.able) - number for number in rounds)
+    forwards += passes * len(shapes)
     if settings.criterion == SCALED and refit is not None:
-        whole = sum(costs.whole(BASE, shape) for shape in shapes)
-        return every + passes * refit.forwards, chain + passes * (whole + refit.flops)
+        return forwards + passes * refit.forwards, flops + passes * (whole + refit.flops)
+    base = [BASE] if settings.criterion == DIVERGENCE else []
     orders = (costs.able[:blocks], costs.able[::-1][:blocks])  # blocks that go first or last cost the most
-    flops = max(
-        sum(_round(costs, shapes, order[:number], settings.criterion == "kl") for number in rounds) for order in orders
+    return forwards, flops + max(
+        sum(costs.shared([*costs.candidates(order[:number]), *base], shape) for number in rounds for shape in shapes)
+        for order in orders
     )
-    return every, flops + chain
-
-
-def _round(costs: Costs, shapes: Sequence[Shape], picks: Sequence[int], divergence: bool) -> float:
-    variants: list[Variant] = [*candidates(costs, picks), *([BASE] if divergence else [])]
-    return sum(costs.shared(variants, shape) for shape in shapes)
 
 
 def _time(seconds: float) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import SCALED
 from fulldepth.skip.selection.elimination import Round, along, best, difference, judge
-from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.loss_cache import LossCache
-from fulldepth.skip.selection.score import SCALED
 
 DRAWS = 400
 """Courses of the search that are drawn, to tell how probable guesses are."""
@@ -27,12 +27,11 @@ ENOUGH = 4
 """A round tells its own next pick once its candidates were scored on one in so many chunks."""
 
 
-def exact(loss_cache: LossCache, kind: str, blocks: int, *, confidence: float = 0.95) -> tuple[list[int], list[Round]]:
+def exact(loss_cache: LossCache, blocks: int, *, confidence: float = 0.95) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least on all data with those before it removed.
 
     Args:
-        loss_cache: what scores.
-        kind: the loss that decides.
+        loss_cache: what scores; its criterion decides.
         blocks: k.
         confidence: for what is said about other data.
 
@@ -42,45 +41,45 @@ def exact(loss_cache: LossCache, kind: str, blocks: int, *, confidence: float = 
     picks: list[int] = []
     rounds: list[Round] = []
     while len(picks) < blocks:
-        _run(loss_cache, kind, picks, blocks)
-        while len(picks) < blocks and not _unfinished(loss_cache, kind, picks):
-            winner = best(loss_cache, kind, _possible(loss_cache, kind, picks), range(len(loss_cache.chunks)))
-            rounds.append(judge(loss_cache, kind, picks, winner, "data", confidence))
+        _run(loss_cache, picks, blocks)
+        while len(picks) < blocks and not _unfinished(loss_cache, picks):
+            winner = best(loss_cache, _possible(loss_cache, picks), range(len(loss_cache.chunks)))
+            rounds.append(judge(loss_cache, picks, winner, "data", confidence))
             picks.append(rounds[-1].pick)
     return picks, rounds
 
 
-def _run(loss_cache: LossCache, kind: str, picks: Sequence[int], blocks: int) -> None:
+def _run(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> None:
     """One pass over the data for the rounds that are not settled."""
-    left = [len(loss_cache.round_of(picks)) - number for number in range(blocks - len(picks))]
-    loss_cache.begin(f"Blocks {len(picks) + 1} to {blocks}", sum(left) * loss_cache.num_batches)
+    passes = sum(len(loss_cache.candidates(picks)) - number for number in range(blocks - len(picks)))
+    loss_cache.begin(f"Blocks {len(picks) + 1} to {blocks}", passes * loss_cache.num_batches)
     for chunk in range(len(loss_cache.chunks)):
-        starts = _starts(loss_cache, kind, picks, blocks)
-        wanted = [variant for start in starts for variant in _possible(loss_cache, kind, start)]
-        loss_cache.need(kind, [*along(kind, picks), *wanted], chunk)
+        starts = _starts(loss_cache, picks, blocks)
+        variants = [variant for start in starts for variant in _possible(loss_cache, start)]
+        loss_cache.need([*along(loss_cache, picks), *variants], chunk)
     loss_cache.finish()
 
 
-def _starts(loss_cache: LossCache, kind: str, picks: Sequence[int], blocks: int) -> list[Variant]:
+def _starts(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> list[Variant]:
     """The sets of picks from which rounds are run together: the true one, and guesses that are worth it.
 
     A guess is worth it if its round costs less as an addition to what is run anyway than by itself afterwards, times
     the probability that the guess is right.
     """
     starts, shape = [Variant(picks)], loss_cache.chunks[0][0].shape
-    running = [*along(kind, picks), *_possible(loss_cache, kind, picks)]
-    now = loss_cache.costs.shared(running, shape)
-    odds = {} if kind == SCALED else _odds(loss_cache, kind, starts[0], blocks)
+    running = [*along(loss_cache, picks), *_possible(loss_cache, picks)]
+    cost = loss_cache.costs.shared(running, shape)
+    odds = {} if loss_cache.criterion == SCALED else _odds(loss_cache, starts[0], blocks)
     for guess in sorted(odds, key=lambda guess: (len(guess), -odds[guess], sorted(guess))):
-        candidates = _possible(loss_cache, kind, guess)
+        candidates = _possible(loss_cache, guess)
         both = loss_cache.costs.shared([*running, *candidates], shape)
-        if both - now < odds[guess] * loss_cache.costs.shared(candidates, shape):
+        if both - cost < odds[guess] * loss_cache.costs.shared(candidates, shape):
             starts.append(guess)
-            running, now = [*running, *candidates], both
+            running, cost = [*running, *candidates], both
     return starts
 
 
-def _odds(loss_cache: LossCache, kind: str, picks: Variant, blocks: int) -> dict[Variant, float]:
+def _odds(loss_cache: LossCache, picks: Variant, blocks: int) -> dict[Variant, float]:
     """Sets of picks that a later round may start from -> how probable that is by what is known so far.
 
     Courses of the search are drawn: in each round the layer goes whose drawn loss is lowest. Losses are drawn from what
@@ -89,13 +88,13 @@ def _odds(loss_cache: LossCache, kind: str, picks: Variant, blocks: int) -> dict
     losses = np.full((loss_cache.costs.num_layers + 1, DRAWS), np.inf)
     courses = {picks: np.arange(DRAWS)}
     odds: dict[Variant, float] = {}
-    if not _draw(loss_cache, kind, picks, least=1):
+    if not _draw(loss_cache, picks, least=1):
         return {}
     for _ in range(len(picks) + 1, blocks):
         parts: dict[Variant, list[np.ndarray]] = {}
         for start, at in courses.items():
             least = 1 if start == picks else len(loss_cache.chunks) // ENOUGH
-            for layer, drawn in _draw(loss_cache, kind, start, least).items():
+            for layer, drawn in _draw(loss_cache, start, least).items():
                 losses[layer, at] = drawn[at]
             pick = losses[:, at].argmin(axis=0)
             losses[pick, at] = np.inf
@@ -106,31 +105,31 @@ def _odds(loss_cache: LossCache, kind: str, picks: Variant, blocks: int) -> dict
     return odds
 
 
-def _draw(loss_cache: LossCache, kind: str, start: Variant, least: int) -> dict[int, np.ndarray]:
+def _draw(loss_cache: LossCache, start: Variant, least: int) -> dict[int, np.ndarray]:
     """Layer -> [DRAWS] mean losses on all data when it is removed next, up to a constant, as independent normals.
 
     Nothing if some candidates of the round are known on fewer than `least` chunks.
     """
-    variants = loss_cache.round_of(start)
-    known = {variant: len(loss_cache.known_chunks(kind, variant)) for variant in variants}
-    if min(known.values()) < max(1, least):
+    variants = loss_cache.candidates(start)
+    chunks = {variant: len(loss_cache.known_chunks(variant)) for variant in variants}
+    if min(chunks.values()) < max(1, least):
         return {}
-    most = max(variants, key=lambda variant: known[variant])
-    gaps = {max(variant - start): difference(loss_cache, kind, variant, most) for variant in variants}
+    longest = max(variants, key=lambda variant: chunks[variant])
+    gaps = {max(variant - start): difference(loss_cache, variant, longest) for variant in variants}
     noise = np.random.default_rng(0).standard_normal((len(gaps), DRAWS))
     return {layer: gap.mean + min(gap.error, 1.0) * row for (layer, gap), row in zip(gaps.items(), noise, strict=True)}
 
 
-def _possible(loss_cache: LossCache, kind: str, picks: Collection[int]) -> list[Variant]:
+def _possible(loss_cache: LossCache, picks: Collection[int]) -> list[Variant]:
     """Candidates of a round whose sums so far do not exceed the total that the best of them will probably have."""
-    variants, tokens = loss_cache.round_of(picks), loss_cache.counts(range(len(loss_cache.chunks))).sum()
-    known = {v: loss_cache.known_chunks(kind, v) for v in variants}
-    sums = {v: loss_cache.total(kind, v, known[v]) for v in variants}
-    totals = [sums[v] * (tokens / loss_cache.counts(known[v]).sum()) for v in variants if known[v]]
+    variants, tokens = loss_cache.candidates(picks), loss_cache.counts(range(len(loss_cache.chunks))).sum()
+    chunks = {v: loss_cache.known_chunks(v) for v in variants}
+    sums = {v: loss_cache.total(v, chunks[v]) for v in variants}
+    totals = [sums[v] * (tokens / loss_cache.counts(chunks[v]).sum()) for v in variants if chunks[v]]
     return [v for v in variants if not totals or sums[v] <= min(totals)]
 
 
-def _unfinished(loss_cache: LossCache, kind: str, picks: Sequence[int]) -> list[Variant]:
+def _unfinished(loss_cache: LossCache, picks: Sequence[int]) -> list[Variant]:
     """Candidates that may be the best of the round after these picks, but were not scored on all data."""
-    every = len(loss_cache.chunks)
-    return [v for v in _possible(loss_cache, kind, picks) if len(loss_cache.known_chunks(kind, v)) < every]
+    count = len(loss_cache.chunks)
+    return [v for v in _possible(loss_cache, picks) if len(loss_cache.known_chunks(v)) < count]

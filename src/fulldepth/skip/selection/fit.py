@@ -6,19 +6,22 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, evaluating
+from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.language_model import prove
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, Batch, Scorer
+from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
-from fulldepth.skip.selection.flops import Costs, Shape, Variant
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, Batch, Scorer, make_batches
-from fulldepth.skip.subject import frozen, prove
+from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.batches import make_batches
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class FitOptions:
     beyond rounding. None: where more than 4 GiB would be kept, and where weights are offloaded."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class FitResult:
     """Scalars that were trained, and how it went."""
 
@@ -67,6 +70,30 @@ class FitResult:
     flops: float = 0.0
 
 
+def fit_options(settings: SearchSettings) -> FitOptions:
+    """Of the final fit."""
+    return replace(
+        refit_options(settings),
+        learning_rate=settings.learning_rate,
+        epochs=settings.epochs,
+        patience=settings.patience,
+        per_channel=settings.per_channel,
+        kl=settings.fit_kl,
+    )
+
+
+def refit_options(settings: SearchSettings) -> FitOptions:
+    """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
+    return FitOptions(
+        learning_rate=1e-2,
+        epochs=1,
+        batch_size=settings.fit_batch_size,
+        micro_batch_size=min(settings.batch_size, settings.fit_batch_size),
+        seed=settings.seed,
+        checkpointing=settings.gradient_checkpointing,
+    )
+
+
 def fit_scales(
     model: PreTrainedModel | Anatomy,
     blocks: Iterable[int],
@@ -74,16 +101,8 @@ def fit_scales(
     heldout: Sequence[Example],
     *,
     granularity: str = "attention",
-    learning_rate: float = 3e-3,
-    epochs: int = 10,
-    batch_size: int = 32,
-    micro_batch_size: int = 8,
-    patience: int = 2,
-    per_channel: bool = False,
-    kl: bool = False,
-    seed: int = 0,
-    checkpointing: bool | None = None,
     watcher: Watcher | None = None,
+    **options: Any,
 ) -> FitResult:
     r"""Train the scalars of a model with skipped parts: `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
 
@@ -97,34 +116,25 @@ def fit_scales(
         train: what to train on.
         heldout: what to stop by.
         granularity: what a skipped layer lacks, `attention`, `mlp` or `layer`.
-        learning_rate: of Adam.
-        epochs: passes over `train` at most.
-        batch_size: examples in a step.
-        micro_batch_size: examples run at once.
-        patience: epochs without a better held-out loss before the end.
-        per_channel: a factor for each channel.
-        kl: minimise the divergence from the unmodified model, and stop by it.
-        seed: of the order of the examples.
-        checkpointing: keep one state a block, and run blocks again in the backward pass; None: where more than 4 GiB
-            would be kept, and where weights are offloaded.
         watcher: told after every step.
+        **options: fields of `FitOptions`: `learning_rate`, `epochs`, `batch_size`, `micro_batch_size`, `patience`,
+            `per_channel`, `kl`, `seed`, `checkpointing`.
 
     Raises:
         FulldepthError: for data without labels, layers that are not there, or a model that cannot skip.
+        TypeError: for an option that is none of these.
 
     Source: Hopscotch (arXiv 2506.03303), with held-out data and float32 scalars, which its public code lacks.
     """
-    options = FitOptions(
-        learning_rate, epochs, batch_size, micro_batch_size, patience, per_channel, kl, seed, checkpointing
-    )
-    check_fit(options, train)
-    evaluation = make_batches(heldout, micro_batch_size)
+    fit_options = FitOptions(**options)
+    check_fit(fit_options, train)
+    evaluation = make_batches(heldout, fit_options.micro_batch_size)
     owner = model.model if isinstance(model, Anatomy) else model
     with evaluating(owner):
-        anatomy, classifier = prove(model, evaluation[0])
+        anatomy, classifier = prove(model, evaluation[0].inputs)
         with Switches(anatomy, granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, granularity, evaluation[0])
-            return fit(scorer, Variant(blocks), train, evaluation, options, watcher)
+            return fit(scorer, Variant(blocks), train, evaluation, fit_options, watcher)
 
 
 def check_fit(options: FitOptions, train: Sequence[Example]) -> None:
@@ -148,107 +158,87 @@ def fit(
 ) -> FitResult:
     """`fit_scales` for a model that is ready; without held-out batches every epoch is run and the last kept."""
     watcher = watcher or Watcher()
-    anatomy = scorer.anatomy
-    width = anatomy.width if options.per_channel else None
-    scalars = Scalars(anatomy.num_layers, variant, scorer.granularity, width).to(scorer.device)
-    trained = list(scalars.parameters())
-    optimiser = torch.optim.Adam(trained, lr=options.learning_rate) if trained else None
-    best = _measured(scorer, variant, scalars, heldout, options, FitResult(scalars, [], math.inf, 0))
-    best = replace(best, scalars=copy.deepcopy(scalars))
-    now, steps = best, -(-len(train) // options.batch_size)
+    steps = -(-len(train) // options.batch_size)
     watcher.begin("Fitting scalars", options.epochs * steps)
-    epoch = 0
-    with frozen(anatomy.model):
-        while optimiser is not None and epoch < options.epochs and epoch - best.epoch < options.patience:
+    run = _Run(scorer, variant, options, watcher)
+    run.measure(heldout)
+    result, epoch = run.result, 0
+    result.scalars, trained = copy.deepcopy(run.scalars), list(run.scalars.parameters())
+    with frozen(scorer.anatomy.model):
+        while trained and epoch < options.epochs and epoch - result.epoch < options.patience:
             epoch += 1
-            now = _trained(scorer, variant, scalars, optimiser, train, options, epoch, now, watcher)
-            if not all(bool(torch.isfinite(p).all()) for p in scalars.parameters()):
+            run.train(train, epoch)
+            if not all(bool(torch.isfinite(scalar).all()) for scalar in trained):
                 break
-            now = _measured(scorer, variant, scalars, heldout, options, replace(now, epoch=epoch))
-            if not heldout or _target(now, options) < min(_targets(now, options)[:-1]):
-                best = replace(now, scalars=copy.deepcopy(scalars))
+            run.measure(heldout)
+            if not heldout or run.is_best():
+                result.scalars, result.epoch = copy.deepcopy(run.scalars), epoch
     scorer.plain()
     watcher.advance((options.epochs - epoch) * steps)
-    loss = best.losses[-1] if heldout else math.nan
-    return replace(now, scalars=best.scalars, epoch=best.epoch, heldout_loss=loss)
+    result.heldout_loss = result.losses[result.epoch] if heldout else math.nan
+    return result
 
 
-def _targets(found: FitResult, options: FitOptions) -> list[float]:
-    return found.divergences if options.kl else found.losses
+class _Run:
+    """Scalars that are being trained, and what came of it so far."""
 
+    def __init__(self, scorer: Scorer, variant: Variant, options: FitOptions, watcher: Watcher) -> None:
+        self.scorer, self.variant, self.options, self.watcher = scorer, variant, options, watcher
+        anatomy = scorer.anatomy
+        width = anatomy.width if options.per_channel else None
+        self.scalars = Scalars(anatomy.num_layers, variant, scorer.granularity, width).to(scorer.device)
+        self.result = FitResult(self.scalars, [], math.inf, 0)
+        trained = list(self.scalars.parameters())
+        self.optimiser = torch.optim.Adam(trained, lr=options.learning_rate) if trained else None
 
-def _target(found: FitResult, options: FitOptions) -> float:
-    """What is to become small; NaN counts as worst."""
-    value = _targets(found, options)[-1]
-    return value if value == value else math.inf
+    def train(self, examples: Sequence[Example], epoch: int) -> None:
+        """One epoch."""
+        assert self.optimiser is not None
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(examples), generator=generator)
+        loss, tokens = 0.0, 0
+        for at in order.split(self.options.batch_size):
+            step = [examples[int(index)] for index in at]
+            counted = sum(example.predicted for example in step)
+            self.optimiser.zero_grad()
+            for batch in make_batches(step, self.options.micro_batch_size) if counted else ():
+                loss += self._backward(batch.to(self.scorer.device), counted)
+            if counted:
+                self.optimiser.step()
+            tokens += counted
+            self.watcher.advance(1)
+        self.result.train_losses.append(loss / tokens)
 
+    def _backward(self, batch: Batch, counted: int) -> float:
+        """Add the gradients of a batch's share of a step's mean loss; its summed loss."""
+        with torch.no_grad():
+            base = self.scorer.states(batch, BASE) if self.options.kl else None
+        with torch.enable_grad():
+            states = self.scorer.states(batch, self.variant, self.scalars, checkpointing=self.options.checkpointing)
+            total = self.scorer.objective(states, batch.targets, base)
+            (total / counted).backward()
+        self.result.forwards += 1 + self.options.kl
+        self.result.flops += _step_flops(self.scorer.costs, self.variant, batch.shape, self.options)
+        return float(total.detach())
 
-def _trained(
-    scorer: Scorer,
-    variant: Variant,
-    scalars: Scalars,
-    optimiser: torch.optim.Optimizer,
-    train: Sequence[Example],
-    options: FitOptions,
-    epoch: int,
-    before: FitResult,
-    watcher: Watcher,
-) -> FitResult:
-    """One epoch."""
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(options.seed * 1_000_003 + epoch))
-    loss, tokens, forwards, flops = 0.0, 0, 0, 0.0
-    for at in order.split(options.batch_size):
-        chosen = [train[int(index)] for index in at]
-        counted = sum(example.predicted for example in chosen)
-        optimiser.zero_grad()
-        for batch in make_batches(chosen, options.micro_batch_size) if counted else ():
-            batch = batch.to(scorer.device)
-            with torch.no_grad():
-                base = scorer.states(batch, BASE) if options.kl else None
-            with torch.enable_grad():
-                states = scorer.states(batch, variant, scalars, checkpointing=options.checkpointing)
-                total = scorer.objective(states, batch.targets, base)
-                (total / counted).backward()
-            loss, forwards = loss + float(total.detach()), forwards + 1 + options.kl
-            flops += _step_flops(scorer.costs, variant, batch.shape, options)
-        if counted:
-            optimiser.step()
-        tokens += counted
-        watcher.advance(1)
-    return replace(
-        before,
-        train_losses=[*before.train_losses, loss / tokens],
-        forwards=before.forwards + forwards,
-        flops=before.flops + flops,
-    )
+    def measure(self, heldout: Sequence[Batch]) -> None:
+        """Append the held-out losses of the scalars as they are."""
+        if not heldout:
+            return
+        kl, costs, result = self.options.kl, self.scorer.costs, self.result
+        sums = [self.scorer.healed_sums(batch, self.variant, self.scalars, divergence=kl) for batch in heldout]
+        tokens = sum(len(batch.targets) for batch in heldout)
+        result.losses.append(sum(sum(of[LOSS]) for of in sums) / tokens)
+        if kl:
+            result.divergences.append(sum(sum(of[DIVERGENCE]) for of in sums) / tokens)
+        result.forwards += len(heldout) * (1 + kl)
+        variants = (self.variant, BASE) if kl else (self.variant,)
+        result.flops += sum(sum(costs.whole(variant, batch.shape) for variant in variants) for batch in heldout)
 
-
-def _measured(
-    scorer: Scorer,
-    variant: Variant,
-    scalars: Scalars,
-    heldout: Sequence[Batch],
-    options: FitOptions,
-    before: FitResult,
-) -> FitResult:
-    """The held-out losses of the scalars as they are, added to what is known."""
-    if not heldout:
-        return before
-    sums = [scorer.healed_sums(batch, variant, scalars, divergence=options.kl) for batch in heldout]
-    tokens = sum(len(batch.targets) for batch in heldout)
-    loss = sum(sum(of[LOSS]) for of in sums) / tokens
-    more = [sum(sum(of[DIVERGENCE]) for of in sums) / tokens] if options.kl else []
-    return replace(
-        before,
-        losses=[*before.losses, loss],
-        divergences=[*before.divergences, *more],
-        forwards=before.forwards + len(heldout) * (1 + options.kl),
-        flops=before.flops + sum(_evaluation(scorer.costs, variant, batch.shape, options.kl) for batch in heldout),
-    )
-
-
-def _evaluation(costs: Costs, variant: Variant, shape: Shape, kl: bool) -> float:
-    return costs.whole(variant, shape) + (costs.whole(BASE, shape) if kl else 0.0)
+    def is_best(self) -> bool:
+        """Whether the last held-out loss (with `kl`, divergence) is the lowest; NaN counts as worst."""
+        *earlier, last = self.result.divergences if self.options.kl else self.result.losses
+        return (math.inf if math.isnan(last) else last) < min(earlier)
 
 
 def epoch_flops(costs: Costs, variant: Variant, train: Sequence[Example], options: FitOptions) -> tuple[int, float]:

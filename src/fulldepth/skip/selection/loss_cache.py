@@ -1,4 +1,4 @@
-"""Cache of held-out losses, keyed by (variant, data chunk). Shared across processes, and saved to disk.
+"""Cache of held-out losses, keyed by (variant, data chunk). Shared across processes and saved to disk.
 
 A search decides by nothing else, so an interrupted search comes to the same end: it runs again from the start, and
 reads every loss that was computed before.
@@ -19,12 +19,12 @@ import numpy as np
 
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
 from fulldepth.files import atomic
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.skip.plan import Factors
-from fulldepth.skip.selection.flops import Costs, Variant, candidates
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
 from fulldepth.skip.selection.stored import SCHEMA_VERSION, StoredProgress, check_task, damaged, read_progress
 
 SPENT = ("forwards", "flops", "seconds")
@@ -47,13 +47,18 @@ class RefitResult(Settings):
     scalars: Factors
 
 
+Sums = dict[str, dict[Variant, dict[int, list[float]]]]
+"""Kind -> variant -> chunk -> summed loss of each sequence, in nats."""
+
+
 class LossCache:
-    """What is known about variants, and what finding it out has cost.
+    """Losses of variants on chunks of the data, and what computing them has cost.
 
     Args:
         scorer: runs variants.
         chunks: the held-out data in parts, each a random sample of it.
-        me: this process.
+        process: this process.
+        criterion: the kind of loss that is meant where none is named: `loss`, `kl` or `scaled`.
         path: the progress file; None keeps nothing.
         fingerprint: what the progress belongs to (model, data, settings).
         resume: go on with the file, if there is one.
@@ -68,23 +73,30 @@ class LossCache:
         self,
         scorer: Scorer,
         chunks: Sequence[Chunk],
-        me: Processes,
+        process: Processes,
         *,
+        criterion: str = LOSS,
         path: Path | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         resume: bool = False,
         watcher: Watcher | None = None,
         refit: Refit | None = None,
     ) -> None:
-        self.scorer, self.chunks, self.me, self.path = scorer, chunks, me, path
-        self.fingerprint = dict(fingerprint or {})
+        self.scorer, self.chunks, self.process, self.path = scorer, chunks, process, path
+        self.criterion, self.fingerprint = criterion, dict(fingerprint or {})
         self.watcher, self.refit = watcher or Watcher(), refit
+        self.costs: Costs = scorer.costs
         self.tokens = [[count for batch in chunk for count in batch.tokens] for chunk in chunks]
         """Tokens that count, of each sequence of each chunk."""
         self.documents = [[document for batch in chunk for document in batch.documents] for chunk in chunks]
         """The document of each sequence of each chunk."""
-        self._sums: dict[str, dict[Variant, dict[int, list[float]]]] = {}
-        self._stored: dict[str, dict[Variant, dict[int, list[float]]]] = {}
+        self.sequences = sum(map(len, self.tokens))
+        """Held-out sequences."""
+        self.num_batches = sum(map(len, chunks))
+        """Held-out batches."""
+        self.spent = dict.fromkeys(SPENT, 0.0)
+        self._sums: Sums = {}
+        self._stored: Sums = {}
         """What the progress file holds; a step that was made before takes from it what it gave, and no more."""
         self._tasks: dict[str, Any] = {}
         self._stored_tasks: dict[str, Any] = {}
@@ -93,45 +105,33 @@ class LossCache:
         """Spent by the end of each step."""
         self._steps = 0
         self._open = 0
-        self.spent = dict.fromkeys(SPENT, 0.0)
-        found = self.me.agree(self._read(resume) if self.me.is_main else None)
-        if isinstance(found, str):
-            raise FulldepthError(found)
-        if found is not None:
-            self._load(found)
+        stored = process.agree(self._read(resume) if process.is_main else None)
+        if isinstance(stored, str):
+            raise FulldepthError(stored)
+        if stored is not None:
+            self._load(stored)
 
     @property
-    def costs(self) -> Costs:
-        """Of the model's parts."""
-        return self.scorer.costs
+    def unhealed(self) -> str:
+        """The kind that the plan's own losses are computed with: scalars belong to candidates only."""
+        return LOSS if self.criterion == SCALED else self.criterion
 
-    @property
-    def sequences(self) -> int:
-        """Held-out sequences."""
-        return sum(map(len, self.tokens))
-
-    @property
-    def num_batches(self) -> int:
-        """Held-out batches."""
-        return sum(map(len, self.chunks))
-
-    def round_of(self, picks: Collection[int]) -> list[Variant]:
+    def candidates(self, picks: Collection[int]) -> list[Variant]:
         """The candidates of the round after these picks."""
-        return candidates(self.costs, picks)
+        return self.costs.candidates(picks)
 
-    def missing(self, kind: str, variants: Collection[Variant], chunk: int) -> list[Variant]:
+    def missing(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> list[Variant]:
         """Those of the variants whose losses on a chunk are not known, in a fixed order."""
-        known = self._sums.get(kind, {})
-        return sorted((v for v in set(variants) if chunk not in known.get(v, {})), key=sorted)
+        return sorted((v for v in set(variants) if chunk not in self._chunks(v, kind)), key=sorted)
 
-    def known_chunks(self, kind: str, variant: Variant) -> list[int]:
+    def known_chunks(self, variant: Variant) -> list[int]:
         """The chunks on which a variant's losses are known, in order."""
-        return sorted(self._sums.get(kind, {}).get(variant, {}))
+        return sorted(self._chunks(variant))
 
-    def rows(self, kind: str, variant: Variant, chunks: Sequence[int]) -> np.ndarray:
+    def rows(self, variant: Variant, chunks: Sequence[int], kind: str | None = None) -> np.ndarray:
         """[N] summed losses of the sequences of some chunks, in nats."""
-        known = self._sums.get(kind, {}).get(variant, {})
-        return np.array([value for chunk in chunks for value in known[chunk]], dtype=np.float64)
+        sums = self._chunks(variant, kind)
+        return np.array([value for chunk in chunks for value in sums[chunk]], dtype=np.float64)
 
     def counts(self, chunks: Sequence[int]) -> np.ndarray:
         """[N] tokens that count, of the same sequences."""
@@ -141,39 +141,49 @@ class LossCache:
         """[N] documents of the same sequences."""
         return np.array([document for chunk in chunks for document in self.documents[chunk]], dtype=np.int64)
 
-    def total(self, kind: str, variant: Variant, chunks: Sequence[int]) -> float:
+    def total(self, variant: Variant, chunks: Sequence[int], kind: str | None = None) -> float:
         """Sum over some chunks, in nats."""
-        return float(self.rows(kind, variant, chunks).sum())
+        return float(self.rows(variant, chunks, kind).sum())
 
-    def mean(self, kind: str, variant: Variant) -> float:
+    def mean(self, variant: Variant, kind: str | None = None) -> float:
         """Mean over all tokens that count, in nats; the variant must be known on all chunks."""
-        every = range(len(self.chunks))
-        return self.total(kind, variant, every) / float(self.counts(every).sum())
+        chunks = range(len(self.chunks))
+        return self.total(variant, chunks, kind) / float(self.counts(chunks).sum())
 
-    def price(self, kind: str, variants: Collection[Variant], chunk: int) -> float:
+    def price(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> float:
         """FLOPs of what is missing of the variants on a chunk, as one process makes it."""
-        todo = self.missing(kind, variants, chunk)
+        kind = kind or self.criterion
+        missing = self.missing(variants, chunk, kind)
         shapes = [batch.shape for batch in self.chunks[chunk]]
         if kind == SCALED:
-            fits = sum(self.refit.flops for v in todo if self.refit and _name(v) not in self._tasks)
-            return fits + sum(self.costs.whole(v, shape) for v in todo for shape in shapes)
-        if todo and kind == DIVERGENCE:
-            todo = sorted({*todo, BASE}, key=sorted)
-        return sum(self.costs.shared(todo, shape) for shape in shapes)
+            fits = sum(self.refit.flops for v in missing if self.refit and _name(v) not in self._tasks)
+            return fits + sum(self.costs.whole(v, shape) for v in missing for shape in shapes)
+        if missing and kind == DIVERGENCE:
+            missing = sorted({*missing, BASE}, key=sorted)
+        return sum(self.costs.shared(missing, shape) for shape in shapes)
 
-    def need(self, kind: str, variants: Collection[Variant], chunk: int) -> None:
+    def need(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> None:
         """Have the losses of these variants on a chunk, in one pass over what is missing."""
-        todo = self.missing(kind, variants, chunk)
+        kind = kind or self.criterion
+        missing = self.missing(variants, chunk, kind)
         if kind == SCALED:
-            self._refit(todo)
-        forwards, flops = len(todo) * len(self.chunks[chunk]), self.price(kind, todo, chunk)
-        if not self._step(lambda: self._evaluate(kind, todo, chunk), lambda: (forwards, flops)):
-            for name in (LOSS, DIVERGENCE) if kind == DIVERGENCE else (kind,):
-                for variant in todo:
-                    known = self._stored.get(name, {}).get(variant, {}).get(chunk)
-                    if known is None:
-                        raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is not there")
-                    self._sums.setdefault(name, {}).setdefault(variant, {})[chunk] = known
+            self._refit(missing)
+        cost = len(missing) * len(self.chunks[chunk]), self.price(missing, chunk, kind)
+        if self._step(lambda: self._evaluate(kind, missing, chunk), lambda: cost):
+            return
+        for name in (LOSS, DIVERGENCE) if kind == DIVERGENCE else (kind,):
+            for variant in missing:
+                sums = self._stored.get(name, {}).get(variant, {}).get(chunk)
+                if sums is None:
+                    raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is not there")
+                self._set(name, variant, chunk, sums)
+
+    def need_everywhere(self, title: str, variants: Collection[Variant], kind: str | None = None) -> None:
+        """Have the losses of these variants on all chunks, as a piece of the search of its own."""
+        self.begin(title, len(variants) * self.num_batches)
+        for chunk in range(len(self.chunks)):
+            self.need(variants, chunk, kind)
+        self.finish()
 
     def task(
         self, work: Mapping[str, Callable[[], Any]], cost: Callable[[Any], tuple[float, float]], kind: Any
@@ -186,10 +196,9 @@ class LossCache:
             kind: type of a result, as pydantic understands it; what the progress file holds must be of it.
         """
         names = list(work)
-        for start in range(0, len(names), self.me.world):
-            group = names[start : start + self.me.world]
-            costs = partial(self._cost_of, group, cost)
-            if not self._step(partial(self._do, group, work), costs):
+        for start in range(0, len(names), self.process.world):
+            group = names[start : start + self.process.world]
+            if not self._step(partial(self._do, group, work), partial(self._cost_of, group, cost)):
                 for name in group:
                     if name not in self._stored_tasks:
                         raise damaged(self.path, f"tasks: {name} is not there")
@@ -211,6 +220,13 @@ class LossCache:
             self._open -= count
             self.watcher.advance(count)
 
+    def _chunks(self, variant: Variant, kind: str | None = None) -> dict[int, list[float]]:
+        """Chunk -> summed losses of a variant, as far as they are known."""
+        return self._sums.get(kind or self.criterion, {}).get(variant, {})
+
+    def _set(self, kind: str, variant: Variant, chunk: int, sums: list[float]) -> None:
+        self._sums.setdefault(kind, {}).setdefault(variant, {})[chunk] = sums
+
     def _cost_of(self, group: Sequence[str], cost: Callable[[Any], tuple[float, float]]) -> tuple[float, float]:
         costs = [cost(self._tasks[name]) for name in group]
         return sum(forwards for forwards, _ in costs), sum(flops for _, flops in costs)
@@ -221,8 +237,8 @@ class LossCache:
         if new:
             start = time.perf_counter()
             work()
-            spent = (*cost(), time.perf_counter() - start)
-            self._log.append([before + now for before, now in zip(self.spent.values(), spent, strict=True)])
+            added = (*cost(), time.perf_counter() - start)
+            self._log.append([before + more for before, more in zip(self.spent.values(), added, strict=True)])
             self._save()
         self.spent = dict(zip(SPENT, self._log[self._steps], strict=True))
         self._steps += 1
@@ -230,54 +246,55 @@ class LossCache:
 
     def _refit(self, variants: Sequence[Variant]) -> None:
         """Have the scalars of these variants fitted."""
-        todo = [variant for variant in variants if _name(variant) not in self._fitted]
-        self._fitted.update(map(_name, todo))
-        if todo and self.refit is None:
-            raise FulldepthError("There are no examples to fit scalars on.")
+        unfitted = [variant for variant in variants if _name(variant) not in self._fitted]
+        self._fitted.update(map(_name, unfitted))
         refit = self.refit
-        if todo and refit is not None:
-            work = {_name(v): partial(refit.fit, v) for v in todo}
+        if unfitted and refit is None:
+            raise FulldepthError("There are no examples to fit scalars on.")
+        if unfitted and refit is not None:
+            work = {_name(v): partial(refit.fit, v) for v in unfitted}
             self.task(work, lambda _: (refit.forwards, refit.flops), RefitResult)
 
-    def _evaluate(self, kind: str, todo: Sequence[Variant], chunk: int) -> None:
-        """Share the work, and put together what all found: slices of (batch, variant), so that prefixes stay shared."""
-        units = [(number, variant) for number in range(len(self.chunks[chunk])) for variant in todo]
-        bounds = [round(len(units) * rank / self.me.world) for rank in range(self.me.world + 1)]
-        mine = units[bounds[self.me.rank] : bounds[self.me.rank + 1]]
-        found: list[tuple[int, Variant, dict[str, list[float]]]] = []
-        for number in sorted({number for number, _ in mine}):
-            variants = [variant for at, variant in mine if at == number]
-            sums = self._score(kind, self.chunks[chunk][number], variants)
-            found += [(number, variant, sums[variant]) for variant in variants]
-        self._advance(len(units) - len(mine))
-        parts = {(number, variant): sums for share in self.me.gather(found) for number, variant, sums in share}
-        for variant in todo:
+    def _evaluate(self, kind: str, variants: Sequence[Variant], chunk: int) -> None:
+        """Score slices of (batch, variant), so that prefixes stay shared, and gather what all processes computed."""
+        numbers = range(len(self.chunks[chunk]))
+        units = [(number, variant) for number in numbers for variant in variants]
+        bounds = [round(len(units) * rank / self.process.world) for rank in range(self.process.world + 1)]
+        share = units[bounds[self.process.rank] : bounds[self.process.rank + 1]]
+        scored: dict[tuple[int, Variant], dict[str, list[float]]] = {}
+        for number in sorted({number for number, _ in share}):
+            own = [variant for at, variant in share if at == number]
+            sums = self._score(kind, self.chunks[chunk][number], own)
+            scored |= {(number, variant): sums[variant] for variant in own}
+        self._advance(len(units) - len(share))
+        parts = {key: sums for scores in self.process.gather(scored) for key, sums in scores.items()}
+        for variant in variants:
             for name in parts[0, variant]:
-                whole = [value for number in range(len(self.chunks[chunk])) for value in parts[number, variant][name]]
-                if not all(map(math.isfinite, whole)):
+                values = [value for number in numbers for value in parts[number, variant][name]]
+                if not all(map(math.isfinite, values)):
                     raise FulldepthError(
                         f"With the blocks {sorted(variant)} skipped the loss is not finite in "
                         f"{self.scorer.anatomy.model.dtype}; use another precision (dtype float32 or bfloat16)."
                     )
-                self._sums.setdefault(name, {}).setdefault(variant, {})[chunk] = whole
+                self._set(name, variant, chunk, values)
 
     def _score(self, kind: str, batch: Batch, variants: Sequence[Variant]) -> dict[Variant, dict[str, list[float]]]:
         if kind != SCALED:
-            return self.scorer.sums(batch, variants, divergence=kind == DIVERGENCE, done=self._advance)
-        found = {}
+            return self.scorer.sums(batch, variants, divergence=kind == DIVERGENCE, advance=self._advance)
+        sums = {}
         for variant in variants:
             scalars = self._tasks[_name(variant)]["scalars"]
-            found[variant] = {SCALED: self.scorer.healed_sums(batch, variant, scalars)[LOSS]}
+            sums[variant] = {SCALED: self.scorer.healed_sums(batch, variant, scalars)[LOSS]}
             self._advance(1)
-        return found
+        return sums
 
     def _do(self, group: Sequence[str], work: Mapping[str, Callable[[], Any]]) -> None:
-        mine = {name: work[name]() for at, name in enumerate(group) if at == self.me.rank}
-        for found in self.me.gather(mine):
-            self._tasks |= found
+        results = {name: work[name]() for at, name in enumerate(group) if at == self.process.rank}
+        for gathered in self.process.gather(results):
+            self._tasks |= gathered
 
     def _save(self) -> None:
-        if self.path is None or not self.me.is_main:
+        if self.path is None or not self.process.is_main:
             return
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -285,7 +302,8 @@ class LossCache:
             "log": self._log,
             "tasks": self._tasks,
             "sums": {
-                kind: {_layers(variant): known for variant, known in of.items()} for kind, of in self._sums.items()
+                kind: {_layers(variant): sums for variant, sums in by_variant.items()}
+                for kind, by_variant in self._sums.items()
             },
         }
         try:
@@ -296,7 +314,7 @@ class LossCache:
             raise FulldepthError(f"Cannot write the progress to {self.path}: {error.strerror or error}.") from error
 
     def _read(self, resume: bool) -> StoredProgress | str | None:
-        """The progress file, or words for what is wrong with it."""
+        """The progress file, or an error message."""
         if self.path is None or not self.path.exists():
             return None
         if not resume:
@@ -307,19 +325,15 @@ class LossCache:
             return str(error)
 
     def _load(self, stored: StoredProgress) -> None:
-        """Take over what is stored, if it is about these chunks and layers.
-
-        Raises:
-            FulldepthError: if it is not.
-        """
+        """Take over what is stored, if it is about these chunks and layers."""
         self._log, self._stored_tasks = [list(spent) for spent in stored.log], dict(stored.tasks)
         depth = self.costs.num_layers
-        for kind, of in stored.sums.items():
-            for key, known in of.items():
+        for kind, by_variant in stored.sums.items():
+            for key, by_chunk in by_variant.items():
                 variant = Variant(int(layer) for layer in key.split(",") if layer)
                 if max(variant, default=0) > depth:
                     raise damaged(self.path, f"sums.{kind} names layer {max(variant)}, the model has {depth}")
-                sums = {int(chunk): values for chunk, values in known.items()}
+                sums = {int(chunk): values for chunk, values in by_chunk.items()}
                 for chunk, values in sums.items():
                     if chunk >= len(self.tokens) or len(values) != len(self.tokens[chunk]):
                         raise damaged(self.path, f"sums.{kind} of {key or 'the model'}: chunk {chunk} does not fit")

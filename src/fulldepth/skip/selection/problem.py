@@ -11,21 +11,22 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.language_model import check_task, prove
+from fulldepth.execution.scoring import BASE, SCALED, Batch, Scorer
+from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import ReadingSettings, SearchSettings, parse_budget
-from fulldepth.skip.selection.estimate import Estimate, estimate_search, fit_options, pace_of, refit_options
-from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit
-from fulldepth.skip.selection.flops import Variant
+from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
+from fulldepth.skip.batches import make_batches
+from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit, fit_options, refit_options
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
-from fulldepth.skip.selection.score import BASE, SCALED, Scorer, make_batches
-from fulldepth.skip.subject import check_task, open_for, prove, tokenizer_for
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,47 @@ class SearchProblem:
     blocks: int
     refit: Refit | None
 
-    def estimate(self, me: Processes) -> Estimate:
-        """Bounds, the same in all processes."""
-        pace = me.agree(pace_of(self.scorer, self.chunks))
-        return estimate_search(
-            self.scorer.costs,
-            self.chunks,
-            self.examples.train,
-            self.settings,
-            self.blocks,
-            pace,
-            self.refit,
-            me.world,
-        )
+    @property
+    def batches(self) -> list[Batch]:
+        """The held-out data."""
+        return [batch for chunk in self.chunks for batch in chunk]
+
+    @property
+    def noted_settings(self) -> dict[str, Any]:
+        """The settings that a plan notes: all but those of the place where it was searched."""
+        return self.settings.model_dump(exclude=PLACES)
+
+
+def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes) -> Checkpoint:
+    """The model as passed in, or loaded as the settings of a search say.
+
+    Raises:
+        FulldepthError: as `load_checkpoint`; for a device and a device map at once.
+    """
+    if settings.device is not None and settings.device_map is not None:
+        raise FulldepthError("Set a device or a device map, not both.")
+    return open_model(
+        model,
+        dtype=settings.dtype,
+        device=process.device(settings.device),
+        device_map=settings.device_map,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def tokenizer_of(checkpoint: Checkpoint, settings: ReadingSettings, tokenizer: Any = None) -> Any:
+    """The tokenizer as passed in, or as the settings say; without a name the checkpoint's own.
+
+    Raises:
+        FulldepthError: if there is none.
+    """
+    return open_tokenizer(
+        checkpoint,
+        settings.tokenizer if tokenizer is None else tokenizer,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 @contextmanager
@@ -61,7 +90,7 @@ def prepared(
     model: str | Path | PreTrainedModel,
     data: Any,
     settings: SearchSettings,
-    me: Processes,
+    process: Processes,
     *,
     tokenizer: Any,
     heldout: Any,
@@ -73,7 +102,7 @@ def prepared(
         model: as for `search`; healed on leaving.
         data: as for `search`.
         settings: of the search.
-        me: the processes that share it.
+        process: the processes that share it.
         tokenizer: as for `search`.
         heldout: as for `search`.
         hashed: `model_hash` of the model, where the caller has computed it.
@@ -82,7 +111,7 @@ def prepared(
         FulldepthError: as `search`.
     """
     parse_budget(settings.budget)
-    checkpoint = open_for(model, settings, me)
+    checkpoint = open_for(model, settings, process)
     owner = checkpoint.model
     if broken := first_broken_weight(owner):
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
@@ -91,7 +120,7 @@ def prepared(
         _check_blocks(settings, guess.num_layers)
         data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
         chunks = split(data, settings)
-        anatomy, classifier = prove(owner, chunks[0][0])
+        anatomy, classifier = prove(owner, chunks[0][0].inputs)
         hashed = hashed or model_hash(owner)
         with Switches(anatomy, settings.granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, settings.granularity, chunks[0][0])
@@ -122,7 +151,7 @@ def read_data(
         return data
     return read_examples(
         data,
-        tokenizer_for(checkpoint, settings, tokenizer),
+        tokenizer_of(checkpoint, settings, tokenizer),
         anatomy.max_positions,
         heldout=heldout,
         seed=settings.seed,
@@ -179,7 +208,7 @@ def _refit(scorer: Scorer, examples: Examples, settings: SearchSettings) -> Refi
     options = refit_options(settings)
     forwards, flops = epoch_flops(scorer.costs, BASE, examples.train, options)
 
-    def one(variant: Variant) -> dict[str, Any]:
+    def fitted(variant: Variant) -> dict[str, Any]:
         return {"scalars": fit(scorer, variant, examples.train, (), options).scalars.as_dict()}
 
-    return Refit(one, forwards, flops)
+    return Refit(fitted, forwards, flops)

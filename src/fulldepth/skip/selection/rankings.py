@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import BASE, Scorer
+from fulldepth.hf import frozen
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.selection.flops import Variant
 from fulldepth.skip.selection.loss_cache import Chunk, LossCache
-from fulldepth.skip.selection.score import BASE, Scorer
-from fulldepth.skip.subject import frozen
 
 STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
 """Granularity -> the sites of what a part adds to, and of what it adds."""
@@ -26,7 +26,7 @@ GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")
 
 
 def rank(
-    loss_cache: LossCache, search: str, blocks: int, kind: str, *, seed: int = 0, given: Sequence[int] | None = None
+    loss_cache: LossCache, search: str, blocks: int, *, seed: int = 0, given: Sequence[int] | None = None
 ) -> list[int]:
     """The layers that a baseline removes, in its order.
 
@@ -38,10 +38,9 @@ def rank(
     - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
 
     Args:
-        loss_cache: what scores, and keeps what was found.
+        loss_cache: what scores; its criterion is the loss of `one-shot`.
         search: one of these.
         blocks: k.
-        kind: the loss of `one-shot`.
         seed: of `random`.
         given: layers of `given`.
     """
@@ -53,12 +52,8 @@ def rank(
     if search == "random":
         return random.Random(seed).sample(able, blocks)
     if search == "one-shot":
-        singles = loss_cache.round_of(())
-        loss_cache.begin("One-shot", len(singles) * loss_cache.num_batches)
-        for chunk in range(len(loss_cache.chunks)):
-            loss_cache.need(kind, singles, chunk)
-        loss_cache.finish()
-        scores = {layer: loss_cache.mean(kind, Variant({layer})) for layer in able}
+        loss_cache.need_everywhere("One-shot", loss_cache.candidates(()))
+        scores = {layer: loss_cache.mean(Variant({layer})) for layer in able}
     else:
         measure = {"cosine": influence, "taylor": sensitivity}[search]
         scores = _scores(loss_cache, search, measure)
@@ -94,9 +89,9 @@ def _scores(loss_cache: LossCache, search: str, measure: Callable[[Scorer, Chunk
     each = sum(passes(BASE, shape) for shape in shapes) / len(loss_cache.chunks)
     loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
     kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
-    found = loss_cache.task(work, lambda _: (len(shapes) / len(loss_cache.chunks), each), kind)
+    parts = loss_cache.task(work, lambda _: (len(shapes) / len(loss_cache.chunks), each), kind)
     loss_cache.finish()
-    return {layer: abs(sum(sums[layer - 1] for sums in found)) for layer in range(1, costs.num_layers + 1)}
+    return {layer: abs(sum(sums[layer - 1] for sums in parts)) for layer in range(1, costs.num_layers + 1)}
 
 
 @torch.no_grad()

@@ -1,73 +1,45 @@
-"""A search in the words of `plan.json`."""
+"""The entries of `plan.json` out of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from fulldepth.execution.scoring import DIVERGENCE, LOSS
 from fulldepth.results import versions
 from fulldepth.skip.plan import SCHEMA_VERSION
-from fulldepth.skip.selection.elimination import Round
-from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.elimination import Round, chain
+from fulldepth.skip.selection.estimate import plain_flops, plain_forwards
 from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.problem import SearchProblem
-from fulldepth.skip.selection.score import DIVERGENCE
 
-
-def cost_of(
-    loss_cache: LossCache,
-    problem: SearchProblem,
-    picks: Sequence[int],
-    rounds: Sequence[Round],
-    searched: Mapping[str, float],
-    healed: dict[str, Any] | None,
-    control: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """What the plan says of its making; FLOPs and forwards as one process would spend them."""
-    shapes = [batch.shape for chunk in problem.chunks for batch in chunk]
-    plain = loss_cache.costs.plain(picks, shapes)
-    cost: dict[str, Any] = {
-        "forwards": int(searched["forwards"]),
-        "flops": searched["flops"],
-        "seconds": round(searched["seconds"], 3),
-        "plain_forwards": loss_cache.costs.plain_forwards(len(picks)) * len(shapes),
-        "plain_flops": plain,
-        "share_of_plain": searched["flops"] / plain,
-        "batch_size": problem.settings.batch_size,
-        "chunks": len(problem.chunks),
-    }
-    if problem.settings.search in ("greedy", "exact"):
-        cost["confidence"] = problem.settings.confidence
-        cost["unsure_rounds"] = [number for number, found in enumerate(rounds, start=1) if not found.sure]
-        cost["rounds"] = [found.document() for found in rounds]
-        cost["stopped_by_budget"] = [f"round {n}: {r.stopped}" for n, r in enumerate(rounds, start=1) if r.stopped]
-    if problem.settings.criterion == DIVERGENCE:
-        cost["divergences"] = [loss_cache.mean(DIVERGENCE, Variant(picks[:n])) for n in range(len(picks) + 1)]
-    if healed is not None and control is not None:
-        spent = {name: loss_cache.spent[name] - searched[name] for name in searched}
-        kept = ("losses", "epoch", "train_losses", "divergences")
-        cost["fit"] = {
-            "forwards": int(spent["forwards"]),
-            "flops": spent["flops"],
-            "seconds": round(spent["seconds"], 3),
-            "healed": {name: healed[name] for name in kept},
-            "control": {name: control[name] for name in kept},
-        }
-    return cost
+NOTED = ("losses", "epoch", "train_losses", "divergences")
+"""Entries of a fit that a plan's cost keeps."""
 
 
 def document_of(
     problem: SearchProblem,
-    of: Mapping[str, Any],
+    loss_cache: LossCache,
     picks: Sequence[int],
-    losses: Sequence[float],
-    healed: dict[str, Any] | None,
-    control: dict[str, Any] | None,
-    cost: dict[str, Any],
+    rounds: Sequence[Round],
+    searched: Mapping[str, float],
+    fits: Sequence[Mapping[str, Any]],
     responses: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The entries of `plan.json`."""
+    """The entries of `plan.json`.
+
+    Args:
+        problem: what was searched.
+        loss_cache: holds the losses of the plan.
+        picks: layers in the order of their removal.
+        rounds: how each was chosen.
+        searched: what the search spent, without fits.
+        fits: of the scalars, and of the control; empty if none were fitted.
+        responses: how the data's responses were generated.
+    """
     settings = problem.settings
+    healed, control = fits or (None, None)
     return {
         "schema_version": SCHEMA_VERSION,
         "model": {
@@ -79,7 +51,7 @@ def document_of(
         "criterion": settings.criterion,
         "search": settings.search,
         "blocks": list(picks),
-        "losses": list(losses),
+        "losses": [loss_cache.mean(variant, LOSS) for variant in chain(picks)],
         "healed_loss": None if healed is None else healed["heldout_loss"],
         "control_loss": None if control is None else {"scalars_only": control["heldout_loss"]},
         "scalars": {} if healed is None else healed["scalars"],
@@ -90,5 +62,53 @@ def document_of(
         },
         "seed": settings.seed,
         "versions": versions(),
-        "cost": {**cost, "settings": {k: v for k, v in of.items() if k not in ("model", "data")}},
+        "cost": {
+            **_cost(problem, loss_cache, picks, rounds, searched),
+            **({"fit": _fit_cost(loss_cache, searched, *fits)} if fits else {}),
+            "settings": problem.noted_settings,
+        },
+    }
+
+
+def _cost(
+    problem: SearchProblem,
+    loss_cache: LossCache,
+    picks: Sequence[int],
+    rounds: Sequence[Round],
+    searched: Mapping[str, float],
+) -> dict[str, Any]:
+    """Cost of the search; FLOPs and forwards as one process would spend them."""
+    shapes = [batch.shape for batch in problem.batches]
+    plain = plain_flops(loss_cache.costs, picks, shapes)
+    cost: dict[str, Any] = {
+        **_spent(searched),
+        "plain_forwards": plain_forwards(loss_cache.costs, len(picks)) * len(shapes),
+        "plain_flops": plain,
+        "share_of_plain": searched["flops"] / plain,
+        "batch_size": problem.settings.batch_size,
+        "chunks": len(problem.chunks),
+    }
+    if problem.settings.search in ("greedy", "exact"):
+        cost["confidence"] = problem.settings.confidence
+        cost["unsure_rounds"] = [number for number, how in enumerate(rounds, start=1) if not how.sure]
+        cost["rounds"] = [asdict(how) for how in rounds]
+        cost["stopped_by_budget"] = [f"round {n}: {r.stopped}" for n, r in enumerate(rounds, start=1) if r.stopped]
+    if problem.settings.criterion == DIVERGENCE:
+        cost["divergences"] = [loss_cache.mean(variant, DIVERGENCE) for variant in chain(picks)]
+    return cost
+
+
+def _fit_cost(
+    loss_cache: LossCache, searched: Mapping[str, float], healed: Mapping[str, Any], control: Mapping[str, Any]
+) -> dict[str, Any]:
+    spent = {name: loss_cache.spent[name] - searched[name] for name in searched}
+    fits = {"healed": healed, "control": control}
+    return {**_spent(spent), **{name: {key: fit[key] for key in NOTED} for name, fit in fits.items()}}
+
+
+def _spent(amounts: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "forwards": int(amounts["forwards"]),
+        "flops": amounts["flops"],
+        "seconds": round(amounts["seconds"], 3),
     }

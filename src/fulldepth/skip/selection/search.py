@@ -1,17 +1,4 @@
-"""`search`: which blocks of a model to remove, in what order, at what loss; out comes a `Plan`.
-
-The flow, and where each step is:
-
-1. `problem.prepared` opens the model, proves its anatomy (`subject`) and that its blocks can be run one by one
-   (`execution.layer_runner`), reads the examples, and splits the held-out ones into chunks, each a random part.
-2. `estimate` tells what the search will cost at most (`flops`).
-3. `elimination` (greedy), `exact` or `rankings` (the baselines) choose layers. They ask the `loss_cache` for the losses
-   of variants on chunks; it shares the work between processes, has the `scorer` run what is missing, adds up the cost,
-   and keeps all of it on disk, so that a search that was killed reads what it asked for before.
-4. The loss cache gives the losses of the plan on all data; `fit` trains the scalars, and the control with nothing
-   skipped.
-5. `record` writes it down as a `Plan`.
-"""
+"""`search`: finds the blocks to remove, in what order and at what loss, and gives a `Plan`."""
 
 from __future__ import annotations
 
@@ -24,22 +11,22 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import BASE
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
-from fulldepth.settings.search import PLACES, SearchSettings, parse_budget
+from fulldepth.settings.search import SearchSettings, parse_budget
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.plan import FILE, Factors, Loss, Plan
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
-from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, fit_options, least_flops
+from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, estimate_search
 from fulldepth.skip.selection.exact import exact
-from fulldepth.skip.selection.fit import FitResult, fit
-from fulldepth.skip.selection.flops import Variant
+from fulldepth.skip.selection.fit import fit, fit_options
 from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.rankings import rank
-from fulldepth.skip.selection.record import cost_of, document_of
-from fulldepth.skip.selection.score import BASE, DIVERGENCE, LOSS
+from fulldepth.skip.selection.record import document_of
 from fulldepth.skip.selection.stored import PROGRESS, damaged
 
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
@@ -103,7 +90,7 @@ def search(
     Raises:
         FulldepthError: if model, data or options are wrong, or the output folder holds something else.
     """
-    asked = {
+    fields = {
         "blocks": blocks,
         "criterion": criterion,
         "search": search,
@@ -114,15 +101,15 @@ def search(
         "seed": seed,
         **options,
     }
-    settings = layered(SearchSettings, asked)
+    settings = layered(SearchSettings, fields)
     opened = {"tokenizer": tokenizer, "heldout": heldout}
-    with processes() as me, me.holding(output), prepared(model, data, settings, me, **opened) as problem:
-        return search_with(problem, me, watcher or Watcher(), output=output, resume=resume, responses=responses)
+    with processes() as process, process.holding(output), prepared(model, data, settings, process, **opened) as problem:
+        return search_with(problem, process, watcher or Watcher(), output=output, resume=resume, responses=responses)
 
 
 def search_with(
     problem: SearchProblem,
-    me: Processes,
+    process: Processes,
     watcher: Watcher,
     *,
     output: str | Path | None = None,
@@ -131,35 +118,34 @@ def search_with(
 ) -> Plan:
     """`search` of a prepared problem, in an output folder that the caller holds; the model is plain afterwards."""
     folder, settings = None if output is None else Path(output), problem.settings
-    of = {"model": problem.hash, "data": problem.examples.meta["hash"], **settings.model_dump(exclude=PLACES)}
-    done = _finished(folder, of, resume, me)
-    if done is not None:
-        return done
+    finished = _finished(folder, problem, resume, process)
+    if finished is not None:
+        return finished
     watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
-    found = problem.estimate(me)
-    watcher.say(found.sentence)
+    expected = estimate_search(problem, process)
+    watcher.say(expected.sentence)
     loss_cache = LossCache(
         problem.scorer,
         problem.chunks,
-        me,
+        process,
+        criterion=settings.criterion,
         path=None if folder is None else folder / PROGRESS,
-        fingerprint=of,
+        fingerprint={"model": problem.hash, "data": problem.examples.meta["hash"], **problem.noted_settings},
         resume=resume,
         watcher=watcher,
         refit=problem.refit,
     )
-    budget = _agreed_budget(loss_cache, problem, found, me)
+    budget = _agreed_budget(loss_cache, problem, expected, process)
     picks, rounds = _pick(loss_cache, problem, budget)
-    losses = _losses(loss_cache, picks, settings.criterion)
+    loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)
     searched = dict(loss_cache.spent)
-    healed, control = _fits(loss_cache, problem, picks, watcher) if settings.fit else (None, None)
+    fits = _fits(loss_cache, problem, picks, watcher) if settings.fit else []
     problem.scorer.plain()
-    cost = cost_of(loss_cache, problem, picks, rounds, searched, healed, control)
-    plan = Plan.of(document_of(problem, of, picks, losses, healed, control, cost, responses))
-    if folder is not None and me.is_main:
+    plan = Plan.of(document_of(problem, loss_cache, picks, rounds, searched, fits, responses))
+    if folder is not None and process.is_main:
         plan.save(folder)
         (folder / PROGRESS).unlink(missing_ok=True)
-    me.wait()
+    process.wait()
     return plan
 
 
@@ -174,19 +160,21 @@ def estimate(
 ) -> Estimate:
     """What `search` with the same arguments will cost at most: forward passes, FLOPs, and seconds by a timed batch."""
     settings = layered(SearchSettings, {"blocks": blocks, **options})
-    with processes() as me, prepared(model, data, settings, me, tokenizer=tokenizer, heldout=heldout) as problem:
-        return problem.estimate(me)
+    opened = {"tokenizer": tokenizer, "heldout": heldout}
+    with processes() as process, prepared(model, data, settings, process, **opened) as problem:
+        return estimate_search(problem, process)
 
 
-def _agreed_budget(loss_cache: LossCache, problem: SearchProblem, found: Estimate, me: Processes) -> float | None:
+def _agreed_budget(
+    loss_cache: LossCache, problem: SearchProblem, expected: Estimate, process: Processes
+) -> float | None:
     """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
-    asked = budget_of(problem.settings, found.pace * me.world)
-    (limit,) = loss_cache.task({"budget": lambda: asked}, lambda _: (0, 0.0), Limit)
+    budget = budget_of(problem.settings, expected.pace * process.world)
+    (limit,) = loss_cache.task({"budget": lambda: budget}, lambda _: (0, 0.0), Limit)
     timed = parse_budget(problem.settings.budget)[1] is not None
-    if limit != asked and not (timed and limit is not None) and loss_cache.path is not None:
-        raise damaged(loss_cache.path, f"tasks: the budget is {limit}, and the search has {asked}")
-    least = least_flops(loss_cache.costs, loss_cache.chunks, problem.settings.criterion, problem.blocks, problem.refit)
-    check_budget(problem.settings, found, least, limit)
+    if limit != budget and not (timed and limit is not None) and loss_cache.path is not None:
+        raise damaged(loss_cache.path, f"tasks: the budget is {limit}, and the search has {budget}")
+    check_budget(problem, expected, limit)
     return limit
 
 
@@ -194,57 +182,36 @@ def _pick(loss_cache: LossCache, problem: SearchProblem, budget: float | None) -
     """Layers in the order of removal, and what is known of each choice."""
     settings, blocks = problem.settings, problem.blocks
     if settings.search == "greedy":
-        return eliminate(loss_cache, settings.criterion, blocks, confidence=settings.confidence, budget=budget)
+        return eliminate(loss_cache, blocks, confidence=settings.confidence, budget=budget)
     if settings.search == "exact":
-        return exact(loss_cache, settings.criterion, blocks, confidence=settings.confidence)
-    picks = rank(loss_cache, settings.search, blocks, settings.criterion, seed=settings.seed, given=settings.given)
+        return exact(loss_cache, blocks, confidence=settings.confidence)
+    picks = rank(loss_cache, settings.search, blocks, seed=settings.seed, given=settings.given)
     return picks, []
 
 
-def _losses(loss_cache: LossCache, picks: Sequence[int], criterion: str) -> list[float]:
-    """Mean held-out losses of the model and after each removal."""
-    kind = DIVERGENCE if criterion == DIVERGENCE else LOSS
-    variants = chain(picks)
-    loss_cache.begin("Losses on all data", len(variants) * loss_cache.num_batches)
-    for chunk in range(len(loss_cache.chunks)):
-        loss_cache.need(kind, variants, chunk)
-    loss_cache.finish()
-    return [loss_cache.mean(LOSS, variant) for variant in variants]
-
-
-def _fits(
-    loss_cache: LossCache, problem: SearchProblem, picks: Sequence[int], watcher: Watcher
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _fits(loss_cache: LossCache, problem: SearchProblem, picks: Sequence[int], watcher: Watcher) -> list[Any]:
     """The scalars of the plan, and of the model with nothing skipped."""
-    options, every = fit_options(problem.settings), [batch for chunk in problem.chunks for batch in chunk]
+    options = fit_options(problem.settings)
 
-    def one(variant: Variant) -> dict[str, Any]:
-        return _plain(fit(problem.scorer, variant, problem.examples.train, every, options, watcher))
+    def fitted(variant: Variant) -> dict[str, Any]:
+        result = fit(problem.scorer, variant, problem.examples.train, problem.batches, options, watcher)
+        names = [name for name in StoredFit.model_fields if name != "scalars"]
+        return {"scalars": result.scalars.as_dict(), **{name: getattr(result, name) for name in names}}
 
-    work = {"fit healed": lambda: one(Variant(picks)), "fit control": lambda: one(BASE)}
-    healed, control = loss_cache.task(work, lambda found: (found["forwards"], found["flops"]), StoredFit)
-    return healed, control
-
-
-def _plain(found: FitResult) -> dict[str, Any]:
-    names = [name for name in StoredFit.model_fields if name != "scalars"]
-    return {"scalars": found.scalars.as_dict(), **{name: getattr(found, name) for name in names}}
+    work = {"fit healed": lambda: fitted(Variant(picks)), "fit control": lambda: fitted(BASE)}
+    return loss_cache.task(work, lambda result: (result["forwards"], result["flops"]), StoredFit)
 
 
-def _finished(folder: Path | None, of: Mapping[str, Any], resume: bool, me: Processes) -> Plan | None:
-    """The plan of a search that came to its end, if it is this one.
-
-    Raises:
-        FulldepthError: if the folder holds a plan and `resume` is not set, or the plan of another search.
-    """
-    if folder is None or not me.agree((folder / FILE).exists()):
+def _finished(folder: Path | None, problem: SearchProblem, resume: bool, process: Processes) -> Plan | None:
+    """The plan of a search that came to its end, if it is this one."""
+    if folder is None or not process.agree((folder / FILE).exists()):
         return None
     if not resume:
         raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
     plan = Plan.load(folder)
-    settings = {k: v for k, v in of.items() if k not in ("model", "data")}
-    if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != (of["model"], of["data"], settings):
+    expected = problem.hash, problem.examples.meta["hash"], problem.noted_settings
+    if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != expected:
         raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
-    if me.is_main:
+    if process.is_main:
         (folder / PROGRESS).unlink(missing_ok=True)
     return plan

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import Field, JsonValue
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import read_document, read_json
+from fulldepth.files import read_json, validated
 from fulldepth.settings import Settings
 
 PROGRESS = "progress.json"
@@ -53,24 +53,22 @@ def read_progress(path: Path, fingerprint: Mapping[str, Any]) -> StoredProgress:
     """
     try:
         document = read_json(path, most=MOST_BYTES)
+        version = document.get("schema_version") if isinstance(document, dict) else None
+        other = type(version) is int and version != SCHEMA_VERSION
+        stored = None if other else validated(path, document, StoredProgress)
     except FulldepthError as error:
         raise damaged(path, error) from error
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if isinstance(version, int) and not isinstance(version, bool) and version != SCHEMA_VERSION:
+    if stored is None:
         raise FulldepthError(f"{path} has schema version {version}, this fulldepth reads {SCHEMA_VERSION}.")
-    try:
-        found = read_document(path, StoredProgress, most=MOST_BYTES)
-    except FulldepthError as error:
-        raise damaged(path, error) from error
-    before, now = found.of, json.loads(json.dumps(dict(fingerprint)))
+    before, current = stored.of, json.loads(json.dumps(dict(fingerprint)))
     different = [
-        f"{one_line(name, 60)} was {one_line(repr(before.get(name)), 80)}, is {one_line(repr(now.get(name)), 80)}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
+        f"{one_line(name, 60)} was {one_line(repr(before.get(name)), 80)}, is {one_line(repr(current.get(name)), 80)}"
+        for name in sorted({*before, *current})
+        if before.get(name) != current.get(name)
     ]
     if different:
         raise FulldepthError(f"{path} holds another search: {'; '.join(different[:4])}. Choose another output folder.")
-    return found
+    return stored
 
 
 def damaged(path: Path | None, reason: object) -> FulldepthError:

@@ -12,12 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_models as tm
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.language_model import prove
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates
+from fulldepth.execution.scoring import BASE, Scorer
+from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates, frozen
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.selection.flops import Costs, Shape, Variant
-from fulldepth.skip.selection.score import BASE, Scorer, make_batches
-from fulldepth.skip.subject import frozen, prove
+from fulldepth.skip.batches import make_batches
+from fulldepth.skip.selection.estimate import plain_flops
 from skip import plain, planned
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "depth_llama"]
@@ -29,7 +31,7 @@ ATTENTIONS = ("self_attn", "attn", "attention")
 @contextmanager
 def scorer_of(model, examples, granularity="attention", batch_size=4):
     batches = make_batches(examples, batch_size)
-    anatomy, classifier = prove(anatomy_candidates(model)[0], batches[0])
+    anatomy, classifier = prove(anatomy_candidates(model)[0], batches[0].inputs)
     with Switches(anatomy, granularity) as switches:
         yield Scorer(anatomy, classifier, switches, granularity, batches[0]), batches
 
@@ -119,7 +121,7 @@ def test_operations_are_those_that_pytorch_counts(name, kind):
         for skipped in [(), (1,), (2,), (3,), (2, 1), (2, 3)]:  # two rounds; layer 2 goes first
             with stubbed(model, skipped, kind):
                 plain_loop += counted(lambda: model(**batch.inputs, use_cache=False))
-    assert costs.plain([2, 1], [shape]) == plain_loop
+    assert plain_flops(costs, [2, 1], [shape]) == plain_loop
 
 
 @pytest.mark.parametrize(("divergence", "again"), [(False, False), (True, False), (True, True)])
@@ -190,6 +192,6 @@ def test_a_pass_that_breaks_off_leaves_a_plain_model():
     model, examples = tm.build("llama"), plain.sentences(3, seed=6)
     before = model(**tm.inputs(model)).logits
     with pytest.raises(ZeroDivisionError), scorer_of(model, examples) as (scorer, (batch,)):
-        scorer.sums(batch, VARIANTS, done=lambda count: 1 // 0)
+        scorer.sums(batch, VARIANTS, advance=lambda count: 1 // 0)
     assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(model(**tm.inputs(model)).logits, before)

@@ -1,9 +1,10 @@
-"""What variants of a model with skipped parts lose on a batch, sequence by sequence; shared blocks are run once."""
+"""Losses of a model and of its variants with skipped parts, sequence by sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,25 +12,24 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fulldepth.data.batches import Example, batches, grouped
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Shape, Variant, costs_of
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.hf import Anatomy, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.skip.selection.flops import Costs, Shape, Variant, costs_of
 from fulldepth.targets import IGNORE, next_targets
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
 """Logits that exist at once on a CPU and on an accelerator, while nothing but their losses is kept."""
-LOSS, SCALED, DIVERGENCE = "loss", "scaled", "kl"
+LOSS, SCALED, DIVERGENCE, AGREEMENT = "loss", "scaled", "kl", "greedy_agreement"
 BASE = Variant()
 """The model as it is."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A padded batch and where its losses are read. The model shifts: the state at t predicts the token at t + 1."""
+    """A padded batch and the positions whose losses are read."""
 
     inputs: Mapping[str, Tensor]
     """`input_ids` and `attention_mask`, `[B, T]`."""
@@ -42,9 +42,22 @@ class Batch:
     documents: Sequence[int]
     """[B] the document (of pairs and chats the row) of each sequence."""
 
+    @classmethod
+    def of(cls, padded: Mapping[str, Tensor], documents: Sequence[int]) -> Batch:
+        """A batch for scoring out of one for training.
+
+        Args:
+            padded: `input_ids`, `attention_mask` and `labels` (each at its own token), `[B, T]`.
+            documents: `[B]`.
+        """
+        targets = next_targets(padded["labels"])
+        where = targets != IGNORE
+        inputs = {name: padded[name] for name in ("input_ids", "attention_mask")}
+        return cls(inputs, where, targets[where], where.nonzero()[:, 0], documents)
+
     @property
     def shape(self) -> Shape:
-        """What a pass over it costs by."""
+        """Sequences, positions and labelled positions."""
         rows, length = self.where.shape
         return Shape(rows, length, len(self.targets))
 
@@ -57,26 +70,6 @@ class Batch:
         """The same batch on a device."""
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
         return Batch(inputs, self.where.to(device), self.targets.to(device), self.owners.to(device), self.documents)
-
-
-def make_batches(examples: Sequence[Example], batch_size: int) -> list[Batch]:
-    """Batches of examples, the longest first.
-
-    Raises:
-        FulldepthError: if no token of the examples is predicted.
-    """
-    padded = zip(batches(examples, batch_size), grouped(examples, batch_size), strict=True)
-    made = [_batch(tensors, [example.document for example in group]) for tensors, group in padded]
-    if not sum(len(batch.targets) for batch in made):
-        raise FulldepthError("The data are empty: no token counts.")
-    return made
-
-
-def _batch(padded: Mapping[str, Tensor], documents: Sequence[int]) -> Batch:
-    following = next_targets(padded["labels"])
-    where = following != IGNORE
-    inputs = {name: padded[name] for name in ("input_ids", "attention_mask")}
-    return Batch(inputs, where, following[where], where.nonzero()[:, 0], documents)
 
 
 class Scorer:
@@ -111,7 +104,7 @@ class Scorer:
         variants: Collection[Variant],
         *,
         divergence: bool = False,
-        done: Callable[[int], None] = lambda count: None,
+        advance: Callable[[int], None] = lambda count: None,
     ) -> dict[Variant, dict[str, list[float]]]:
         """Summed losses of every sequence under each variant, in nats.
 
@@ -121,24 +114,25 @@ class Scorer:
             batch: B sequences.
             variants: what to skip; with `divergence` the model as it is comes with them.
             divergence: also the divergence of each variant's predictions from the model's own.
-            done: told after each variant.
+            advance: called after each variant with 1.
 
         Returns:
             Variant -> `loss`: B sums of -log q(token), and with `divergence` also `kl`: B sums of KL(base || variant).
         """
         self.plain()
         batch = batch.to(self.device)
-        wanted = sorted({*variants, *([BASE] if divergence else [])}, key=sorted)
-        found: dict[Variant, dict[str, list[float]]] = {}
-        base: list[Tensor] | None = None
-        for variant, states in self._leaves(1, self.runner.begin(batch.inputs), wanted):
+        kinds = (LOSS, DIVERGENCE) if divergence else (LOSS,)
+        ordered = sorted({*variants, *([BASE] if divergence else [])}, key=sorted)
+        sums: dict[Variant, dict[str, list[float]]] = {}
+        references: list[Tensor] | None = None
+        for variant, states in self._leaves(1, self.runner.begin(batch.inputs), ordered):
             rows = states[batch.where.to(states.device)]
-            if divergence and base is None:  # the base comes first: unskipped ways are gone before skipped ones
-                base = [self.predictions(part) for _, part in self._parts(rows)]
-            found[variant] = self._sums(rows, batch, base)
-            done(1)
+            if divergence and references is None:  # the base comes first: unskipped ways are gone before skipped ones
+                references = list(self._predicted(rows))
+            sums[variant] = self._sums(rows, batch, kinds, references)
+            advance(1)
         self.plain()
-        return found
+        return sums
 
     @torch.no_grad()
     def healed_sums(
@@ -155,10 +149,24 @@ class Scorer:
         if isinstance(scalars, Mapping):
             scalars = Scalars.from_dict(scalars, self.costs.num_layers, self.granularity)
         batch = batch.to(self.device)
-        base = [self.predictions(part) for _, part in self._parts(self.states(batch, BASE))] if divergence else None
-        found = self._sums(self.states(batch, variant, scalars), batch, base)
+        base = self.states(batch, BASE) if divergence else None
+        sums = self.state_sums(self.states(batch, variant, scalars), batch, base)
         self.plain()
-        return found
+        return sums
+
+    def state_sums(
+        self, states: Tensor, batch: Batch, base: Tensor | None = None, kinds: Sequence[str] | None = None
+    ) -> dict[str, list[float]]:
+        """Kind -> B sums over the tokens of each sequence, of last states at the labelled positions of a batch.
+
+        Args:
+            states: `[R, D]`.
+            batch: on the device.
+            base: `[R, D]` those of the model as it is.
+            kinds: `loss`, and with a base `kl` and `greedy_agreement` (1 where the likeliest token is the same).
+        """
+        kinds = kinds or ((LOSS,) if base is None else (LOSS, DIVERGENCE))
+        return self._sums(states, batch, kinds, None if base is None else self._predicted(base))
 
     def plain(self) -> None:
         """Nothing skipped, no scalars."""
@@ -210,45 +218,41 @@ class Scorer:
         total: Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         for at, part in self._parts(rows):
             total = total + checkpoint(
-                self._part_sum, part, targets[at], None if base is None else base[at], use_reentrant=False
+                self._summed, part, targets[at], None if base is None else base[at], use_reentrant=False
             )
         return total
 
-    def _part_sum(self, rows: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
-        reference = None
-        if base is not None:
-            with torch.no_grad():
-                reference = self.predictions(base)
-        return self._read(rows, targets, reference)[-1].sum().to(self.device)
+    def _summed(self, rows: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            reference = None if base is None else self.predictions(base)
+        return _read(DIVERGENCE, self.predictions(rows), targets, reference).sum().to(self.device)
 
-    def _sums(self, rows: Tensor, batch: Batch, base: Sequence[Tensor] | None) -> dict[str, list[float]]:
+    def _sums(
+        self, rows: Tensor, batch: Batch, kinds: Sequence[str], references: Iterable[Tensor] | None
+    ) -> dict[str, list[float]]:
         """Sums of every sequence, of last states `[R, D]` and the base's log-probabilities, part by part."""
-        names = (LOSS,) if base is None else (LOSS, DIVERGENCE)
-        parts = [
-            self._read(part, batch.targets[at], None if base is None else base[number])
-            for number, (at, part) in enumerate(self._parts(rows))
-        ]
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)] or [rows.new_zeros(0) for _ in names]
-        return {name: batch_sums(column, batch) for name, column in zip(names, columns, strict=True)}
+        columns: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+        bases: Iterable[Tensor | None] = repeat(None) if references is None else references
+        for (at, part), reference in zip(self._parts(rows), bases, strict=False):
+            own = self.predictions(part)
+            for kind in kinds:
+                columns[kind].append(_read(kind, own, batch.targets[at], reference))
+        return {kind: batch_sums(torch.cat(parts or [rows.new_zeros(0)]), batch) for kind, parts in columns.items()}
 
-    def _read(self, rows: Tensor, targets: Tensor, base: Tensor | None) -> tuple[Tensor, ...]:
-        """[R] losses, and divergences from the base's log-probabilities `[R, V]` if they are given."""
-        own = self.predictions(rows)
-        loss = functional.nll_loss(own, targets.to(own.device), reduction="none")
-        if base is None:
-            return (loss,)
-        return loss, (base.exp() * (base - own)).sum(-1).clamp(min=0)
+    def _predicted(self, rows: Tensor) -> Iterator[Tensor]:
+        """Log-probabilities out of last states `[R, D]`, part by part."""
+        return (self.predictions(part) for _, part in self._parts(rows))
 
     def _leaves(self, layer: int, states: Tensor, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
         """Each variant with its last states, depth first: kept are only the states at which ways part."""
         group = list(variants)
         while layer <= self.costs.num_layers:
-            kept = [variant for variant in group if layer not in variant]
-            removed = [variant for variant in group if layer in variant]
-            if kept and removed:
-                yield from self._leaves(layer + 1, self._block(layer, states, skipped=False), kept)
-                group = removed
-            states = self._block(layer, states, skipped=bool(removed))
+            unskipped = [variant for variant in group if layer not in variant]
+            skipped = [variant for variant in group if layer in variant]
+            if unskipped and skipped:
+                yield from self._leaves(layer + 1, self._block(layer, states, skipped=False), unskipped)
+                group = skipped
+            states = self._block(layer, states, skipped=bool(skipped))
             layer += 1
         yield group[0], states
 
@@ -256,19 +260,24 @@ class Scorer:
         """One block with its part skipped or not."""
         if skipped and self.granularity == "layer":
             return states
-        wanted = frozenset({layer} if skipped else ())
-        if self.switches.skipped != wanted:
-            self.switches.skip(wanted)
+        variant = Variant({layer} if skipped else ())
+        if self.switches.skipped != variant:
+            self.switches.skip(variant)
         return self.runner.run(layer, states)
 
-    def _rows(self) -> int:
-        """Positions whose logits exist at once."""
-        room = CPU_LOGITS if self.device.type == "cpu" else DEVICE_LOGITS
-        return max(1, room // (self.anatomy.vocab_size or 1))
-
     def _parts(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        step = self._rows()
+        """The rows in parts whose logits may exist at once."""
+        step = max(1, (CPU_LOGITS if self.device.type == "cpu" else DEVICE_LOGITS) // (self.anatomy.vocab_size or 1))
         return ((slice(start, start + step), rows[start : start + step]) for start in range(0, len(rows), step))
+
+
+def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
+    """[R] losses, or comparisons with the base, of log-probabilities `[R, V]`."""
+    if base is None or kind == LOSS:
+        return functional.nll_loss(own, targets.to(own.device), reduction="none")
+    if kind == AGREEMENT:
+        return (base.argmax(-1) == own.argmax(-1)).double()
+    return (base.exp() * (base - own)).sum(-1).clamp(min=0)
 
 
 def batch_sums(values: Tensor, batch: Batch) -> list[float]:

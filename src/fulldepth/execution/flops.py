@@ -1,0 +1,232 @@
+"""Floating-point operations of models and of their parts, counted from shapes: nothing is run.
+
+Matrix products are counted, a multiplication and an addition as two operations, as
+`torch.utils.flop_counter.FlopCounterMode` counts them. Not counted: norms, softmax, rotary embeddings, activation
+functions, sums, and experts of which a token uses only some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fulldepth.hf import Anatomy, Classifier, is_offloaded
+
+TRAINING = 3
+"""A training step over a forward pass: the backward pass multiplies by weights and by activations, twice as much."""
+KEPT_BYTES = 60
+"""Bytes that autograd keeps of one token in one block for each channel of the state, about: 58 in a bfloat16 Llama
+with an MLP of 3.5 times the width, 82 in a float32 one, without the scores of eager attention."""
+MAX_KEPT_BYTES = 4 << 30
+"""Bytes that autograd may keep of all blocks before their activations are computed again in the backward pass."""
+
+Variant = frozenset[int]
+"""A variant of a model: its 1-based layers whose part is skipped."""
+
+
+def weight_products(module: nn.Module | None) -> float:
+    """2 * inputs * outputs of a linear layer, packed by GPTQ or AWQ or not; 0 of anything else."""
+    if isinstance(module, nn.Linear | Conv1D):  # both hold one matrix
+        return 2.0 * module.weight.numel()
+    if hasattr(module, "qweight"):
+        packed: Any = module
+        return 2.0 * float(packed.in_features * packed.out_features)
+    return 0.0
+
+
+def head_channels(config: PreTrainedConfig, attention: nn.Module | None = None) -> int:
+    """d_h: channels of one attention head, as the attention module or else the configuration says."""
+    heads = getattr(config, "num_attention_heads", None)
+    channels = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
+    if isinstance(channels, int):
+        return channels
+    return getattr(config, "hidden_size", 0) // heads if heads else 0
+
+
+def key_value_heads(config: PreTrainedConfig) -> int:
+    """H_kv: heads of keys and values; as many as there are heads unless the configuration says otherwise."""
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 0
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Operations of one token in a forward pass, averaged over the positions of a sequence."""
+
+    linear: float
+    """Linear layers but the head: 2 * inputs * outputs each."""
+    head: float
+    """Output head: 2 D V."""
+    attention: float
+    """Scores and weighted values over the keys that a causal model may see: 4 H d_h (T + 1) / 2 a layer (fewer keys
+    with a sliding window). Kernels that skip the masked half do just this."""
+    attention_full: float
+    """The same over the full square, 4 H d_h T a layer, as eager attention and most published counts have it."""
+    extra: float
+    """What the architecture computes besides, as its configuration says (`extra_flops`)."""
+
+    @property
+    def forward(self) -> float:
+        """Everything, attention with its causal half."""
+        return self.linear + self.head + self.attention + self.extra
+
+    @property
+    def training(self) -> float:
+        """Forward and backward pass: three times the forward pass; what an architecture makes again is left out."""
+        return TRAINING * self.forward
+
+    @property
+    def checkpointed(self) -> float:
+        """What gradient checkpointing computes again: everything but the head."""
+        return self.forward - self.head
+
+
+def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
+    """Operations of one token in sequences of T tokens.
+
+    Args:
+        model: with its weights or on the meta device.
+        sequence_length: T.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
+    windows = _windows(config)
+    extra = getattr(config, "extra_flops", None)
+    return TokenFlops(
+        linear=sum(weight_products(module) for module in model.modules() if module is not head),
+        head=weight_products(head),
+        attention=width * sum(_mean_keys(sequence_length, window) for window in windows),
+        attention_full=width * sequence_length * len(windows),
+        extra=extra(sequence_length) if extra is not None else 0.0,
+    )
+
+
+def _windows(config: PreTrainedConfig) -> list[int | None]:
+    """Keys at most that each layer sees; None = all."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [getattr(config, "sliding_window", None) if "sliding" in kind else None for kind in kinds]
+
+
+def _mean_keys(length: int, window: int | None) -> float:
+    """Keys that a causal position sees, averaged over positions 1..T: min(position, window)."""
+    visible = min(length, window or length)
+    return (visible * (visible + 1) / 2 + (length - visible) * visible) / length
+
+
+class Shape(NamedTuple):
+    """What a pass over one batch costs by: sequences, positions, and positions whose loss is read."""
+
+    batch: int
+    length: int
+    labelled: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Operations of a model's parts, by 1-based layer."""
+
+    granularity: str
+    attention: tuple[float, ...]
+    """Of one token in the projections of each layer's attention: 2 * inputs * outputs each."""
+    keys: tuple[float, ...]
+    """Of one token and one key in each layer's attention: 4 H d_h."""
+    mlp: tuple[float, ...]
+    """Of one token in all other products of each block."""
+    head: float
+    """Of one token in the output head: 2 D V."""
+    kept: float = 0.0
+    """Bytes that autograd keeps of one token in all blocks, about; infinite for a model whose weights are offloaded,
+    because autograd would keep the weights of every block, too."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.mlp)
+
+    def block(self, layer: int, shape: Shape, skipped: bool = False) -> float:
+        """One block over a batch, with its part (by granularity) skipped or not."""
+        if skipped and self.granularity == "layer":
+            return 0.0
+        tokens = shape.batch * shape.length
+        attention = self.attention[layer - 1] + self.keys[layer - 1] * shape.length
+        mlp = self.mlp[layer - 1]
+        if skipped:
+            attention, mlp = (0.0, mlp) if self.granularity == "attention" else (attention, 0.0)
+        return tokens * (attention + mlp)
+
+    def keys_read(self, variant: Variant) -> float:
+        """Operations of one token and one key in the attention of all layers that a variant computes."""
+        skipped = Variant() if self.granularity == "mlp" else variant
+        return sum(keys for layer, keys in enumerate(self.keys, start=1) if layer not in skipped)
+
+    def whole(self, variant: Variant, shape: Shape, *, every_position: bool = False) -> float:
+        """A plain pass of a variant; the head at labelled positions, or at all of them as in a stock model."""
+        rows = shape.batch * shape.length if every_position else shape.labelled
+        blocks = sum(self.block(layer, shape, layer in variant) for layer in range(1, self.num_layers + 1))
+        return blocks + rows * self.head
+
+    def shared(self, variants: Collection[Variant], shape: Shape) -> float:
+        """A pass of several variants at once that runs every block once for each different way to get to it."""
+        layers = range(1, self.num_layers + 1)
+        full = [self.block(layer, shape) for layer in layers]
+        saved = [self.block(layer, shape, skipped=True) - cost for layer, cost in zip(layers, full, strict=True)]
+        above = [*reversed(list(accumulate(reversed(full)))), 0.0]
+        total, before = 0.0, None
+        for variant in sorted(set(variants), key=lambda v: sum(1 << (self.num_layers - layer) for layer in v)):
+            # Where skipped layers are read as digits, neighbours have the most in common from the first block on.
+            start = 1 if before is None else min(variant ^ before)
+            total += above[start - 1] + sum(saved[layer - 1] for layer in variant if layer >= start)
+            total += shape.labelled * self.head
+            before = variant
+        return total
+
+    def checkpoints(self, shape: Shape, checkpointing: bool | None = None) -> bool:
+        """Whether a training step recomputes blocks in the backward pass; None: if autograd would keep too much."""
+        return shape.batch * shape.length * self.kept > MAX_KEPT_BYTES if checkpointing is None else checkpointing
+
+    def training(
+        self, variant: Variant, shape: Shape, *, divergence: bool = False, checkpointing: bool | None = None
+    ) -> float:
+        """A forward and a backward pass that trains scalars.
+
+        Frozen weights have no gradient of their own: their products are done twice. Products of two activations (scores
+        and weighted values) are done three times, the head too, whose logits are made again in the backward pass.
+        With gradient checkpointing the blocks run forwards once more.
+        """
+        head = shape.labelled * self.head
+        scores = shape.batch * shape.length**2 * self.keys_read(variant)
+        base = self.whole(Variant(), shape) + head if divergence else 0.0
+        passes = 3 if self.checkpoints(shape, checkpointing) else 2
+        return passes * (self.whole(variant, shape) - head) + scores + 3 * head + base
+
+    @property
+    def able(self) -> tuple[int, ...]:
+        """Layers that have the part to be skipped."""
+        parts = {"attention": self.attention, "mlp": self.mlp}.get(self.granularity, self.mlp)
+        return tuple(layer for layer, part in enumerate(parts, start=1) if part or self.granularity == "layer")
+
+    def candidates(self, skipped: Collection[int]) -> list[Variant]:
+        """The variants that skip one layer more."""
+        return [Variant(skipped) | {layer} for layer in self.able if layer not in skipped]
+
+
+def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str) -> Costs:
+    """The costs of a model with its weights, or on the meta device."""
+    attention, keys, mlp = [], [], []
+    heads = getattr(anatomy.config, "num_attention_heads", None) or 0
+    for layer in range(1, anatomy.num_layers + 1):
+        part = anatomy.part(layer, "attention")
+        inside = 0.0 if part is None else sum(weight_products(module) for module in part.modules())
+        attention.append(inside)
+        keys.append(0.0 if part is None else 4.0 * (heads * head_channels(anatomy.config, part) or anatomy.width))
+        mlp.append(sum(weight_products(module) for module in anatomy.blocks[layer - 1].modules()) - inside)
+    head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
+    kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
+    return Costs(granularity, tuple(attention), tuple(keys), tuple(mlp), head, kept)

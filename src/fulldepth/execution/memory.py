@@ -1,0 +1,97 @@
+"""Bytes of weights, of a cache, and of everything that lives while a model runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Cache
+
+
+def peak_bytes(model: nn.Module, inputs: Tensor, run: Callable[[], Any]) -> int:
+    """Bytes of a model's weights and of the most that lives beside them at one time of a run.
+
+    On CUDA as its allocator counts. Elsewhere every tensor counts that an operation gives, for as long as it lives;
+    what an operation needs within itself does not. (The resident size of a process only grows, so it says nothing of
+    one model among several.)
+
+    Args:
+        model: the model.
+        inputs: what it reads, on its device; not counted.
+        run: runs the model.
+    """
+    device = inputs.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return int(torch.cuda.max_memory_allocated(device)) - before + resident_bytes(model)
+    with AllocationTracker([*model.parameters(), *model.buffers(), inputs]) as tracker:
+        run()
+    return tracker.peak + resident_bytes(model)
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Counts the bytes of tensors that operations give while they live.
+
+    Args:
+        existing: tensors that were there before, and do not count.
+    """
+
+    def __init__(self, existing: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages = {part.untyped_storage()._cdata for tensor in existing for part in _plain(tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                for part in _plain(tensor):
+                    self._count(part.untyped_storage())
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages or storage.device.type == "meta":
+            return
+        self._storages.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._storages.discard(key)
+        self.now -= size
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all weights that a checkpoint keeps, tied ones once, quantised ones as they are stored."""
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
+    return sum(part.nbytes for tensor in tensors.values() for part in _plain(tensor))
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """The same with buffers that no checkpoint keeps."""
+    return sum(part.nbytes for tensor in (*model.parameters(), *model.buffers()) for part in _plain(tensor))
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all keys and values in a cache; 0 for an entry that merely counts tokens."""
+    states = (getattr(entry, name, None) for entry in cache.layers for name in ("keys", "values"))
+    return sum(tensor.nbytes for tensor in states if isinstance(tensor, Tensor))
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, or those that a wrapper (quantised weights) is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))

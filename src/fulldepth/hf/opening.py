@@ -1,0 +1,64 @@
+"""Opens models and tokenizers that users name or pass in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.load import Checkpoint, load_checkpoint, load_tokenizer
+
+
+def open_model(model: str | Path | PreTrainedModel, **options: Any) -> Checkpoint:
+    """The model as passed in, or loaded.
+
+    Args:
+        model: a loaded model, a checkpoint folder or a Hub name.
+        **options: of `load_checkpoint`.
+
+    Raises:
+        FulldepthError: as `load_checkpoint`.
+    """
+    if isinstance(model, PreTrainedModel):
+        return Checkpoint(model, model.name_or_path or type(model).__name__)
+    return load_checkpoint(model, **options)
+
+
+def open_tokenizer(
+    checkpoint: Checkpoint, tokenizer: Any = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer as passed in, the one that is named, or the one saved with a checkpoint or beside it.
+
+    Args:
+        checkpoint: the model.
+        tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's own.
+        revision: of a model on the Hub.
+        trust_remote_code: whether code of the checkpoint may run.
+
+    Raises:
+        FulldepthError: if there is none, or the model was passed in without having been loaded from anywhere.
+    """
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    if tokenizer is not None:
+        return tokenizer
+    name, folder = checkpoint.name, Path(checkpoint.name)
+    if folder.is_dir():
+        holder = tokenizer_folder(folder)
+        if holder is None:
+            raise FulldepthError(f"{folder} holds no tokenizer, nor does its parent; name one with --tokenizer.")
+        name = str(holder)
+    elif not checkpoint.model.name_or_path or not isinstance(checkpoint.model.name_or_path, str):
+        raise FulldepthError("A model that is passed in needs its tokenizer: pass tokenizer=... too.")
+    return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def tokenizer_folder(folder: Path) -> Path | None:
+    """The folder with the tokenizer of a checkpoint: its own, the one above, or `tokenizer` beside it."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for holder in (folder, folder.parent, folder.parent / "tokenizer"):
+            if (holder / file).is_file():
+                return holder
+    return None

@@ -1,0 +1,39 @@
+"""The counts from shapes against PyTorch's counter, and against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny_models as tm
+from fulldepth.execution.flops import Shape, Variant, costs_of, forward_flops, weight_products
+from fulldepth.execution.language_model import prove
+
+BATCH, TIME = 2, 12
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "opt", "mistral"])
+def test_both_counts_are_those_of_torch(name: str) -> None:
+    model = tm.build(name)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(3, tm.VOCAB, (BATCH, TIME))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    counts = counter.get_flop_counts()
+    rotary = sum(sum(of.values()) for part, of in counts.items() if part.endswith("rotary_emb"))
+    expected = counter.get_total_flops() - rotary  # angles of positions are no product of the model
+    token = forward_flops(model, TIME)
+    assert BATCH * TIME * (token.linear + token.head + token.attention_full) == expected
+    anatomy, classifier = prove(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    for granularity in ("attention", "mlp", "layer"):
+        costs = costs_of(anatomy, classifier, granularity)
+        assert costs.whole(Variant(), Shape(BATCH, TIME, 0), every_position=True) == expected
+
+
+def test_packed_weights_count_as_the_matrices_that_they_stand_for() -> None:
+    packed = nn.Module()
+    packed.qweight, packed.in_features, packed.out_features = torch.zeros(1, 24, dtype=torch.int32), 8, 24
+    assert weight_products(packed) == weight_products(nn.Linear(8, 24)) == 2 * 8 * 24
+    assert weight_products(nn.Embedding(8, 24)) == weight_products(None) == 0

@@ -1,0 +1,41 @@
+"""Bytes of weights, caches and what lives, by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from fulldepth.execution.latency import Runner
+from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes
+from tiny_models import VOCAB, build
+
+
+def test_a_window_bounds_the_cache() -> None:
+    ids = torch.randint(3, VOCAB, (3, 30))
+    held = cache_bytes(Runner(build("gemma2")).run(ids, 25).cache)
+    assert held == 2 * 3 * 2 * 8 * 4 * (30 + 2 * 7)  # one full layer, two with a window of 8: the last 7 are kept
+
+
+def test_what_lives_is_counted_while_it_lives() -> None:
+    known = torch.zeros(100)
+    with AllocationTracker([known]) as tracker:
+        first = known + 1
+        known.add_(first)
+        view = first[:10]
+        del first
+        assert tracker.now == 400  # the view keeps it
+        second = torch.cat([known, known])
+        assert tracker.now == 1200
+        del view
+        third = second * 2
+        assert tracker.now == 1600
+        del second
+    del third
+    assert (tracker.now, tracker.peak) == (0, 1600)
+
+
+def test_tied_weights_count_once() -> None:
+    model = build("gpt2")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_bytes(model) == 4 * numbers
+    assert parameter_bytes(model.bfloat16()) == 2 * numbers
