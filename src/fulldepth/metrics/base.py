@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchmetrics import Metric
 
+from fulldepth.metrics.angle import cosine
 from fulldepth.metrics.jackknife import group_sizes
 from fulldepth.metrics.reservoir import Reservoir, state_bytes
 
@@ -205,7 +206,7 @@ class Observation:
     def cosines(self) -> Tensor:
         """[N, L+1, L+1] raw cosine similarities, clamped to [-1, 1]; NaN where a state is exactly zero."""
         norms = self.gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-        return (self.gram / (norms[:, :, None] * norms[:, None, :])).clamp(-1.0, 1.0)
+        return cosine(self.gram, norms[:, :, None], norms[:, None, :])
 
 
 class Measure(Metric):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fulldepth.metrics.angle import cosine
 from fulldepth.metrics.base import POSITION_BITS, Measure, Observation, Row, Setup
 from fulldepth.metrics.reservoir import Sample
 
@@ -130,7 +131,7 @@ def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
         x = part.double() if mean is None else centred(part, mean)
         gram = x @ x.mT  # [n, L+1, L+1]
         norm = gram.diagonal(dim1=1, dim2=2).sqrt()
-        cosines = (gram / (norm[:, :, None] * norm[:, None, :])).clamp(-1.0, 1.0)  # 0/0 is NaN
+        cosines = cosine(gram, norm[:, :, None], norm[:, None, :])
         valid = cosines.isfinite()
         sums += cosines.where(valid, 0.0).sum(0)
         counts += valid.sum(0)

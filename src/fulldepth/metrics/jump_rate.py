@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fulldepth.metrics.angle import angular
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import leave_one_out, standard_error
 from fulldepth.thresholds import LARGE_JUMP
@@ -69,7 +70,7 @@ class JumpRate(Measure):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        psi = (1 - observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double()) / 2  # [N, L]
+        psi = angular(observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double())  # [N, L]
         valid = psi.isfinite()
         member = observation.weights_by_group(len(self.sums))[..., 0]  # [N, G]
         self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
