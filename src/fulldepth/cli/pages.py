@@ -16,12 +16,18 @@ from fulldepth.settings.compare import CompareSettings
 
 @command(app, "compare", CompareSettings)
 def compare_command(
-    folders: Annotated[list[Path], typer.Argument(help="Two or more result folders; the first is the baseline.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDERS", help="Two or more result folders; the first is the baseline."),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
     settings: CompareSettings,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
-    """Put measured models side by side, with their differences (redundancy change, JREG Eq. 7)."""
+    """Put measured models, series or training runs side by side, with their differences (JREG Eq. 7).
+
+    Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
+    """
     from fulldepth import report
     from fulldepth.comparison import compare
 
@@ -39,7 +45,10 @@ def compare_command(
 def report_command(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="A result folder; or several of `fulldepth skip` about one model, for one page together."),
+        typer.Argument(
+            metavar="FOLDERS",
+            help="A result folder; or several of `fulldepth skip` about one model, for one page together.",
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of the page. [default: the first folder]")
@@ -60,9 +69,10 @@ def report_command(
 @command(app, "demo")
 def demo_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the runs and their results. [default: demo-run]")
+        Path,
+        typer.Option("--output", "-o", show_default=False, help="Folder for the runs and results. [default: demo-run]"),
     ] = Path("demo-run"),
-    steps: Annotated[int, typer.Option(help="Training steps of each model. [default: 160]")] = 160,
+    steps: Annotated[int, typer.Option(show_default=False, help="Training steps of each model. [default: 160]")] = 160,
 ) -> None:
     """Train a small Llama with and without JREG, measure the checkpoints of both, and compare them on one page."""
     from fulldepth.demo import COMPARISON, demo

@@ -78,13 +78,13 @@ class SearchSettings(ReadingSettings):
     }
 
     blocks: Layer | None = None
-    """k, how many blocks to remove; None = as many as are given."""
+    """How many blocks to remove; None = as many as are given."""
     criterion: Criterion = "loss"
     """What candidates are ranked by on held-out data: loss (of the untrained candidate), scaled (the loss after one
     epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
     search: Method = "greedy"
     """greedy: one by one, candidates that are surely worse leave early; exact: one by one, all on all data; one-shot,
-    cosine, taylor, random, last: ranked once; given: as `given` says."""
+    cosine, taylor, random, last: ranked once; given: the layers of `given`."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp or layer."""
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
