@@ -109,12 +109,11 @@ class Cosine(Measure):
         for layer in range(last + 1):
             for other in range(last + 1):
                 for statistic, kind in (("mean", "count"), ("mean_raw", "count_raw")):
-                    value, count = float(values[statistic][view, layer, other]), int(values[kind][view, layer, other])
-                    yield Row(self.name, "residual", layer, other, statistic + suffix, value, count, "1")
-            count = int(values["count"][view, layer, last])
+                    value, count = (values[name][view, layer, other] for name in (statistic, kind))
+                    yield self.row(statistic + suffix, value, count, layer, other)
+            count = values["count"][view, layer, last]
             for statistic in PERCENTILES:
-                value = float(values[statistic][view, layer])
-                yield Row(self.name, "residual", layer, last, statistic + suffix, value, count, "1")
+                yield self.row(statistic + suffix, values[statistic][view, layer], count, layer, last)
 
 
 def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:

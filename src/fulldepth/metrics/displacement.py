@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -105,17 +103,14 @@ class Displacement(Measure):
         counts = values.pop("count").long()
         where = [("residual", layer) for layer in range(1, self.setup.num_layers + 1)]
         where.append(("final_normed", self.setup.num_layers))
-        rows = []
+        rows: list[Row] = []
         for index, (site, layer) in enumerate(where):
             for view, suffix in enumerate(self.setup.views):
                 count = int(counts[index, view])
                 if site == "final_normed" and not count:
                     continue
-                for statistic, per_layer in values.items():
-                    value = float(per_layer[index, view])
-                    if statistic == "standard_error" and math.isnan(value):
-                        continue
-                    rows.append(Row(self.name, site, layer, None, statistic + suffix, value, count, "1"))
+                statistics = {name + suffix: float(per_layer[index, view]) for name, per_layer in values.items()}
+                rows += self.rows_of(statistics, count, layer, site)
         return rows
 
 

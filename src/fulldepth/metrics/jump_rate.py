@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -87,10 +86,9 @@ class JumpRate(Measure):
         """Two rows for each layer 2..L; no standard error where there is only one sequence."""
         rates, errors, count = self.compute()
         return [
-            Row(self.name, "residual", layer, None, statistic, value, count, "%")
-            for layer, pair in enumerate(zip(rates, errors, strict=True), start=2)
-            for statistic, value in zip(("value", "standard_error"), pair, strict=True)
-            if statistic == "value" or not math.isnan(value)
+            row
+            for layer, (rate, error) in enumerate(zip(rates, errors, strict=True), start=2)
+            for row in self.rows_of({"value": rate, "standard_error": error}, count, layer)
         ]
 
 
