@@ -6,12 +6,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from fulldepth.settings.loading import Count, Length
 from fulldepth.settings.search import ReadingSettings
 
 MOST_ROUNDS = 100_000
 Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
-Length = Annotated[PositiveInt, Field(le=10_000_000)]
-Count = Annotated[PositiveInt, Field(le=10**9)]
 
 
 class BenchSettings(ReadingSettings):
@@ -39,7 +38,3 @@ class BenchSettings(ReadingSettings):
     fulldepth[evaluate]."""
     task_limit: Count | None = None
     """Examples of each task, the first ones; None = all."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
-    dtype: str = "auto"
-    """Precision to load the models in: float32, bfloat16; auto: each checkpoint's own."""

@@ -8,17 +8,13 @@ import pydantic
 from pydantic import Field
 
 from fulldepth.settings.layers import Settings
+from fulldepth.settings.loading import Count, Length, Rate, Seed
 
-Steps = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
 Batch = Annotated[int, Field(ge=1, le=10_000_000)]
-Length = Annotated[int, Field(ge=1, le=10_000_000)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Rate = Annotated[float, Field(gt=0, le=1e3)]
 NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
 Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
-"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
 TermSetting = float | dict[str, Any] | None
 """A penalty: its weight, or a mapping of options with `weight` among them; None = off."""
 
@@ -121,7 +117,7 @@ class TrainSettings(Settings):
     tokenizer: str | None = None
     """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus; None = the checkpoint's."""
 
-    steps: Steps = 200
+    steps: Count = 200
     """Optimiser steps."""
     global_batch_size: Batch = 16
     """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
@@ -168,15 +164,15 @@ class TrainSettings(Settings):
     """Processes that load data, for each training process; they change no number. None = up to 4, one for each core,
     and 0 in a run of fewer than 2**24 tokens."""
 
-    eval_every: Steps = 50
+    eval_every: Count = 50
     """Steps between validations (loss, displacement, jump rate)."""
-    save_every: Steps = 100
+    save_every: Count = 100
     """Steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: Steps | None = None
+    keep_checkpoints: Count | None = None
     """Keep only this many; None = all, so that the run can be measured as a series."""
     save_in_background: bool = True
     """With fsdp, write checkpoints while training goes on; takes memory of the CPU for a copy of the shards."""
-    log_every: Steps = 10
+    log_every: Count = 10
     """Steps between lines of `report_to`."""
     report_to: list[str] = Field(default_factory=list)
     """Comma-separated trackers that transformers' Trainer knows: tensorboard, wandb."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fulldepth.errors import FulldepthError
+from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
 
 
@@ -58,7 +59,7 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
     ]
 
 
-class GroupsMixin:
+class GroupsMixin(AnyTrainer):
     """Gives a Trainer with an objective `settings=`, and the parameter groups that they describe."""
 
     def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.optimiser import GroupsMixin
 from fulldepth.training.resume import ResumeMixin
 from fulldepth.training.settings import TrainSettings
-from fulldepth.training.shards import ShardsMixin
+from fulldepth.training.sharding import ShardsMixin
 
 TEMPLATE = (
     "{% for message in messages %}"
