@@ -182,8 +182,10 @@ class ObjectiveMixin(AnyTrainer):
             "tokens": [self.task.tokens(sample) for sample in samples],
             "targets": [self.task.targets(sample) for sample in samples],
         }
-        known = {name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)}
-        totals = {name: torch.as_tensor(total, device=device) for name, total in known.items()}
+        complete = {
+            name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)
+        }
+        totals = {name: torch.as_tensor(total, device=device) for name, total in complete.items()}
         if not totals or not self.args.average_tokens_across_devices or self.args.world_size == 1:
             return totals
         stacked = torch.stack(list(totals.values()))

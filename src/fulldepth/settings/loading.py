@@ -10,7 +10,7 @@ from fulldepth.settings.layers import Settings
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Length = Annotated[int, Field(ge=1, le=10_000_000)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Rate = Annotated[float, Field(gt=0, le=1e3)]
 """Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
 

@@ -68,16 +68,18 @@ def export_run(
     """
     if is_sealed(run) and step is None and not every:  # a checkpoint instead of its run
         run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
-    watcher, found = watcher or Watcher(), dict(sealed_checkpoints(run))
-    if not found:
+    watcher, checkpoints = watcher or Watcher(), dict(sealed_checkpoints(run))
+    if not checkpoints:
         raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
     if every and (output is not None or step is not None):
         raise FulldepthError("--all puts every checkpoint together in place; it goes with neither --output nor --step.")
     if dtype is not None and output is None:
         raise FulldepthError("--dtype needs --output: in place, the run's own weights keep their precision.")
-    if step is not None and step not in found:
-        raise FulldepthError(f"{run} has no whole checkpoint-{step}; it has those of steps {_listed(list(found))}.")
-    chosen = found if every else {n: found[n] for n in [max(found) if step is None else step]}
+    if step is not None and step not in checkpoints:
+        raise FulldepthError(
+            f"{run} has no whole checkpoint-{step}; it has those of steps {_listed(list(checkpoints))}."
+        )
+    chosen = checkpoints if every else {n: checkpoints[n] for n in [max(checkpoints) if step is None else step]}
     with explaining_full_disk(lambda: "Nothing was exported, and the checkpoint is as it was."):
         if output is None:
             for checkpoint in chosen.values():

@@ -91,10 +91,10 @@ def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
 @contextmanager
 def _silent_forks() -> Iterator[None]:
     """Keep tokenizers, which have been used by now, from warning in every worker; workers tokenise nothing."""
-    given = os.environ.get(FORKS)
+    before = os.environ.get(FORKS)
     os.environ.setdefault(FORKS, "false")
     try:
         yield
     finally:
-        if given is None:
+        if before is None:
             os.environ.pop(FORKS, None)

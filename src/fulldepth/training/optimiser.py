@@ -47,11 +47,11 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     everything = settings.decay == "all"
     decayed = [p for p in trained if everything or (p.ndim >= 2 and id(p) not in embeddings)]
-    kept = {id(p) for p in decayed}
+    decayed_ids = {id(p) for p in decayed}
     return [
         {"params": decayed, "weight_decay": settings.weight_decay, "lr": settings.learning_rate, "name": "decay"},
         {
-            "params": [p for p in trained if id(p) not in kept],
+            "params": [p for p in trained if id(p) not in decayed_ids],
             "weight_decay": 0.0,
             "lr": settings.learning_rate,
             "name": "no decay",

@@ -122,7 +122,7 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     if table.empty:
         return {}
     step = int(table.step.max())
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for name, measure, unit, sentence in (
         ("validation_loss", "validation_loss", "nats", _loss(table, step)),
         ("train_loss", "train_loss", "nats", ""),
@@ -133,8 +133,8 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     ):
         value = _value(table, measure, step)
         if value is not None:
-            found[name] = Finding(value, unit, sentence)
-    return found
+            findings[name] = Finding(value, unit, sentence)
+    return findings
 
 
 def _value(table: pd.DataFrame, measure: str, step: int) -> float | None:
@@ -144,10 +144,10 @@ def _value(table: pd.DataFrame, measure: str, step: int) -> float | None:
 
 
 def _loss(table: pd.DataFrame, step: int) -> str:
-    now, before = _value(table, "validation_loss", step), _value(table, "validation_loss", 0)
-    if now is None:
+    loss, before = _value(table, "validation_loss", step), _value(table, "validation_loss", 0)
+    if loss is None:
         return ""
-    sentence = f"The validation loss is {now:.3f} nats at step {step:,}"
+    sentence = f"The validation loss is {loss:.3f} nats at step {step:,}"
     if before is not None and step:
         sentence += f", {before:.3f} before training"
     losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()

@@ -95,16 +95,16 @@ def resume_notes(checkpoint: Path) -> RunNotes:
             raise FulldepthError(f"Cannot read {checkpoint / STATE}: {one_line(unknown[0], 60)} is no entry of it.")
         notes = notes_of(checkpoint)
         try:
-            found = RunNotes.model_validate(notes, strict=True)
+            run_notes = RunNotes.model_validate(notes, strict=True)
         except pydantic.ValidationError as error:
             problem = error.errors(include_url=False)[0]
             where = one_line(".".join(map(str, problem["loc"])), 100)
             raise FulldepthError(f"Cannot read the seal of {checkpoint}: notes.{where}: {problem['msg']}.") from error
-        if found.evaluated > state.global_step:
+        if run_notes.evaluated > state.global_step:
             raise FulldepthError(f"Cannot read the seal of {checkpoint}: it was evaluated after its own step.")
     except FulldepthError as error:
         raise FulldepthError(f"{error} {_advice(checkpoint)}") from error
-    return found
+    return run_notes
 
 
 def read_rows(checkpoint: Path) -> pd.DataFrame | None:

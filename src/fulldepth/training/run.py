@@ -150,8 +150,8 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     record.complete = True
     if trainer.args.should_save:
         record.save()
-        if whole := sealed_checkpoints(record.folder):
-            put_together(whole[-1][1], watcher)
+        if checkpoints := sealed_checkpoints(record.folder):
+            put_together(checkpoints[-1][1], watcher)
     return record.results()
 
 
@@ -222,10 +222,10 @@ def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: di
 
 
 def _last_good(folder: Path) -> str:
-    found = sealed_checkpoints(folder)
-    if not found:
+    checkpoints = sealed_checkpoints(folder)
+    if not checkpoints:
         return "There is no whole checkpoint yet; --resume starts at the beginning."
-    return f"The last whole checkpoint is {found[-1][1]}; --resume goes on from it."
+    return f"The last whole checkpoint is {checkpoints[-1][1]}; --resume goes on from it."
 
 
 @contextmanager

@@ -161,12 +161,12 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {same[0]: same for same in names.values()}
+    return {group[0]: group for group in names.values()}
 
 
 def missing_weights(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:
     """Weights that are stored under none of their names."""
-    return [name for name, same in aliases(model).items() if not any(other in stored for other in same)]
+    return [name for name, group in aliases(model).items() if not any(other in stored for other in group)]
 
 
 def take_weights(model: nn.Module, folder: Path, group: Any = None) -> None:
@@ -175,15 +175,15 @@ def take_weights(model: nn.Module, folder: Path, group: Any = None) -> None:
     Raises:
         FulldepthError: if a weight is missing or has another shape, or a file is damaged.
     """
-    place = folder / WEIGHT_SHARDS if is_sharded(folder) else folder
-    stored, others = stored_shapes(place), aliases(model)
+    source_folder = folder / WEIGHT_SHARDS if is_sharded(folder) else folder
+    stored, others = stored_shapes(source_folder), aliases(model)
     if missing := missing_weights(model, stored):
         raise FulldepthError(f"Cannot read {folder}: it lacks the weight {missing[0]}.")
-    wanted = {
+    tensors_by_name = {
         next((other for other in others.get(name, []) if other in stored), name): tensor
         for name, tensor in whole_tensors(model).items()
     }
-    read_shards(place, wanted, group)
+    read_shards(source_folder, tensors_by_name, group)
 
 
 def describe(model: PreTrainedModel, folder: Path) -> None:
@@ -250,8 +250,8 @@ class ShardsMixin(AnyTrainer):
             return
         with tempfile.TemporaryDirectory() as scratch:
             super()._save_rng_state(scratch)
-            mine = {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
-        everyone = current().gather(mine)
+            own_files = {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
+        everyone = current().gather(own_files)
         if self.args.should_save:
             for files in everyone:
                 for name, content in files.items():
@@ -308,7 +308,7 @@ class ShardsMixin(AnyTrainer):
         names, stored = _names(self.plain_model), stored_shapes(folder / OPTIMIZER_SHARDS)
         if len(numbers.groups) != len(self.optimizer.param_groups):
             raise ValueError("the optimiser has another number of groups")
-        wanted: dict[str, torch.Tensor] = {}
+        tensors_by_name: dict[str, torch.Tensor] = {}
         for group, options in zip(self.optimizer.param_groups, numbers.groups, strict=True):
             if options.pop("params", None) != [names[id(parameter)] for parameter in group["params"]]:
                 raise ValueError("the optimiser's groups hold other weights")
@@ -322,10 +322,10 @@ class ShardsMixin(AnyTrainer):
                 for key, tensor in state.items():
                     if stored.get(f"{name}.{key}") != list(tensor.shape):
                         raise ValueError(f"{key} does not fit its weight")
-                    wanted[f"{name}.{key}"] = tensor
+                    tensors_by_name[f"{name}.{key}"] = tensor
                 step = torch.tensor(numbers.steps[name], dtype=torch.float32)
                 self.optimizer.state[parameter] = {"step": step.to(_step_device(group, parameter)), **state}
-        read_shards(folder / OPTIMIZER_SHARDS, wanted, self._cpu_groups()[1])
+        read_shards(folder / OPTIMIZER_SHARDS, tensors_by_name, self._cpu_groups()[1])
 
     def _cpu_groups(self) -> tuple[Any, Any]:
         """Two groups, for two writes at a time; made by all processes at once."""
