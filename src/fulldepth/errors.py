@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -62,6 +63,11 @@ def brief(message: str, most: int = 950) -> str:
             return "\n".join([*shown, f"... and {len(lines) - len(shown):,} lines more."])
         shown.append(line)
     return "\n".join(shown)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, of the system or of a library that wraps it, says that the disk is full."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

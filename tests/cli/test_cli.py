@@ -19,7 +19,7 @@ from fulldepth.measurement import MeasureSettings
 from fulldepth.settings import layers as recipes
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
-COMMANDS = ["measure", "compare", "report", "demo", "skip"]
+COMMANDS = ["measure", "train", "compare", "report", "demo", "skip"]
 SKIP = ["search", "apply", "curve", "bench", "quantise"]
 
 
@@ -79,6 +79,62 @@ def test_help_names_every_policy_and_recipe(main):
         assert recipe in described["--recipe"]
 
 
+FOLDERS = ["--output", "o"]
+VERBS = {
+    "train": ("fulldepth.training.train", ["train", "tiny-llama", *FOLDERS], ["--seed", "3"], "seed=3"),
+    "train list": (
+        "fulldepth.training.train",
+        ["train", "tiny-llama", *FOLDERS],
+        ["--report-to", "a,b"],
+        "report_to=[a, b]",
+    ),
+    "measure": ("fulldepth.measurement.measure_into", MEASURE, ["--measures", "cka,mmd"], "measures=[cka, mmd]"),
+    "skip search": ("fulldepth.skip.search_into", ["skip", "search", *MEASURE[1:]], ["--given", "3,7"], "given=[3, 7]"),
+    "skip curve": ("fulldepth.skip.curve", ["skip", "curve", *MEASURE[1:]], ["--seed", "3"], "seed=3"),
+    "skip bench": ("fulldepth.skip.bench", ["skip", "bench", "m", "e", *FOLDERS], ["--batches", "2"], "batches=[2]"),
+    "compare": ("fulldepth.comparison.compare", ["compare", "a", "b", *FOLDERS], ["--depth", "layer"], "depth=layer"),
+}
+"""Verb -> the function behind it, a command, an option, and the same setting as `key=value`."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_and_key_value_mean_the_same_on_every_verb(main, monkeypatch, tmp_path, verb):
+    function, command, option, assigned = VERBS[verb]
+    calls = []
+
+    def record(*arguments, **named):
+        calls.append((arguments, {key: value for key, value in named.items() if key != "watcher"}))
+        raise FulldepthError("called")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(function, record)
+    other = [option[0], "9" if option[1].isdecimal() else option[1]]
+    ways = [option, ["--set", assigned], [*other, "--set", assigned]]
+    ways += [[assigned], [*other, assigned]] if verb.startswith("train") else []
+    for way in [[], *ways]:
+        assert main(*command, *way)[2].strip() == "Error: called"
+    plain, *given = calls
+    assert all(call == given[0] != plain for call in given)
+
+
+def test_an_option_of_training_overrides_the_recipe_and_can_switch_off(main, monkeypatch, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("steps: 7\nfsdp: true\nmodel: {hidden_size: 24}\n")
+    settings = []
+
+    def record(resolved, *_, **__):
+        settings.append(resolved)
+        raise FulldepthError("called")
+
+    monkeypatch.setattr("fulldepth.training.train", record)
+    for way in ([], ["--steps", "5", "--no-fsdp", "model.num_hidden_layers=2"]):
+        main("train", recipe, "--output", tmp_path / "run", *way)
+    assert [(s.steps, s.fsdp, s.model.model_extra) for s in settings] == [
+        (7, True, {"hidden_size": 24}),
+        (5, False, {"hidden_size": 24, "num_hidden_layers": 2}),
+    ]
+
+
 def test_demo_help_gives_its_defaults(main):
     described = options_of(main("demo", "--help")[1])
     assert "[default: demo-run]" in described["--output"]
@@ -101,7 +157,7 @@ def test_version(main):
     assert shell(script, "--version").stdout == same.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["measure", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["measure", "--help"], ["train", "--help"], ["--version"]])
 def test_help_loads_no_heavy_library(arguments):
     program = (
         "import sys\n"

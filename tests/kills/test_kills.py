@@ -23,7 +23,7 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
 from fulldepth.training import TrainSettings, export_run, train
-from fulldepth.training.shards import describe, whole_tensors
+from fulldepth.training.sharding import describe, whole_tensors
 from kills.moments import differences, in_fork, moments, resumed
 from skip import planned, word_tokenizer
 

@@ -1,5 +1,6 @@
 """JREG's penalty (Eq. 2, 5, 6) against numpy in float64, its gradient against autograd of the plain formula."""
 
+import math
 import sys
 from itertools import pairwise
 
@@ -10,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.displacement import displacement_gradient, displacement_parts
+from fulldepth.losses.displacement import Displacements, displacement_gradient, displacement_parts
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
 from fulldepth.losses.states import blocks
+from fulldepth.metrics import displacement
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [0.0, 0.1, 1.0, 3.0, float("inf")]
@@ -152,11 +154,55 @@ def test_no_token_counts(states, mask):
     assert not any(state.grad.any() for state in inputs)
 
 
-def test_zero_vectors_and_copies_are_harmless(states):
+@pytest.mark.parametrize("alpha", [0.3, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_zero_vectors_are_left_out_as_by_the_measure(states, mask, small_blocks, dtype, alpha):
+    """Layer by layer the mean of the measure's function where it is a number; the gradient is that of the rest."""
+    states[2][0, 3], states[4][1, 0] = 0.0, 0.0
+    inputs, oracles = leaves(states, dtype), leaves(states)
+    value = jump_penalty(inputs, alpha, mask)
+    psi = [displacement(*pair)[mask] for pair in pairwise(oracles)]
+    means = [layer[~layer.isnan()].mean() for layer in psi]
+    assert [int(layer.isnan().sum()) for layer in psi] == [0, 1, 1, 1]
+    expected = sum(w * mean for w, mean in zip(jump_weights(4, alpha).tolist(), means, strict=True))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(value.double(), expected, rtol=0, atol=tolerance)
+    value.backward()
+    rest = [torch.cosine_similarity(*pair, dim=-1)[mask & ~displacement(*pair).isnan()] for pair in pairwise(oracles)]
+    sum(w * (1 - c).mean() / 2 for w, c in zip(jump_weights(4, alpha).tolist(), rest, strict=True)).backward()
+    for state, other in list(zip(inputs, oracles, strict=True))[3 * math.isinf(alpha) :]:
+        torch.testing.assert_close(state.grad.double(), other.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_that_are_added_on_the_way_leave_zero_vectors_out(states, mask, generator):
+    """A stack of matrices, in which a zero vector stays one; against autograd of the formula on the other tokens."""
+    first, matrices = states[0].clone(), torch.randn(3, 6, 6, generator=generator, dtype=torch.float64)
+    first[0, 3] = 0.0
+    weights = jump_weights(3, 0.3).tolist()
+
+    def stream(matrices):
+        hidden = [first.clone().requires_grad_()]
+        for matrix in matrices:
+            hidden.append(hidden[-1] @ matrix)
+        return hidden
+
+    (ours, plain_matrices) = (matrices.clone().requires_grad_() for _ in range(2))
+    hidden = stream(ours)
+    penalty = Displacements(hidden, weights, mask)
+    penalty.added_to(hidden[-1].square().mean(), 0.7).backward()
+    hidden, rest = stream(plain_matrices), mask.clone()
+    rest[0, 3] = False
+    expected = plain([state[rest][None] for state in hidden], 0.3)
+    torch.testing.assert_close(penalty.value, expected, rtol=0, atol=1e-12)
+    (hidden[-1].square().mean() + 0.7 * expected).backward()
+    torch.testing.assert_close(ours.grad, plain_matrices.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_zero_states_and_copies_are_harmless(states):
     zeros = leaves([torch.zeros(2, 3, 4)] * 4, torch.float32)
     value = jump_penalty(zeros)
     value.backward()
-    assert value == 0.5
+    assert value == 0
     assert not any(state.grad.any() for state in zeros)
     copies = leaves([states[0], 3 * states[0], -states[0]], torch.float32)
     parts = displacement_parts(copies[0], copies[1])

@@ -56,7 +56,8 @@ def plain_jump(states: tuple[Tensor, ...], mask: Tensor, alpha: float) -> Tensor
         cosine = torch.cosine_similarity(states[layer - 1].double(), states[layer].double(), dim=-1)
         psi = (1 - cosine) / 2
         weight = weights[layer - 1] if weights is not None else float(layer == depth)
-        total = total + weight * (psi * mask).sum() / mask.sum()
+        counted = mask * states[layer - 1].any(-1) * states[layer].any(-1)  # a zero vector has no direction
+        total = total + weight * (psi * counted).sum() / counted.sum()
     return total
 
 

@@ -10,7 +10,7 @@ import pytest
 from fulldepth.measurement.headline import headline
 from fulldepth.metrics.jump_rate import describe_jump
 from fulldepth.results import tabulate
-from fulldepth.training.headline import headline as training_headline
+from fulldepth.training.record import headline as training_headline
 
 RATES = (-3.0, -0.01, 0.0, 1e-12, 0.03, 0.049, 0.051, 0.94, 9.94, 9.951, 10.0, 55.5)
 

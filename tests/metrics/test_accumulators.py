@@ -139,6 +139,25 @@ def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
     assert held(metric) == before == promised == metric.nbytes
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torchmetrics_keeps_beside_the_states_is_small(name, wordy_world, weights):
+    """The storage behind every tensor of a metric, before an update, after it, and after a reset."""
+
+    def stored():
+        owners = [module for module in metric.modules() if isinstance(module, Metric)]
+        tensors = [t for owner in owners for t in (*owner.metric_state.values(), *owner._defaults.values())]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()), len(tensors)
+
+    metric = METRICS[name](wordy_world.setup())
+    fresh = {key: value.clone() for key, value in metric.metric_state.items()}
+    for step in (lambda: None, lambda: fill({name: metric}, wordy_world, weights, (12,)), metric.reset):
+        step()
+        total, count = stored()
+        shared = sum(reservoir.nbytes for reservoir in metric.setup.reservoirs.values())
+        assert metric.nbytes <= total <= metric.nbytes + shared + 16 * count
+    assert all(torch.equal(value, fresh[key]) for key, value in metric.metric_state.items())
+
+
 def test_bytes_held_by_closed_form():
     """L = 4 layers, D = 32, K = 7 frequencies of T = 12 tokens, G = 16 groups; 8 bytes a number, 16 if complex."""
     setup = Setup(

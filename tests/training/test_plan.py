@@ -222,7 +222,7 @@ def test_parameters_steps_tokens_and_time_of_a_run() -> None:
     block = 12 * 64**2 + 13 * 64  # GPT-2: matrices, biases and norms of one block
     assert made.parameters_without_embeddings == 3 * block + 2 * 64
     assert made.parameters == made.trainable == 3 * block + 2 * 64 + (VOCAB + TIME) * 64
-    assert (made.tokens_per_step, made.tokens, made.steps) == (8 * TIME, 80 * TIME, 10)
+    assert (made.tokens_per_step, made.tokens, made.settings.steps) == (8 * TIME, 80 * TIME, 10)
     assert (made.micro_batch, made.accumulation, made.processes) == (2, 2, 2)
     blocks, head = 3 * (24 * 64**2 + 4 * 64 * (TIME + 1) / 2), 2 * 64 * VOCAB
     assert made.step_flops == 3 * (blocks + head) + blocks

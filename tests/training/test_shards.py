@@ -24,7 +24,7 @@ from fulldepth.settings import layer, read
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.training import TrainSettings, export_run, train
 from fulldepth.training import export as exporting
-from fulldepth.training.shards import Writing
+from fulldepth.training.sharding import Writing
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharded_train import launch

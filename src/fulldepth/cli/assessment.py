@@ -10,7 +10,7 @@ import typer
 from fulldepth import console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import refuse_existing
-from fulldepth.cli.skip import DATA, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
+from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 
@@ -20,7 +20,7 @@ GRID = "What is timed"
 @command(skip, "curve", SearchSettings, without=("blocks", "given", "format", "criterion", "budget", "fit"))
 def curve_command(
     model: Model,
-    data: Annotated[str, typer.Option("--data", help="As for `skip search`.")],
+    data: Data,
     output: Results,
     settings: dict[str, Any],
     max_blocks: Annotated[
@@ -50,7 +50,7 @@ def curve_command(
     if not resume:
         refuse_existing(output, False)
     with console.watching() as watcher:
-        found = curve(
+        measured = curve(
             model,
             data,
             max_blocks=max_blocks,
@@ -62,7 +62,7 @@ def curve_command(
             **settings,
         )
     if console.is_main():
-        console.finish(found.results, report.write(output))
+        console.finish(measured.results, report.write(output))
 
 
 @command(skip, "bench", BenchSettings)
@@ -75,7 +75,7 @@ def bench_command(
         str | None,
         typer.Option(
             "--data",
-            help="Read the held-out loss of every model; as for `skip search`, the same for the same held-out tokens.",
+            help="Also read every model's held-out loss; with the data of `skip search`, on the same held-out tokens.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -112,7 +112,7 @@ def bench_command(
 def quantise_command(
     model: Planned,
     plan: PlanFile,
-    data: Annotated[str, typer.Option("--data", help="As for `skip search`; the same for the same held-out tokens.")],
+    data: Data,
     output: Results,
     settings: dict[str, Any],
     method: Annotated[
@@ -165,6 +165,7 @@ def quantise_command(
             watcher=watcher,
             **({"trust_remote_code": True} if trust_remote_code else {}) | settings,
         )
-    for one in results.meta["saved"]:
-        typer.echo(f"Checkpoint: {one['path']} (logit error {one['logit_error']:.1e}, loaded again in a fresh process)")
+    for saved in results.meta["saved"]:
+        error = f"logit error {saved['logit_error']:.1e}, loaded again in a fresh process"
+        typer.echo(f"Checkpoint: {saved['path']} ({error})")
     console.finish(results, report.write(output))

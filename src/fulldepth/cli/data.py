@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import Assignments, command
+from fulldepth.cli.options import command
 from fulldepth.cli.program import app
-from fulldepth.settings import assignments, layer, read
+from fulldepth.settings import layer
 
 data = typer.Typer(
     name="data",
@@ -25,16 +25,12 @@ def _group() -> None:
     """Keep `prepare` a command of its own, though it is the only one."""
 
 
-@command(data, "prepare")
+@command(data, "prepare", recipes="train")
 def prepare_command(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="Name of a recipe (fulldepth train --list), or a YAML file.")
     ],
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="The settings that the run will have over the recipe's."),
-    ] = None,
-    more: Assignments = None,
+    settings: dict[str, Any],
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Processes that tokenise. [default: one for each core]")
     ] = None,
@@ -55,9 +51,8 @@ def prepare_command(
     """
     from fulldepth.training import TrainSettings, prepare_text
 
-    resolved = layer(TrainSettings, read(recipe, "train"), assignments([*(changes or []), *(more or [])]))
     with console.watching() as watcher:
-        packed = prepare_text(resolved, whole=whole, writers=workers, watcher=watcher)
+        packed = prepare_text(layer(TrainSettings, settings), whole=whole, writers=workers, watcher=watcher)
     if console.is_main():
         for warning in packed.warnings:
             console.line(f"Note: {warning}")

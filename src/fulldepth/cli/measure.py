@@ -56,6 +56,8 @@ def measure_command(
     and `results.json` (settings, headline). A run that was interrupted goes on where it stopped, and a series whose
     training went on is extended by the new checkpoints.
 
+    Example: `fulldepth measure MODEL --data text.txt --measures displacement,jump_rate --output out/`
+
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth measure MODEL --data text.txt --output out/`
     """
     from fulldepth import report

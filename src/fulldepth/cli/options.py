@@ -25,7 +25,17 @@ NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
 """The end of a docstring that says what None stands for."""
 
 Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="<key=value>", help="Any setting by name; may be given often.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="<key=value>",
+        help="Any setting by name, also those without an option; the value is YAML. Overrides recipe and option; may "
+        "be given several times.",
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="The same as --set: steps=500 model.hidden_size=256 objective.jump=1."),
 ]
 
 
@@ -40,14 +50,15 @@ def command(
     """Add a function to a program as a command.
 
     The function's parameter `settings`, if it has one, is no option: it gets an instance of the settings class, layered
-    from defaults, recipe, options and `--set`; or, where it is annotated as a mapping, only what was given. The
+    from defaults, recipe, options and `key=value`; or, where it is annotated as a mapping, only what was given. The
     options stand in the help where `settings` stands among the parameters.
 
     Args:
         app: the program, or a group of it.
         name: of the command.
         settings: the class whose fields become options.
-        recipes: the verb whose recipes `--recipe` reads; None = the command has none.
+        recipes: the verb whose recipes the command reads: its argument `recipe`, if the function has such a parameter,
+            which `KEY=VALUE` arguments may follow, else the option `--recipe`. None = the command has no recipes.
         without: fields that get no option here.
     """
 
@@ -55,8 +66,10 @@ def command(
         hints = get_type_hints(function, include_extras=True)
         own = inspect.signature(function).parameters
         fields = {} if settings is None else _fields(settings, without)
-        generated = [_parameter(key, _option(key, *field), None) for key, field in fields.items()]
-        if recipes is not None:
+        generated = [_parameter(key, _option(key, *field, "recipe" in own), None) for key, field in fields.items()]
+        if "recipe" in own:
+            generated.insert(0, _parameter("changes", Changes, None))
+        elif recipes is not None:
             text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
             generated.append(_parameter("recipe", Annotated[str | None, typer.Option(help=text)], None))
         generated.append(_parameter("assigned", Assignments, None))
@@ -72,15 +85,14 @@ def command(
             DEBUG["on"] |= values.pop("debug")
             if "settings" in own:
                 options = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
-                given = {key: value for key, value in options.items() if value is not None}
-                recipe = values.pop("recipe", None)
+                recipe = values.get("recipe")
                 layers = [
                     read(recipe, recipes or "") if recipe else {},
-                    given,
-                    assignments(values.pop("assigned") or []),
+                    {key: value for key, value in options.items() if value is not None},
+                    assignments([*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]),
                 ]
                 values["settings"] = layer(settings, *layers) if resolves and settings else reduce(merge, layers)
-            function(**values)
+            function(**{key: value for key, value in values.items() if key in own})
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -106,10 +118,10 @@ def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple
     }
 
 
-def _option(name: str, field: FieldInfo, panel: str) -> Any:
-    """The annotation that Typer makes an option of."""
+def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:
+    """The annotation that Typer makes an option of; `negatable` where the recipe decides what no option says."""
     kind, flag = _kind(field), f"--{name.replace('_', '-')}"
-    flags = [f"{flag}/--no-{flag[2:]}" if field.default is not False else flag] if kind is bool else [flag]
+    flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and (negatable or field.default is not False) else flag]
     return Annotated[kind | None, typer.Option(*flags, help=_help(field), rich_help_panel=panel)]
 
 

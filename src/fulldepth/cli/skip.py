@@ -28,6 +28,14 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder o
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
 Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub "
+        "data set, or corpus:builtin. The same as in the search for the same held-out tokens.",
+    ),
+]
 Heldout = Annotated[
     str | None, typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA)
 ]
@@ -47,14 +55,7 @@ RemoteCode = Annotated[
 @command(skip, "search", SearchSettings, recipes="skip")
 def search_command(
     model: Model,
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a "
-            "Hub data set, or corpus:builtin.",
-        ),
-    ],
+    data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for plan.json; made if absent.")],
     settings: SearchSettings,
     heldout: Heldout = None,
@@ -62,8 +63,12 @@ def search_command(
         int | None,
         typer.Option(help="Let the model answer this many prompts first, as the paper does.", rich_help_panel=DATA),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Of these answers; 0 = greedy.", rich_help_panel=DATA)] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(help="Of an answer.", rich_help_panel=DATA)] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of these responses; 0 = greedy.", rich_help_panel=DATA)
+    ] = 0.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Tokens of such a response, at most.", rich_help_panel=DATA)
+    ] = 256,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted search stopped.")] = False,
 ) -> None:
     """Find the blocks whose removal costs least on held-out data, and train scalars that heal the rest.

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import Assignments, command
+from fulldepth.cli.options import command
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
-from fulldepth.settings import assignments, layer, names, read
+from fulldepth.settings import layer, names, read
+from fulldepth.settings.train import TrainSettings as TrainOptions
 
 
-@command(app, "train")
+@command(app, "train", TrainOptions, recipes="train")
 def train_command(
+    *,
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe (see --list), or a YAML file of settings.")
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Settings over the recipe's: steps=500 model.hidden_size=256."),
-    ] = None,
+    settings: dict[str, Any],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; made if absent.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the last whole checkpoint in the run folder.")
     ] = False,
-    more: Assignments = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Train the recipe's model with: standard, jreg, cr, aligned, similarity. [default: its own]"),
-    ] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the recipes and leave.")] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the time it will take, and leave."),
     ] = False,
 ) -> None:
-    """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned.
+    """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned training.
 
-    RECIPE holds every number; `key=value` changes some of them. The run folder gets checkpoints, `settings.yaml`,
-    `results.parquet` (losses, penalties, displacement and jump rates at every evaluation) and `report.html`; look at
-    the checkpoints with `fulldepth measure RUN --data text.txt --output out/`, and at several runs on one page with
-    `fulldepth compare RUN RUN --output out/`.
+    RECIPE holds the numbers; options and `KEY=VALUE` change some of them. A default below holds where the recipe says
+    nothing. The run folder gets checkpoints, `settings.yaml`, `results.parquet` (losses, penalties, displacement and
+    jump rates at every evaluation) and `report.html`; look at the checkpoints with `fulldepth measure RUN --data
+    text.txt --output out/`, and at several runs on one page with `fulldepth compare RUN RUN --output out/`.
 
-    Example: `fulldepth train tiny-jreg steps=300 --output jreg-run/`
+    Example: `fulldepth train tiny-jreg --steps 300 objective.jump.alpha=0.3 --output jreg-run/`
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth train tiny-jreg --output jreg-run/`
 
@@ -59,8 +53,7 @@ def train_command(
     from fulldepth import report
     from fulldepth.training import TrainSettings, dry_run_lines, train
 
-    over = {"method": method} if method else {}
-    resolved = layer(TrainSettings, read(recipe, "train"), over, assignments([*(changes or []), *(more or [])]))
+    resolved = layer(TrainSettings, settings)
     if dry_run:
         console.table(dry_run_lines(resolved))
         return
@@ -91,7 +84,10 @@ def train_export_command(
         str | None, typer.Option(help="float32, bfloat16 or float16; with --output. [default: the checkpoint's]")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Put every checkpoint in shards together, in place, for `measure RUN`.")
+        bool,
+        typer.Option(
+            "--all", help="Merge the shards of every checkpoint, in place, so that `measure RUN` can read them."
+        ),
     ] = False,
 ) -> None:
     """Make an ordinary checkpoint (config, tokenizer, safetensors) of a run's, whether it is in shards or not.

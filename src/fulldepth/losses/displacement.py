@@ -1,11 +1,11 @@
 """Displacement of tokens and its gradient in closed form, without a copy of a hidden state.
 
-`token_displacement` is one differentiable function of two states. `Displacements` serves a training step: ordinary
+`mean_displacement` is one differentiable function of two states. `Displacements` serves a training step: ordinary
 autograd would begin the backward pass with the gradients of all L+1 states at once; here the forward pass keeps
 references and three numbers per token, and each state's share is added when its own gradient arrives.
 
-The formula is that of `fulldepth.metrics.displacement`, but for zero vectors: they have no direction, so measures leave
-them out; a penalty takes 0 for their cosine, a constant displacement of 1/2 without a gradient.
+The formula is `fulldepth.metrics.displacement`'s, and so is the rule for zero vectors: they have no direction, so a
+mean leaves them out, and their gradient is 0.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.states import blocks, check_states, mean_over_tokens, statistics_dtype, token_count
+from fulldepth.losses.states import blocks, check_states, statistics_dtype
+from fulldepth.metrics.angle import angular, cosine
 
 Side = Literal["previous", "current"]
 
 
 class Parts(NamedTuple):
-    """What the displacement of every token and its gradient are made of, each `[B, T]` float32 or float64."""
+    """Cosine and norms of every token's two states, each `[B, T]` float32 or float64."""
 
     cos: Tensor
     norm_previous: Tensor
@@ -34,8 +35,17 @@ class Parts(NamedTuple):
 
     @property
     def displacement(self) -> Tensor:
-        """`[B, T]`: Psi, in [0, 1]."""
-        return (1 - self.cos) / 2
+        """`[B, T]`: Psi, in [0, 1]; NaN where a state is zero."""
+        return angular(self.cos)
+
+    @property
+    def directed(self) -> Tensor:
+        """`[B, T]` bool: both states have a direction (states that are NaN pass, so that the loss shows them)."""
+        return (self.norm_previous != 0) & (self.norm_current != 0)
+
+    def counted(self, mask: Tensor | None) -> Tensor:
+        """`[B, T]` bool: the tokens that a mean of displacements takes, those of the mask that have a direction."""
+        return self.directed if mask is None else self.directed & mask.to(self.cos.device, torch.bool)
 
 
 @torch.no_grad()
@@ -49,22 +59,22 @@ def displacement_parts(previous: Tensor, current: Tensor, norm_previous: Tensor 
 
     Returns:
         `(cos, norm_previous, norm_current)`, each `[...]` on the device of `current`, float32 (float64 if a state is).
-        The cosine lies in [-1, 1] and is 0 where a state is zero.
+        The cosine lies in [-1, 1] and is NaN where a state is zero.
 
     Source: "JREG: final-layer jumps", Eq. 2.
     """
     x, y = previous.reshape(-1, previous.shape[-1]), current.reshape(-1, current.shape[-1])
     device, dtype = current.device, statistics_dtype(previous, current)
-    cos, norm_x, norm_y = torch.empty(3, len(y), dtype=dtype, device=device)
+    product, norm_x, norm_y = torch.empty(3, len(y), dtype=dtype, device=device)
     for rows in blocks(len(y), y.shape[-1], device):
         a, b = x[rows].to(device, dtype), y[rows].to(device, dtype)
-        cos[rows], norm_y[rows] = (a * b).sum(-1), torch.linalg.vector_norm(b, dim=-1)
+        product[rows], norm_y[rows] = (a * b).sum(-1), torch.linalg.vector_norm(b, dim=-1)
         if norm_previous is None:
             norm_x[rows] = torch.linalg.vector_norm(a, dim=-1)
     if norm_previous is not None:
         norm_x.copy_(norm_previous.flatten())
-    cos.div_(norm_x).div_(norm_y).clamp_(-1.0, 1.0).masked_fill_((norm_x == 0) | (norm_y == 0), 0.0)
-    return Parts(*(part.view(current.shape[:-1]) for part in (cos, norm_x, norm_y)))
+    parts = (cosine(product, norm_x, norm_y), norm_x, norm_y)
+    return Parts(*(part.view(current.shape[:-1]) for part in parts))
 
 
 @torch.no_grad()
@@ -115,7 +125,7 @@ def gradient_shares(parts: Parts, weight: Tensor | float) -> Shares:
     """The gradient's factors; 0 where the weight or a norm is 0."""
     cos, norm_x, norm_y = parts
     half = torch.as_tensor(weight, dtype=cos.dtype, device=cos.device).expand(cos.shape) / 2
-    dead = (half == 0) | (norm_x == 0) | (norm_y == 0)
+    dead = (half == 0) | ~parts.directed
     other = (-half / norm_x).div_(norm_y).masked_fill_(dead, 0.0)
     half = half * cos
     previous, current = ((half / norm).div_(norm).masked_fill_(dead, 0.0) for norm in (norm_x, norm_y))
@@ -150,17 +160,19 @@ def weighted_sum(terms: Sequence[tuple[Tensor, Tensor]], dead: Tensor | None, ba
 
 
 class _Displacement(torch.autograd.Function):
-    """Psi of every token, `[..., D], [..., D] -> [...]`, that keeps the states by reference."""
+    """Psi of every token and whether it has a direction, `[..., D], [..., D] -> [...], [...]`; keeps references."""
 
     @staticmethod
-    def forward(ctx: Any, previous: Tensor, current: Tensor) -> Tensor:
+    def forward(ctx: Any, previous: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
         parts = displacement_parts(previous, current)
         ctx.save_for_backward(previous, current, *parts)
-        return parts.displacement
+        directed = parts.directed
+        ctx.mark_non_differentiable(directed)
+        return parts.displacement, directed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         previous, current, *parts = ctx.saved_tensors
         sides: tuple[Side, Side] = ("previous", "current")
         return tuple(
@@ -169,9 +181,15 @@ class _Displacement(torch.autograd.Function):
         )
 
 
-def token_displacement(previous: Tensor, current: Tensor) -> Tensor:
-    """`[..., D], [..., D] -> [...]`: the displacement of every token, differentiable once, frugal with memory."""
-    return _Displacement.apply(previous, current)
+def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean displacement of the tokens of a mask that have a direction: a scalar, differentiable once; 0 without any."""
+    psi, directed = _Displacement.apply(previous, current)
+    return _mean(psi, directed if mask is None else directed & mask.to(psi.device, torch.bool))
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Mean of the `values [B, T]` that count; 0 where none does. Others may hold NaN."""
+    return values.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 class Displacements:
@@ -197,17 +215,17 @@ class Displacements:
         with torch.no_grad():
             self._parts: list[Parts] = []
             for before, after in pairwise(states):
-                known = self._parts[-1].norm_current if self._parts else None
-                self._parts.append(displacement_parts(before, after, known))
-            home = states[-1].device
-            self._mask = None if mask is None else mask.to(home)
-            means = [mean_over_tokens(parts.displacement, mask).to(home) for parts in self._parts]
+                norm_before = self._parts[-1].norm_current if self._parts else None
+                self._parts.append(displacement_parts(before, after, norm_before))
+            last_device = states[-1].device
+            self._mask = None if mask is None else mask.to(last_device, torch.bool)
+            means = [_mean(parts.displacement, parts.counted(mask)).to(last_device) for parts in self._parts]
             pairs = zip(self._weights, means, strict=True)
             self.value = torch.stack([weight * mean for weight, mean in pairs if weight]).sum()
-        me = weakref.ref(self)  # a hook that held this object would hold its own tensor
+        reference = weakref.ref(self)  # a hook that held this object would hold its own tensor
         for layer, state in enumerate(states):
             if state.requires_grad:
-                state.register_hook(_adder(me, layer))
+                state.register_hook(_adder(reference, layer))
 
     def added_to(self, loss: Tensor, factor: Tensor | float) -> Tensor:
         """`loss + factor * penalty`; its backward pass brings the penalty's gradients into the states."""
@@ -252,10 +270,8 @@ class Displacements:
         assert self._upstream is not None
         parts = self._parts[layer - 1]
         scale = (self._upstream * self._factor).to(parts.cos.device) * self._weights[layer - 1]
-        weight = scale / token_count(parts.cos, self._mask)
-        if self._mask is not None:
-            weight = weight * self._mask.to(weight.device)
-        return gradient_shares(parts, weight)
+        counted = parts.counted(self._mask)
+        return gradient_shares(parts, counted * (scale / counted.sum().clamp(min=1)))
 
     def _state(self, index: int) -> Tensor:
         state = self._states[index]

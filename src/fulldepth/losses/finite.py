@@ -112,10 +112,10 @@ class StepGuard:
         """[2] float32, 1 where the loss or the gradient is not finite on any process."""
         losses = [batch.loss for batch in self._micro_batches]
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
-        home = losses[-1].device if losses else getattr(norm, "device", torch.device("cpu"))
-        gradient = torch.as_tensor(0.0 if norm is None else norm, device=home)
+        device = losses[-1].device if losses else getattr(norm, "device", torch.device("cpu"))
+        gradient = torch.as_tensor(0.0 if norm is None else norm, device=device)
         total = (
-            torch.stack([(loss * 0).to(home, torch.float32) for loss in losses]).sum()
+            torch.stack([(loss * 0).to(device, torch.float32) for loss in losses]).sum()
             if losses
             else (gradient * 0).float()
         )

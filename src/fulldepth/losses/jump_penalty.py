@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.displacement import Displacements, token_displacement
-from fulldepth.losses.states import check_states, mean_over_tokens
+from fulldepth.losses.displacement import Displacements, mean_displacement
+from fulldepth.losses.states import check_states
 from fulldepth.losses.term import Context, Term
 
 
@@ -56,7 +56,8 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
 
     Returns:
         Scalar, unit 1, float32 (float64 for float64 states), on the device of the last state. A zero vector has no
-        direction: its displacement is 1/2 and its gradient 0. Where no token counts, 0.
+        direction: as in `fulldepth.metrics.displacement`, the mean leaves such tokens out, and their gradient is 0.
+        Where no token counts, 0.
 
     Raises:
         FulldepthError: for fewer than two states, differing shapes, an `alpha` below 0, or an unfit mask.
@@ -66,7 +67,7 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
     check_states(hidden_states, mask, least=2)
     weights = jump_weights(len(hidden_states) - 1, alpha).tolist()
     terms = [
-        weight * mean_over_tokens(token_displacement(previous, current), mask).to(hidden_states[-1].device)
+        weight * mean_displacement(previous, current, mask).to(hidden_states[-1].device)
         for weight, previous, current in zip(weights, hidden_states[:-1], hidden_states[1:], strict=True)
         if weight
     ]

@@ -44,8 +44,8 @@ class Objective:
     """
 
     def __init__(self, *, energy_warmup: int = 800, **terms: float | Mapping[str, Any] | None) -> None:
-        made = {name: make_term(name, given) for name, given in terms.items() if given is not None}
-        self.terms: dict[str, Term] = {name: made[name] for name in TERMS if name in made}
+        built = {name: make_term(name, setting) for name, setting in terms.items() if setting is not None}
+        self.terms: dict[str, Term] = {name: built[name] for name in TERMS if name in built}
         self.energy_warmup = energy_warmup
         self.step = 1
         """1-based optimiser step that the next call belongs to."""

@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from fulldepth.losses.aligned_loss import layer_weights
-from fulldepth.losses.displacement import token_displacement
-from fulldepth.losses.states import check_states, mean_over_tokens, statistics_dtype
+from fulldepth.losses.displacement import mean_displacement
+from fulldepth.losses.states import check_states, statistics_dtype
 from fulldepth.losses.term import Context, Term
 
 
@@ -47,7 +47,8 @@ def similarity_penalty(
 
     Returns:
         Scalar, unit 1, float32 (float64 for float64 states), on the device of the last state. A zero vector has no
-        direction: its cosine and its gradient are 0. Where no token counts, 0.
+        direction: as in `fulldepth.metrics.displacement`, the mean leaves such tokens out, and their gradient is 0.
+        Where no token counts, 0.
 
     Raises:
         FulldepthError: for no state, differing shapes, unfit weights or an unfit mask.
@@ -59,5 +60,5 @@ def similarity_penalty(
     total = last[:0].sum(dtype=statistics_dtype(last))  # 0 that stays on the graph where there is one layer only
     for weight, state in zip(layer_weights(weights, len(hidden_states)), [*earlier, None], strict=True):
         if weight and state is not None:
-            total = total + 2 * weight * mean_over_tokens(token_displacement(state, last), mask)
+            total = total + 2 * weight * mean_displacement(state, last, mask)
     return total

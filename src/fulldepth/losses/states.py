@@ -1,4 +1,4 @@
-"""What every penalty needs of hidden states: checks, the dtype of statistics, means over tokens, blocks of rows."""
+"""What every penalty needs of hidden states: checks, the dtype of statistics, blocks of rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ CPU_BLOCK = 1 << 18
 """Numbers worked on at a time on a CPU, so that they stay in its cache."""
 ACCELERATOR_BLOCK = 1 << 23
 """The same elsewhere: enough to fill an accelerator, little beside a model's activations."""
-
-
-def mean_over_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of `values: [B, T]` over the tokens that count; 0 where none does. Others may hold NaN."""
-    if mask is None:
-        return values.mean()
-    counted = mask.to(values.device, torch.bool)
-    return values.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
-
-
-def token_count(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens of `values: [B, T]` that count, at least 1, on their device."""
-    count = torch.tensor(values.numel()) if mask is None else mask.sum()
-    return count.to(values.device).clamp(min=1)
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:

@@ -79,8 +79,8 @@ class Task:
 
     def sequences(self, batch: Mapping[str, Any]) -> int | None:
         """Number of sequences or images; None if the batch has none of `INPUTS`."""
-        given = (batch.get(name) for name in INPUTS)
-        return next((value.shape[0] for value in given if isinstance(value, Tensor)), None)
+        entries = (batch.get(name) for name in INPUTS)
+        return next((value.shape[0] for value in entries if isinstance(value, Tensor)), None)
 
     def mask(self, batch: Mapping[str, Any]) -> Tensor | None:
         """`[B, T]` bool, True = counts; None if every token does (other masks, as `[B, 1, T, T]`, do not say)."""
@@ -101,5 +101,5 @@ class Task:
         mask = self.mask(batch)
         if mask is not None:
             return mask.sum()
-        given = (batch.get(name) for name in INPUTS[:2])
-        return next((value.shape[0] * value.shape[1] for value in given if isinstance(value, Tensor)), None)
+        entries = (batch.get(name) for name in INPUTS[:2])
+        return next((value.shape[0] * value.shape[1] for value in entries if isinstance(value, Tensor)), None)

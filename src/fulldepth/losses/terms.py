@@ -28,7 +28,7 @@ TERMS: dict[str, type[Term]] = {
 """Every term by name, in the order in which an objective applies them."""
 
 
-def make_term(name: str, given: float | Mapping[str, Any]) -> Term:
+def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
     """A term from its weight, or from a mapping of its options.
 
     Raises:
@@ -36,11 +36,11 @@ def make_term(name: str, given: float | Mapping[str, Any]) -> Term:
     """
     if name not in TERMS:
         raise unknown("term", name, TERMS)
-    options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-    known = TERMS[name].model_fields
+    options = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
+    fields = TERMS[name].model_fields
     for option in options:
-        if option not in known:
-            raise unknown(f"option of {name}", option, known)
+        if option not in fields:
+            raise unknown(f"option of {name}", option, fields)
     try:
         return TERMS[name](**options)
     except ValidationError as error:

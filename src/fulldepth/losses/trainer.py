@@ -19,6 +19,9 @@ from fulldepth.losses.task import Task
 from fulldepth.losses.term import Portion
 from fulldepth.losses.terms import per_batch_terms
 
+AnyTrainer: Any = object
+"""The Trainer class that a mixin is put before."""
+
 
 class Tally:
     """Running means of a loss's parts; stays on the device until it is read."""
@@ -41,7 +44,7 @@ class Tally:
         return taken
 
 
-class ObjectiveMixin:
+class ObjectiveMixin(AnyTrainer):
     """Put before a Trainer class to give it `objective=`: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`.
 
     The cross-entropy is the Trainer's own, whatever it does to compute it; the objective adds its penalties and counts
@@ -65,6 +68,8 @@ class ObjectiveMixin:
             term that needs one.
     """
 
+    optimizer_cls_and_kwargs: Any
+
     def __init__(
         self,
         *args: Any,
@@ -73,8 +78,7 @@ class ObjectiveMixin:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        me: Any = self
-        if me.args.n_gpu > 1:
+        if self.args.n_gpu > 1:
             raise FulldepthError(
                 "Several GPUs in one process (DataParallel) are not supported; start one process per GPU with torchrun."
             )
@@ -83,7 +87,7 @@ class ObjectiveMixin:
         """Means of the loss's parts; `log` goes to the Trainer's logs, add others to read them at other times."""
         self._step_counts: dict[str, Tensor] = {}
         self._examples = 0
-        model = me.accelerator.unwrap_model(me.model)
+        model = self.accelerator.unwrap_model(self.model)
         self.task = Task.of(model)
         self.group_options = dict(group_options or {})
         if self.group_options and not hasattr(model, "parameter_groups"):
@@ -91,10 +95,10 @@ class ObjectiveMixin:
                 f"{type(model).__name__} has no parameter groups of its own, which group_options are for."
             )
         if not _passes_items_on(model):
-            me.model_accepts_loss_kwargs = False
-        self.guard = StepGuard(lambda: me.accelerator.unwrap_model(me.model))
+            self.model_accepts_loss_kwargs = False
+        self.guard = StepGuard(lambda: self.accelerator.unwrap_model(self.model))
         """Stops the run at a loss or gradient that is not finite."""
-        me.args.logging_nan_inf_filter = False  # it would read every loss, and finds none that the guard lets pass
+        self.args.logging_nan_inf_filter = False  # it would read every loss, and finds none that the guard lets pass
         if self.depth_objective.terms:
             self.depth_objective.attach(model)
 
@@ -102,28 +106,26 @@ class ObjectiveMixin:
         """Groups for the optimiser; None = the Trainer's own. By default the model's own `parameter_groups`, if its
         class has them, without frozen parameters.
         """
-        me: Any = self
         if not hasattr(model, "parameter_groups"):
             return None
-        groups = model.parameter_groups(me.args.learning_rate, me.args.weight_decay, **self.group_options)
+        groups = model.parameter_groups(self.args.learning_rate, self.args.weight_decay, **self.group_options)
         trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
         return [group for group in trained if group["params"]]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The Trainer's optimiser, over `parameter_groups`; one that chooses its parameters itself (GaLore) stays."""
-        me, parent = cast(Any, self), cast(Any, super())
-        plain = me.accelerator.unwrap_model(me.model if model is None else model)
-        groups = self.parameter_groups(plain) if me.optimizer is None else None
-        given = me.optimizer_cls_and_kwargs
+        plain = self.accelerator.unwrap_model(self.model if model is None else model)
+        groups = self.parameter_groups(plain) if self.optimizer is None else None
+        given = self.optimizer_cls_and_kwargs
         if groups is not None:
-            kind, options = given or me.get_optimizer_cls_and_kwargs(me.args, plain)
+            kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, plain)
             takes_groups = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
             if takes_groups and not {"params", "model", "optimizer_dict"} & options.keys():
-                me.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
+                self.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
         try:
-            return cast(torch.optim.Optimizer, parent.create_optimizer(model))
+            return cast(torch.optim.Optimizer, super().create_optimizer(model))
         finally:
-            me.optimizer_cls_and_kwargs = given
+            self.optimizer_cls_and_kwargs = given
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's; terms that are functions of a whole batch leave out an epoch's last, shorter one.
@@ -131,18 +133,16 @@ class ObjectiveMixin:
         Raises:
             FulldepthError: if these terms are on and the data hold less than one batch.
         """
-        parent: Any = super()
         terms = self._batch_terms
         if not terms:
-            return parent.get_train_dataloader()
-        me: Any = self
-        given, me.args.dataloader_drop_last = me.args.dataloader_drop_last, True
+            return super().get_train_dataloader()
+        given, self.args.dataloader_drop_last = self.args.dataloader_drop_last, True
         try:
-            loader = parent.get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
-            me.args.dataloader_drop_last = given  # evaluation takes every example
+            self.args.dataloader_drop_last = given  # evaluation takes every example
         if has_length(loader) and not len(loader):
-            raise FulldepthError(self._too_few(len(me.train_dataset), me._train_batch_size * me.args.world_size))
+            raise FulldepthError(self._too_few(len(self.train_dataset), self._train_batch_size * self.args.world_size))
         return loader
 
     @property
@@ -155,14 +155,13 @@ class ObjectiveMixin:
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Also counts what penalties are means over in this optimiser step."""
-        me: Any = self
-        whole = self._batch_terms and isinstance(me.train_dataset, IterableDataset)
+        whole = self._batch_terms and isinstance(self.train_dataset, IterableDataset)
         batches = filter(self._is_whole, epoch_iterator) if whole else epoch_iterator
-        samples, items = super().get_batch_samples(batches, num_batches, device)  # type: ignore[misc]
+        samples, items = super().get_batch_samples(batches, num_batches, device)
         if whole and 0 < len(samples) < num_batches:  # the Trainer would not finish this step, and carry it over
             samples, items = [], None
-        if whole and not samples and not me.state.global_step:
-            raise FulldepthError(self._too_few(self._examples, me._train_batch_size * num_batches))
+        if whole and not samples and not self.state.global_step:
+            raise FulldepthError(self._too_few(self._examples, self._train_batch_size * num_batches))
         self._step_counts = self._count(samples, device) if self.depth_objective.terms else {}
         return samples, items
 
@@ -170,69 +169,65 @@ class ObjectiveMixin:
         """Whether a batch of iterable data, of which no option of their loader leaves out the last, is as large as it
         should be; one that has position ids may hold several sequences in a row.
         """
-        me: Any = self
         count = self.task.sequences(batch)
         self._examples += count or 0
-        return count is None or count >= me._train_batch_size or "position_ids" in batch
+        return count is None or count >= self._train_batch_size or "position_ids" in batch
 
     def _count(self, samples: list[Any], device: torch.device) -> dict[str, Tensor]:
         """Sequences, tokens and targets of the micro-batches, as far as they are known: summed over all processes and
         divided by their number, because data parallelism averages gradients.
         """
-        me: Any = self
         counts: dict[str, list[Any]] = {
             "sequences": [self.task.sequences(sample) for sample in samples],
             "tokens": [self.task.tokens(sample) for sample in samples],
             "targets": [self.task.targets(sample) for sample in samples],
         }
-        known = {name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)}
-        totals = {name: torch.as_tensor(total, device=device) for name, total in known.items()}
-        if not totals or not me.args.average_tokens_across_devices or me.args.world_size == 1:
+        complete = {
+            name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)
+        }
+        totals = {name: torch.as_tensor(total, device=device) for name, total in complete.items()}
+        if not totals or not self.args.average_tokens_across_devices or self.args.world_size == 1:
             return totals
         stacked = torch.stack(list(totals.values()))
-        world = me.accelerator.num_processes
-        return dict(zip(totals, me.accelerator.gather(stacked).view(world, -1).sum(0) / world, strict=True))
+        world = self.accelerator.num_processes
+        return dict(zip(totals, self.accelerator.gather(stacked).view(world, -1).sum(0) / world, strict=True))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The Trainer's loss plus the objective's penalties (in evaluation, the Trainer's loss alone)."""
-        kept = dict(inputs)  # some Trainers take entries out
-        parent: Any = super()
+        batch = dict(inputs)  # some Trainers take entries out
         if return_outputs or not model.training:
-            return parent.compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        me: Any = self
-        step = self.depth_objective.step = me.state.global_step + 1
-        base = parent.compute_loss(model, inputs, False, num_items_in_batch=num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        step = self.depth_objective.step = self.state.global_step + 1
+        base = super().compute_loss(model, inputs, False, num_items_in_batch=num_items_in_batch)
         scaled = self._is_scaled(num_items_in_batch)
         if self.depth_objective.terms:
-            loss, parts = self.depth_objective(base, kept, self._portion(kept, scaled))
+            loss, parts = self.depth_objective(base, batch, self._portion(batch, scaled))
         else:
             loss, parts = base, {"ce": base.detach()}
-        self.guard.add(loss, parts, kept)
-        if me.is_deepspeed_enabled or "lomo" in me.args.optim:  # the backward pass takes the step
+        self.guard.add(loss, parts, batch)
+        if self.is_deepspeed_enabled or "lomo" in self.args.optim:  # the backward pass takes the step
             self.guard.check_losses(step)
-        self._note(parts, kept, num_items_in_batch if scaled else None)
+        self._note(parts, batch, num_items_in_batch if scaled else None)
         return loss
 
     def _is_scaled(self, items: Any) -> bool:
         """Whether the Trainer's loss is divided by the step's `items`; else the Trainer divides it by the number of
         micro-batches, with the penalties.
         """
-        me: Any = self
-        scaled = me.loss_is_scaled_for_ga
+        scaled = self.loss_is_scaled_for_ga
         if scaled is None:
-            scaled = (me.model_accepts_loss_kwargs and items is not None) or me.compute_loss_func is not None
+            scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
         return bool(scaled) and items is not None
 
     def _portion(self, inputs: dict[str, Any], scaled: bool) -> Portion:
         """This micro-batch's part of the step."""
-        me: Any = self
         counts = self._step_counts
         if not counts:
             return Portion()
-        divided = 1 if scaled else me.current_gradient_accumulation_steps
-        share: Any = divided / me.current_gradient_accumulation_steps
+        divided = 1 if scaled else self.current_gradient_accumulation_steps
+        share: Any = divided / self.current_gradient_accumulation_steps
         if "sequences" in counts:
             share = divided * self.task.sequences(inputs) / counts["sequences"]  # type: ignore[operator]
         tokens, targets = (counts[name] / divided if name in counts else None for name in ("tokens", "targets"))
@@ -242,10 +237,9 @@ class ObjectiveMixin:
         """Put the parts on every tally; a cross-entropy that was divided by the step's `items` as the mean over this
         micro-batch's targets.
         """
-        me: Any = self
         targets = self.task.targets(inputs)
         if items is not None and targets is not None:
-            world = me.accelerator.num_processes if me.args.average_tokens_across_devices else 1
+            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             parts = {**parts, "ce": parts["ce"] * items / world / targets.clamp(min=1)}
         for tally in self.tallies.values():
             tally.add(parts)
@@ -256,24 +250,23 @@ class ObjectiveMixin:
         if "loss" in logs:
             means = {name: total / count for name, (total, count) in self.tallies["log"].take().items()}
             logs = {**logs, **{f"loss_{name}": value for name, value in means.items()}}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, once every step is known to be finite."""
         self.guard.check()
-        return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        return super().evaluate(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's, once every step is known to be finite: no checkpoint holds another."""
         self.guard.check()
-        super().save_model(*args, **kwargs)  # type: ignore[misc]
+        super().save_model(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Refuses a step whose loss or gradient is not finite; a scaler for float16 skips such gradients itself."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        me: Any = self
-        scales = me.accelerator.scaler is not None
-        self.guard.before_step(me.state.global_step + 1, None if scales else norm, None if scales else me.optimizer)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        scales = self.accelerator.scaler is not None
+        self.guard.before_step(self.state.global_step + 1, None if scales else norm, None if scales else self.optimizer)
         return norm
 
 

@@ -96,8 +96,8 @@ def _gap(measure: str, rows: pd.DataFrame) -> str:
 
 def _unheard(rows: pd.DataFrame, num_layers: int) -> str:
     """The line of coherence, which has no rows where it has no cells."""
-    there = set(rows[rows.site == "residual"].layer.dropna())
-    layers = [layer for layer in range(1, num_layers + 1) if layer not in there]
+    present = set(rows[rows.site == "residual"].layer.dropna())
+    layers = [layer for layer in range(1, num_layers + 1) if layer not in present]
     return f"coherence has no number at {spans(layers)}: {REASONS['coherence']}." if layers else ""
 
 

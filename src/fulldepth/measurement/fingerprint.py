@@ -19,7 +19,7 @@ SPEED_ONLY = {"batch_size", "device", "device_map"}
 """Settings that change no number."""
 NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
 """Suffixes of pickled weights, optimiser states and notes, which are never read."""
-OURS = {DOCUMENT, TABLE, PAGE}
+RESULT_FILES = {DOCUMENT, TABLE, PAGE}
 """Files of results, which may be written into the model's own folder."""
 TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
 """Files that a tokenizer is read from."""
@@ -57,15 +57,15 @@ def contents(place: str | Path) -> Contents:
         return Contents(str(path), ((path.name, _sha256(path)),))
     own = [(file.name, _sha256(file)) for file in _files(path, "*")]
     if not {"tokenizer.json", "tokenizer_config.json"} & {name for name, _ in own}:
-        beside = {file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
-        own += [(f"../{file.name}", _sha256(file)) for file in sorted(beside)]
+        parent_files = {file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
+        own += [(f"../{file.name}", _sha256(file)) for file in sorted(parent_files)]
     return Contents(str(path), tuple(own))
 
 
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
     """The files at the top of a folder that may decide a number, by name."""
     for file in sorted(folder.glob(pattern)):
-        if file.is_file() and not (file.name.startswith(".") or file.suffix in NOT_READ or file.name in OURS):
+        if file.is_file() and not (file.name.startswith(".") or file.suffix in NOT_READ or file.name in RESULT_FILES):
             yield file
 
 
@@ -76,9 +76,9 @@ def _sha256(file: Path) -> str:
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
     """For each model, sha256 of everything that decides its numbers: contents of models and data, settings, version."""
-    others = [place and contents(place).__dict__ for place in (settings.reference, settings.tokenizer)]
-    what = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
-    shared = [__version__, data.name, content_hash(data), others, what]
+    other_contents = [place and contents(place).__dict__ for place in (settings.reference, settings.tokenizer)]
+    settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
+    shared = [__version__, data.name, content_hash(data), other_contents, settings_read]
     return [digest([*shared, model.place, model.files]) for model in models]
 
 

@@ -50,26 +50,26 @@ def measure_into(
             process, cannot be written, or the measurement fails.
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
-    with processes(settings.device) as me, me.holding(folder):
+    with processes(settings.device) as process, process.holding(folder):
         read = data if isinstance(data, Sequences) else open_source(data, split=settings.split)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
         prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
         print_of_run = digest(prints)
         for remark in remarks:
             watcher.say(remark)
-        if me.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
+        if process.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
             watcher.say(f"{folder} already holds this measurement; nothing to do.")
             return Results.load(folder)
-        me.first(lambda: _claim(folder, *([folder / STEPS] if points else [])))
+        process.first(lambda: _claim(folder, *([folder / STEPS] if points else [])))
         if points:
-            results = measure_series(points, read, folder, settings, me, watcher, overwrite=overwrite)
+            results = measure_series(points, read, folder, settings, process, watcher, overwrite=overwrite)
             results.meta["warnings"] = [*results.meta["warnings"], *remarks]
         else:
-            results = measure_with(model, read, settings, me, watcher)
+            results = measure_with(model, read, settings, process, watcher)
         results.meta["fingerprint"] = print_of_run
-        if me.is_main:
+        if process.is_main:
             results.save(folder)
-        me.wait()
+        process.wait()
         return results
 
 
@@ -80,20 +80,20 @@ def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: b
     Raises:
         FulldepthError: if it holds results of another run, or belongs to another command.
     """
-    if words := holder(folder):
-        raise FulldepthError(f"{folder} holds {words}, which needs its own results there. Choose another --output.")
+    if content := holder(folder):
+        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another --output.")
     if overwrite or not (folder / DOCUMENT).exists():
         return False
     try:
-        meta, whole = Results.load(folder).meta, True
+        meta, complete = Results.load(folder).meta, True
     except TableMismatchError as error:
-        meta, whole = error.meta, False
+        meta, complete = error.meta, False
     except FulldepthError as error:
         raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
     if meta.get("fingerprint") == print_of_run:
-        if not whole:
+        if not complete:
             watcher.say(f"{folder} was interrupted while this measurement was written; it is measured again.")
-        return whole
+        return complete
     if extends(points, meta):
         return False
     model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))

@@ -60,7 +60,7 @@ def run_pass(
     subject: Subject,
     plan: Plan,
     settings: MeasureSettings,
-    me: Processes,
+    process: Processes,
     *,
     reference: Verified | None = None,
     advance: Callable[[int], None] = lambda done: None,
@@ -71,7 +71,7 @@ def run_pass(
         subject: model and data.
         plan: the measures, updated in place.
         settings: batch size, lens sampling, grid.
-        me: this process.
+        process: this process.
         reference: the second model of MMD.
         advance: told the sequences done, for a progress bar.
 
@@ -84,7 +84,7 @@ def run_pass(
     with ExitStack() as stack:
         activations = stack.enter_context(capture(subject.anatomy, sites))
         other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
-        for batch in subject.sequences.batches(settings.batch_size, me.rank, me.world):
+        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
@@ -101,7 +101,7 @@ def run_pass(
             observation = observe(subject, batch, states, read, threshold, settings.seed)
             observation.coefficients = coefficients
             feed(plan, observation, result.clock)
-            if result.grid is None and read is not None and me.is_main and settings.grid_samples:
+            if result.grid is None and read is not None and process.is_main and settings.grid_samples:
                 result.grid = lens_grid(subject, batch, observation.attention_mask, read, settings.grid_samples)
             advance(len(batch))
     return result
@@ -195,13 +195,13 @@ def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
                 measure.update(observation)
 
 
-def weigh(subject: Subject, plan: Plan, me: Processes, clock: Clock) -> None:
+def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> None:
     """Measures of weights, not of activations; the processes share the matrices out."""
     for name, measure in plan.measures.items():
         if not isinstance(measure, SpectralNorm):
             continue
         with clock(name):
-            unreadable = feed_projections(measure, subject.anatomy, me.rank, me.world)
+            unreadable = feed_projections(measure, subject.anatomy, process.rank, process.world)
         if unreadable:
             reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
             plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
@@ -209,8 +209,8 @@ def weigh(subject: Subject, plan: Plan, me: Processes, clock: Clock) -> None:
 
 def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
     """The largest priority that is still among the `lens_tokens` smallest of all positions with a target."""
-    most = settings.lens_tokens
-    if most is None or subject.sequences.num_targets <= most:
+    limit = settings.lens_tokens
+    if limit is None or subject.sequences.num_targets <= limit:
         return None
     keys = [
         _keys(batch.targets, batch.sequence)[batch.targets != IGNORE]
@@ -219,7 +219,7 @@ def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
     ]
     if not keys:
         return None
-    return int(priority(torch.cat(keys), settings.seed).sort().values[most - 1])
+    return int(priority(torch.cat(keys), settings.seed).sort().values[limit - 1])
 
 
 def _sampled(targets: Tensor, sequence: Tensor, threshold: int | None, seed: int) -> Tensor:

@@ -52,13 +52,15 @@ def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
     """
     anatomy = subject.anatomy
     vectors = {
-        layer: found for layer in anatomy.layers_with("router") if (found := anatomy.router_vectors(layer)) is not None
+        layer: vector
+        for layer in anatomy.layers_with("router")
+        if (vector := anatomy.router_vectors(layer)) is not None
     }
     embeddings = plain_weight(anatomy.body.get_input_embeddings()) if vectors else None  # type: ignore[operator]
     if embeddings is None:
         return None
-    names = [(layer, m, h) for layer, found in vectors.items() for h in range(len(found)) for m in range(layer)]
-    columns = torch.cat([found.flatten(0, 1).to(embeddings.device) for found in vectors.values()])
+    names = [(layer, m, h) for layer, vector in vectors.items() for h in range(len(vector)) for m in range(layer)]
+    columns = torch.cat([vector.flatten(0, 1).to(embeddings.device) for vector in vectors.values()])
     cosines, tokens = _nearest(columns.float(), normalize(embeddings.float(), dim=-1))
     chosen = cosines.mean(1).sort(descending=True, stable=True).indices[:ROUTERS].tolist()
     entries = []
@@ -74,5 +76,5 @@ def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
 def _nearest(columns: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     """[N, k] cosines and token ids of the nearest of `directions [V, D]` (of length 1) to `columns [N, D]`."""
     count = min(NEAREST, len(directions))
-    found = [(normalize(part, dim=-1) @ directions.T).topk(count) for part in columns.split(AT_ONCE)]
-    return torch.cat([top.values for top in found]), torch.cat([top.indices for top in found])
+    tops = [(normalize(part, dim=-1) @ directions.T).topk(count) for part in columns.split(AT_ONCE)]
+    return torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])

@@ -87,15 +87,15 @@ def measure(
         **options,
     }
     settings = layered(MeasureSettings, given)
-    with processes(settings.device) as me:
-        return measure_with(model, data, settings, me, watcher or Watcher(), tokenizer=tokenizer)
+    with processes(settings.device) as process:
+        return measure_with(model, data, settings, process, watcher or Watcher(), tokenizer=tokenizer)
 
 
 def measure_with(
     model: str | Path | PreTrainedModel,
     data: Any,
     settings: MeasureSettings,
-    me: Processes,
+    process: Processes,
     watcher: Watcher,
     *,
     tokenizer: Any = None,
@@ -105,29 +105,29 @@ def measure_with(
     if isinstance(model, torch.nn.Module):
         model = unwrapped(model)
     with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=me.device(settings.device))
-        reference = _reference(subject, settings, me)
+        subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=process.device(settings.device))
+        reference = _reference(subject, settings, process)
         loaded = time.perf_counter() - start
         setup = make_setup(subject, settings)
         plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
         watcher.say(check_memory(plan, subject, settings.batch_size))
         for entry in plan.left_out:
             watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, me))
-        done = run_pass(subject, plan, settings, me, reference=reference, advance=watcher.advance)
-        weigh(subject, plan, me, done.clock)
-        if me.is_main:
-            done.router_tokens = nearest_tokens(subject)
-    table = _table(plan, done, asked=settings.measures is not None)
+        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process))
+        data_pass = run_pass(subject, plan, settings, process, reference=reference, advance=watcher.advance)
+        weigh(subject, plan, process, data_pass.clock)
+        if process.is_main:
+            data_pass.router_tokens = nearest_tokens(subject)
+    table = _table(plan, data_pass, by_name=settings.measures is not None)
     refuse_nothing(table, subject, setup)
-    done.clock.seconds["load"] = loaded
-    done.clock.seconds["total"] = time.perf_counter() - start
-    return Results(table, _document(subject, settings, plan, done, table))
+    data_pass.clock.seconds["load"] = loaded
+    data_pass.clock.seconds["total"] = time.perf_counter() - start
+    return Results(table, _document(subject, settings, plan, data_pass, table))
 
 
-def share(subject: Subject, settings: MeasureSettings, me: Processes) -> int:
+def share(subject: Subject, settings: MeasureSettings, process: Processes) -> int:
     """Sequences in the batches that this process takes."""
-    return sum(map(len, subject.sequences.groups(settings.batch_size)[me.rank :: me.world]))
+    return sum(map(len, subject.sequences.groups(settings.batch_size)[process.rank :: process.world]))
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
@@ -161,25 +161,25 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
     )
 
 
-def _reference(subject: Subject, settings: MeasureSettings, me: Processes) -> Verified | None:
+def _reference(subject: Subject, settings: MeasureSettings, process: Processes) -> Verified | None:
     """The second model of MMD, verified on the same data."""
     if settings.reference is None:
         return None
-    checkpoint = open_checkpoint(settings.reference, settings, me.device(settings.device))
+    checkpoint = open_checkpoint(settings.reference, settings, process.device(settings.device))
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     inputs = model_inputs(small_batch(subject.sequences).inputs, subject.device, checkpoint.model.dtype)
     verified = verify(candidates, inputs, optional=("head", "branches"))
     subject.sequences, _ = batched(verified.anatomy, subject.sequences, subject.device)
-    mine, theirs = subject.anatomy, verified.anatomy
-    if (mine.num_layers, subject.verified.width) != (theirs.num_layers, verified.width):
+    own, other = subject.anatomy, verified.anatomy
+    if (own.num_layers, subject.verified.width) != (other.num_layers, verified.width):
         raise FulldepthError(
-            f"The reference has {theirs.num_layers} layers of width {verified.width}, the model {mine.num_layers} of "
+            f"The reference has {other.num_layers} layers of width {verified.width}, the model {own.num_layers} of "
             f"{subject.verified.width}; MMD compares layer by layer and needs both equal."
         )
     return verified
 
 
-def _table(plan: Plan, done: Pass, *, asked: bool) -> pd.DataFrame:
+def _table(plan: Plan, data_pass: Pass, *, by_name: bool) -> pd.DataFrame:
     """Every accumulator's rows; a measure that found nothing to say is left out with a reason.
 
     Raises:
@@ -187,26 +187,26 @@ def _table(plan: Plan, done: Pass, *, asked: bool) -> pd.DataFrame:
     """
     rows = []
     for name, accumulator in plan.measures.items():
-        with done.clock(name), warnings.catch_warnings():
+        with data_pass.clock(name), warnings.catch_warnings():
             # a process may have had no batch at all; what the others saw is merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
-            found = accumulator.rows()
+            measured = accumulator.rows()
         reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
-        if not found and asked:
+        if not measured and by_name:
             words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
             raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}{words}.")
-        if not found:
+        if not measured:
             plan.left_out.append({"measure": name, "reason": reason})
-        rows += found
+        rows += measured
     return tabulate(rows)
 
 
 def _document(
-    subject: Subject, settings: MeasureSettings, plan: Plan, done: Pass, table: pd.DataFrame
+    subject: Subject, settings: MeasureSettings, plan: Plan, data_pass: Pass, table: pd.DataFrame
 ) -> dict[str, Any]:
     """Everything that `results.json` says, apart from the table."""
     sequences, setup = subject.sequences, plan.setup
-    seconds = {name: round(value, 4) for name, value in done.clock.seconds.items()}
+    seconds = {name: round(value, 4) for name, value in data_pass.clock.seconds.items()}
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.describe(),
@@ -232,8 +232,8 @@ def _document(
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
         "headline": headline(table, setup.num_layers, setup.num_sequences),
-        "lens_grid": done.grid,
-        "router_tokens": done.router_tokens,
+        "lens_grid": data_pass.grid,
+        "router_tokens": data_pass.router_tokens,
     }
     return finite(document)
 

@@ -138,7 +138,7 @@ def measure_series(
     data: Source | Sequences,
     folder: Path,
     settings: MeasureSettings,
-    me: Processes,
+    process: Processes,
     watcher: Watcher,
     *,
     overwrite: bool,
@@ -148,16 +148,16 @@ def measure_series(
     Raises:
         FulldepthError: if a checkpoint's folder holds results of another run, or a measurement fails.
     """
-    found = [None if overwrite else _finished(folder / STEPS / point.name, point.fingerprint) for point in points]
-    me.wait()
+    results = [None if overwrite else _finished(folder / STEPS / point.name, point.fingerprint) for point in points]
+    process.wait()
     parts: list[tuple[Point, Results]] = []
-    for number, (point, part) in enumerate(zip(points, found, strict=True), start=1):
+    for number, (point, part) in enumerate(zip(points, results, strict=True), start=1):
         title = f"Checkpoint {number} of {len(points)}: step {point.step}"
         if part is None:
             watcher.say(title)
-            part = measure_with(point.place, data, settings, me, watcher)
+            part = measure_with(point.place, data, settings, process, watcher)
             part.meta["fingerprint"] = point.fingerprint
-            if me.is_main:
+            if process.is_main:
                 part.save(folder / STEPS / point.name)
         else:
             watcher.say(f"{title} is measured already")
@@ -165,25 +165,25 @@ def measure_series(
     return combine(parts)
 
 
-def _finished(home: Path, print_of_step: str) -> Results | None:
+def _finished(folder_of_step: Path, print_of_step: str) -> Results | None:
     """A checkpoint's results; None if there are none, or they are damaged, so that it has to be measured anew.
 
     Raises:
         FulldepthError: if they are whole and of another run.
     """
     try:
-        found = Results.load(home)
-        document = StepDocument.model_validate(found.meta, strict=True)
+        results = Results.load(folder_of_step)
+        document = StepDocument.model_validate(results.meta, strict=True)
     except (FulldepthError, pydantic.ValidationError):
         return None
-    if list(found.table.columns) != COLUMNS:
+    if list(results.table.columns) != COLUMNS:
         return None
     if document.fingerprint != print_of_step:
         raise FulldepthError(
-            f"{home} holds results of another run (another model, other data or other settings). "
+            f"{folder_of_step} holds results of another run (another model, other data or other settings). "
             "Choose another --output, or replace it with --overwrite."
         )
-    return found
+    return results
 
 
 def combine(parts: Sequence[tuple[Point, Results]]) -> Results:

@@ -7,21 +7,25 @@ numbers.
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torchmetrics import Metric
 
+from fulldepth.metrics.accumulator import CPU, Accumulator
+from fulldepth.metrics.angle import cosine
 from fulldepth.metrics.jackknife import group_sizes
-from fulldepth.metrics.reservoir import Reservoir, state_bytes
+from fulldepth.metrics.reservoir import Reservoir
 from fulldepth.targets import IGNORE
 
-CPU = torch.device("cpu")
+NO_FIRST = ":no-first"
+"""Suffix of the statistics that leave out the first token of each sequence."""
 POSITION_BITS = 24
 """A token's key is `sequence << POSITION_BITS | position`: unique over the data set, whatever the batching."""
 
@@ -93,13 +97,13 @@ class Setup:
     @property
     def views(self) -> tuple[str, ...]:
         """Suffixes of statistic names: all counted tokens, and the same without each sequence's first token."""
-        return ("", ":no-first") if self.first_tokens else ("",)
+        return ("", NO_FIRST) if self.first_tokens else ("",)
 
     def reservoir(self, site: str) -> Reservoir:
         """The shared reservoir of `site` (`residual` or `reference`), made on first request."""
         if site not in self.reservoirs:
             shape = (self.num_layers + 1, self.width)
-            self.reservoirs[site] = Reservoir(self.reservoir_tokens, shape, seed=self.seed).to(self.device)
+            self.reservoirs[site] = Reservoir(self.reservoir_tokens, shape, self.seed, self.device)
         return self.reservoirs[site]
 
 
@@ -206,16 +210,15 @@ class Observation:
     def cosines(self) -> Tensor:
         """[N, L+1, L+1] raw cosine similarities, clamped to [-1, 1]; NaN where a state is exactly zero."""
         norms = self.gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-        return (self.gram / (norms[:, :, None] * norms[:, None, :])).clamp(-1.0, 1.0)
+        return cosine(self.gram, norms[:, :, None], norms[:, None, :])
 
 
-class Measure(Metric):
-    """Base of the accumulators. A subclass says what it needs, adds its states, and turns them into rows.
+class Measure(Accumulator):
+    """Base of the accumulators of measures. A subclass says what it needs, adds its states, and turns them into rows.
 
     Class attributes are the measure's entry in the registry; `units` maps each statistic (without suffix) to a unit.
     """
 
-    full_state_update = False
     name: ClassVar[str]
     units: ClassVar[Mapping[str, str]]
     sites: ClassVar[tuple[str, ...]] = ("residual",)
@@ -230,27 +233,42 @@ class Measure(Metric):
 
     def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
         """Add a state of zeros that is summed over batches and processes."""
-        self.add_state(name, torch.zeros(shape, dtype=dtype, device=self.setup.device), dist_reduce_fx="sum")
+        self.add(name, shape, dtype=dtype, device=self.setup.device)
 
     def add_grouped(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
         """Add a sum that is kept apart by group of sequences, `[G, *shape]`: what a standard error needs."""
         self.add_sum(name, self.setup.groups, *shape, dtype=dtype)
 
-    def update(self, observation: Any) -> None:
-        """Add one batch."""
-        raise TypeError(f"{type(self).__name__} does not say how it adds a batch")
-
-    def compute(self) -> Any:
-        """The statistics as tensors, over everything seen by all processes."""
-        raise TypeError(f"{type(self).__name__} does not say what it computes")
-
+    @abstractmethod
     def rows(self) -> list[Row]:
         """The statistics as rows of `results.parquet`."""
-        raise TypeError(f"{type(self).__name__} does not say what its rows are")
+
+    def row(
+        self,
+        statistic: str,
+        value: float | Tensor,
+        count: float | Tensor,
+        layer: int | None = None,
+        other: int | None = None,
+        site: str = "residual",
+    ) -> Row:
+        """One row of this measure, in the statistic's unit."""
+        unit = self.units[statistic.removesuffix(NO_FIRST)]
+        return Row(self.name, site, layer, other, statistic, float(value), int(count), unit)
+
+    def rows_of(
+        self, statistics: Mapping[str, float], count: float, layer: int | None = None, site: str = "residual"
+    ) -> list[Row]:
+        """A row of each statistic; a standard error that is not a number has none."""
+        return [
+            self.row(statistic, value, count, layer, site=site)
+            for statistic, value in statistics.items()
+            if not (statistic.startswith("standard_error") and math.isnan(value))
+        ]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the accumulator holds for a data set of any size (reservoirs of the setup counted apart)."""
-        shared = {id(reservoir) for reservoir in self.setup.reservoirs.values()}
-        owners = [module for module in self.modules() if isinstance(module, Metric) and id(module) not in shared]
-        return sum(map(state_bytes, owners))
+        """Bytes that the states hold, those of reservoirs of its own included; those of the setup count apart."""
+        shared = set(map(id, self.setup.reservoirs.values()))
+        reservoirs = [module for module in self.modules() if isinstance(module, Reservoir) and id(module) not in shared]
+        return super().nbytes + sum(reservoir.nbytes for reservoir in reservoirs)

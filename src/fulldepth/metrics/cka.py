@@ -112,7 +112,7 @@ class Cka(Measure):
         counts = values.pop("count").tolist()
         layers = range(self.setup.num_layers + 1)
         return [
-            Row(self.name, "residual", layer, other, name + suffix, float(value[view, layer, other]), counts[view], "1")
+            self.row(name + suffix, value[view, layer, other], counts[view], layer, other)
             for view, suffix in enumerate(self.setup.views)
             for layer in layers
             for other in layers

@@ -227,7 +227,7 @@ class Coherence(Measure):
             *((None, OVER_LAYERS, over_layers), (None, f"standard_error_of_{OVER_LAYERS}", overall)),
         ]
         return rows + [
-            Row(self.name, "residual", layer, None, statistic, value, behind[(layer or 0) - 1], "1")
+            self.row(statistic, value, behind[(layer or 0) - 1], layer)
             for layer, statistic, value in further
             if not math.isnan(value)
         ]
@@ -235,7 +235,7 @@ class Coherence(Measure):
     def _rows_of_layers(self, values: dict[str, Tensor], counts: Tensor) -> list[Row]:
         """The statistics of every layer at both sites, where there is a cell."""
         return [
-            Row(self.name, site, layer + 1, None, statistic, float(value[where, layer]), int(counts[where, layer]), "1")
+            self.row(statistic, value[where, layer], counts[where, layer], layer + 1, site=site)
             for where, site in enumerate(("residual", "attention"))
             for layer in range(self.setup.num_layers)
             if counts[where, layer]

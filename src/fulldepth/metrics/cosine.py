@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fulldepth.metrics.angle import cosine
 from fulldepth.metrics.base import POSITION_BITS, Measure, Observation, Row, Setup
 from fulldepth.metrics.reservoir import Sample
 
@@ -108,12 +109,11 @@ class Cosine(Measure):
         for layer in range(last + 1):
             for other in range(last + 1):
                 for statistic, kind in (("mean", "count"), ("mean_raw", "count_raw")):
-                    value, count = float(values[statistic][view, layer, other]), int(values[kind][view, layer, other])
-                    yield Row(self.name, "residual", layer, other, statistic + suffix, value, count, "1")
-            count = int(values["count"][view, layer, last])
+                    value, count = (values[name][view, layer, other] for name in (statistic, kind))
+                    yield self.row(statistic + suffix, value, count, layer, other)
+            count = values["count"][view, layer, last]
             for statistic in PERCENTILES:
-                value = float(values[statistic][view, layer])
-                yield Row(self.name, "residual", layer, last, statistic + suffix, value, count, "1")
+                yield self.row(statistic + suffix, values[statistic][view, layer], count, layer, last)
 
 
 def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +130,7 @@ def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
         x = part.double() if mean is None else centred(part, mean)
         gram = x @ x.mT  # [n, L+1, L+1]
         norm = gram.diagonal(dim1=1, dim2=2).sqrt()
-        cosines = (gram / (norm[:, :, None] * norm[:, None, :])).clamp(-1.0, 1.0)  # 0/0 is NaN
+        cosines = cosine(gram, norm[:, :, None], norm[:, None, :])
         valid = cosines.isfinite()
         sums += cosines.where(valid, 0.0).sum(0)
         counts += valid.sum(0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from fulldepth.metrics.angle import angular, cosine
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import ratio_error
 
@@ -27,7 +26,8 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
         h_out: residual stream after the layer, same shape. For the last layer this is the state before the final norm.
 
     Returns:
-        `[...]`, unit 1; NaN where a state is exactly zero, for it has no direction.
+        `[...]`, unit 1; NaN where a state is exactly zero, because it has no direction. Every mean of displacements, of
+        measures and penalties alike, leaves such tokens out.
 
     Raises:
         ValueError: if the shapes differ.
@@ -38,8 +38,7 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
         raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
     if h_in.dtype != torch.float64:
         h_in, h_out = h_in.float(), h_out.float()
-    cosine = (h_in * h_out).sum(-1) / (h_in.norm(dim=-1) * h_out.norm(dim=-1))
-    return (1 - cosine.clamp(-1.0, 1.0)) / 2
+    return angular(cosine((h_in * h_out).sum(-1), h_in.norm(dim=-1), h_out.norm(dim=-1)))
 
 
 class Displacement(Measure):
@@ -73,8 +72,8 @@ class Displacement(Measure):
             last = 1 - 2 * displacement(observation.tokens[-2], normed)
         else:
             last = torch.full_like(adjacent[:, 0], torch.nan)
-        cosine = torch.cat([adjacent, last[:, None]], dim=1).T.double()  # [L+1, N]
-        psi = ((1 - cosine) / 2).to(self.sums.device)
+        cosines = torch.cat([adjacent, last[:, None]], dim=1).T.double()  # [L+1, N]
+        psi = angular(cosines).to(self.sums.device)
         valid = psi.isfinite()
         psi = psi.where(valid, 0.0)
         weights = observation.view_weights.to(psi.device)
@@ -104,17 +103,14 @@ class Displacement(Measure):
         counts = values.pop("count").long()
         where = [("residual", layer) for layer in range(1, self.setup.num_layers + 1)]
         where.append(("final_normed", self.setup.num_layers))
-        rows = []
+        rows: list[Row] = []
         for index, (site, layer) in enumerate(where):
             for view, suffix in enumerate(self.setup.views):
                 count = int(counts[index, view])
                 if site == "final_normed" and not count:
                     continue
-                for statistic, per_layer in values.items():
-                    value = float(per_layer[index, view])
-                    if statistic == "standard_error" and math.isnan(value):
-                        continue
-                    rows.append(Row(self.name, site, layer, None, statistic + suffix, value, count, "1"))
+                statistics = {name + suffix: float(per_layer[index, view]) for name, per_layer in values.items()}
+                rows += self.rows_of(statistics, count, layer, site)
         return rows
 
 

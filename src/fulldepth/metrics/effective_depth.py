@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -88,12 +87,7 @@ class EffectiveDepth(Measure):
 
     def rows(self) -> list[Row]:
         """One row for each tolerance and one for its standard error, where it has one; they belong to no layer."""
-        depths, count = self.compute()
-        return [
-            Row(self.name, "residual", None, None, statistic, value, count, "layers")
-            for statistic, value in depths.items()
-            if statistic in STATISTICS or not math.isnan(value)
-        ]
+        return self.rows_of(*self.compute())
 
 
 def _depths(correct: Tensor, count: Tensor) -> Tensor:

@@ -89,9 +89,9 @@ class ExpectedRetrieval(Measure):
         tokens = int(observation.counted.sum())
         for layer, routing in routers(observation, self.setup):
             shares = torch.tensor(self.setup.head_shares[layer - 1], dtype=torch.float64)
-            found = expected_retrieval(absolute_share(routing, observation.counted), shares)
+            sources = expected_retrieval(absolute_share(routing, observation.counted), shares)
             shared = tokens if routing.ndim != 4 else 1  # one matrix stands for every token
-            self.sums[layer - 1] += (found.sum() * shared).to(self.sums)
+            self.sums[layer - 1] += (sources.sum() * shared).to(self.sums)
             self.counts[layer - 1] += tokens
 
     def compute(self) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class ExpectedRetrieval(Measure):
         """One row for each layer with a router."""
         values = self.compute()
         return [
-            Row(self.name, SITE, index + 1, None, "value", float(values["value"][index]), int(count), "layers")
+            self.row("value", values["value"][index], count, index + 1, site=SITE)
             for index, count in enumerate(values["count"])
             if count
         ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fulldepth.metrics.angle import angular
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import leave_one_out, standard_error
 from fulldepth.thresholds import LARGE_JUMP
@@ -69,7 +69,7 @@ class JumpRate(Measure):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        psi = (1 - observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double()) / 2  # [N, L]
+        psi = angular(observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double())  # [N, L]
         valid = psi.isfinite()
         member = observation.weights_by_group(len(self.sums))[..., 0]  # [N, G]
         self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
@@ -86,10 +86,9 @@ class JumpRate(Measure):
         """Two rows for each layer 2..L; no standard error where there is only one sequence."""
         rates, errors, count = self.compute()
         return [
-            Row(self.name, "residual", layer, None, statistic, value, count, "%")
-            for layer, pair in enumerate(zip(rates, errors, strict=True), start=2)
-            for statistic, value in zip(("value", "standard_error"), pair, strict=True)
-            if statistic == "value" or not math.isnan(value)
+            row
+            for layer, (rate, error) in enumerate(zip(rates, errors, strict=True), start=2)
+            for row in self.rows_of({"value": rate, "standard_error": error}, count, layer)
         ]
 
 

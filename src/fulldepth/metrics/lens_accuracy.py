@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ class LensMean(Measure):
         self.add_grouped("sums", setup.num_layers + 1)
         self.add_grouped("count", dtype=torch.int64)
 
+    @abstractmethod
     def reading(self, lens: Readout) -> Tensor:
         """[L+1, M] what is averaged."""
-        raise TypeError(f"{type(self).__name__} does not say what it reads")
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -71,10 +71,9 @@ class LensMean(Measure):
         """Two rows for each layer 0..L; no standard error where there is only one sequence."""
         means, errors, count = self.compute()
         return [
-            Row(self.name, "residual", layer, None, statistic, value, count, self.units[statistic])
-            for layer, pair in enumerate(zip(means.tolist(), errors.tolist(), strict=True))
-            for statistic, value in zip(("mean", "standard_error"), pair, strict=True)
-            if statistic == "mean" or not math.isnan(value)
+            row
+            for layer, (mean, error) in enumerate(zip(means.tolist(), errors.tolist(), strict=True))
+            for row in self.rows_of({"mean": mean, "standard_error": error}, count, layer)
         ]
 
 

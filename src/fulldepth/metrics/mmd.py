@@ -88,6 +88,4 @@ class Mmd(Measure):
     def rows(self) -> list[Row]:
         """One row for each layer 0..L."""
         values, count = self.compute()
-        return [
-            Row(self.name, "residual", layer, None, "value", value, count, "1") for layer, value in enumerate(values)
-        ]
+        return [self.row("value", value, count, layer) for layer, value in enumerate(values)]

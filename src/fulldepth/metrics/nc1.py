@@ -69,16 +69,14 @@ class Nc1(Measure):
         """NC1 of layers 0..L, and the number of tokens behind it."""
         sample = self.setup.reservoir("residual").compute()
         labels = sample.labels.reshape(-1)
-        known = labels >= 0
-        if len(labels[known].unique()) < 2:
+        labelled = labels >= 0
+        if len(labels[labelled].unique()) < 2:
             return [], 0
         layers = range(self.setup.num_layers + 1)
-        values = [float(nc1(sample.features[known, layer], labels[known])) for layer in layers]
-        return values, int(known.sum())
+        values = [float(nc1(sample.features[labelled, layer], labels[labelled])) for layer in layers]
+        return values, int(labelled.sum())
 
     def rows(self) -> list[Row]:
         """One row for each layer 0..L."""
         values, count = self.compute()
-        return [
-            Row(self.name, "residual", layer, None, "value", value, count, "1") for layer, value in enumerate(values)
-        ]
+        return [self.row("value", value, count, layer) for layer, value in enumerate(values)]

@@ -69,7 +69,7 @@ class NormRatio(Measure):
         """One row for each layer and view."""
         values = self.compute()
         return [
-            Row(self.name, "residual", layer, None, "mean" + suffix, float(mean[view]), int(count[view]), "1")
+            self.row("mean" + suffix, mean[view], count[view], layer)
             for layer, (mean, count) in enumerate(zip(values["mean"], values["count"], strict=True), start=1)
             for view, suffix in enumerate(self.setup.views)
         ]

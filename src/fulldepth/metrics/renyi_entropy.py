@@ -173,5 +173,5 @@ class RenyiEntropy(Measure):
             for layer in range(index, self.setup.num_layers + 1):  # value states begin with layer 1
                 count = int(counts[index, layer])
                 for statistic, value in zip(self.units, means[index, layer].tolist(), strict=True):
-                    rows.append(Row(self.name, site, layer, None, statistic, value, count, "nats"))
+                    rows.append(self.row(statistic, value, count, layer, site=site))
         return rows

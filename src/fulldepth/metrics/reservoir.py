@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from fulldepth.metrics.accumulator import CPU, Accumulator
 from fulldepth.targets import IGNORE
 
 EMPTY = torch.iinfo(torch.int64).max
@@ -32,11 +32,6 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def state_bytes(metric: Metric) -> int:
-    """Bytes of a metric's own states, which are tensors."""
-    return sum(state.nbytes for state in metric.metric_state.values() if isinstance(state, Tensor))
-
-
 class Sample:
     """What a reservoir kept, in the order of the data.
 
@@ -53,32 +48,31 @@ class Sample:
         self.features, self.keys, self.labels, self.seen = features, keys, labels, seen
 
 
-class Reservoir(Metric):
+class Reservoir(Accumulator):
     """Keeps the `capacity` tokens of smallest seeded priority, with their features and labels.
 
     Args:
         capacity: at most this many tokens are kept.
         shape: shape of one token's features, for example (L+1, D).
         seed: another seed keeps another sample.
+        device: where the sample lies.
     """
 
-    full_state_update = False
     features: Tensor
     keys: Tensor
     labels: Tensor
     priorities: Tensor
     seen: Tensor
 
-    def __init__(self, capacity: int, shape: tuple[int, ...], seed: int = 0) -> None:
+    def __init__(self, capacity: int, shape: tuple[int, ...], seed: int = 0, device: torch.device = CPU) -> None:
         super().__init__()
         if capacity < 1:
             raise ValueError(f"a reservoir keeps at least one token, got capacity {capacity}")
         self.capacity, self.shape, self.seed = capacity, tuple(shape), seed
-        self.add_state("features", torch.zeros(capacity, *shape), dist_reduce_fx="cat")
-        self.add_state("keys", torch.zeros(capacity, dtype=torch.int64), dist_reduce_fx="cat")
-        self.add_state("labels", torch.zeros(capacity, dtype=torch.int64), dist_reduce_fx="cat")
-        self.add_state("priorities", torch.full((capacity,), EMPTY), dist_reduce_fx="cat")
-        self.add_state("seen", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add("features", (capacity, *shape), dtype=torch.float32, reduce="cat", device=device)
+        for name, fill in (("keys", 0), ("labels", 0), ("priorities", EMPTY)):
+            self.add(name, (capacity,), dtype=torch.int64, fill=fill, reduce="cat", device=device)
+        self.add("seen", (), dtype=torch.int64, device=device)
         self._last: Any = None
 
     def update(self, features: Tensor, keys: Tensor, labels: Tensor | None = None) -> None:
@@ -120,8 +114,3 @@ class Reservoir(Metric):
         best = best[keys[best].argsort()]
         features = self.features.flatten(0, -len(self.shape) - 1)[best]
         return Sample(features, keys[best], self.labels.flatten()[best], int(self.seen))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return state_bytes(self)

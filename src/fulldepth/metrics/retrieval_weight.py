@@ -128,9 +128,8 @@ class RetrievalWeight(Measure):
         tokens = int(observation.counted.sum())
         for layer, routing in routers(observation, self.setup):
             for total, weights in ((self.masses, signed_mass), (self.shares, absolute_share)):
-                found = weights(routing, observation.counted)
                 shared = tokens if routing.ndim != 4 else 1  # one matrix stands for every token
-                total[layer - 1, :, :layer] += (found.sum(0) * shared).to(total)
+                total[layer - 1, :, :layer] += (weights(routing, observation.counted).sum(0) * shared).to(total)
             self.counts[layer - 1] += tokens
 
     def compute(self) -> dict[str, Tensor]:
@@ -146,7 +145,7 @@ class RetrievalWeight(Measure):
             for index in values["count"].nonzero().flatten().tolist():
                 layer, count, heads = index + 1, int(values["count"][index]), values[statistic][index]
                 for source, value in enumerate(heads[:, :layer].mean(0).tolist()):
-                    rows.append(Row(self.name, SITE, layer, source, statistic, value, count, "1"))
+                    rows.append(self.row(statistic, value, count, layer, source, SITE))
                 for head, value in enumerate(heads[:, index].tolist()):
-                    rows.append(Row(self.name, f"head_{head}", layer, index, statistic, value, count, "1"))
+                    rows.append(self.row(statistic, value, count, layer, index, f"head_{head}"))
         return rows

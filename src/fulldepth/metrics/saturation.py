@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
@@ -82,15 +81,11 @@ class Saturation(Measure):
             "cumulative": counts.cumsum(0).double() / total,
         }
         rows = [
-            Row(self.name, "residual", layer, None, statistic, float(values[layer - 1]), total, self.units[statistic])
+            self.row(statistic, values[layer - 1], total, layer)
             for layer in range(1, len(counts) + 1)
             for statistic, values in statistics.items()
         ]
-        return rows + [
-            Row(self.name, "residual", None, None, statistic, value, total, "layers")
-            for statistic, value in (("median", median), ("standard_error_of_median", error))
-            if not math.isnan(value)
-        ]
+        return rows + (self.rows_of({"median": median, "standard_error_of_median": error}, total) if total else [])
 
 
 def _median(counts: Tensor) -> Tensor:

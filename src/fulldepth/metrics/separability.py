@@ -93,7 +93,7 @@ class Separability(Measure):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.kept = {
-            site: [Reservoir(_capacity(setup), shape, setup.seed).to(setup.device) for _ in setup.words]
+            site: [Reservoir(_capacity(setup), shape, setup.seed, setup.device) for _ in setup.words]
             for site, shape in _shapes(setup).items()
         }
         self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.kept.values() for reservoir in reservoirs)
@@ -137,7 +137,7 @@ class Separability(Measure):
     def rows(self) -> list[Row]:
         """Two rows for each site and layer."""
         return [
-            Row(self.name, site, layer, None, statistic, value, count, "1")
+            self.row(statistic, value, count, layer, site=site)
             for site, layer, mean, std, count in self.compute()
             for statistic, value in (("mean", mean), ("std", std))
         ]

@@ -81,10 +81,9 @@ class SpectralNorm(Measure):
         shape = (len(setup.projections), setup.num_layers)
         for name in ("sums", "counts", "expert_sums", "experts"):
             self.add_sum(name, *shape)
-        zeros = torch.zeros(shape, dtype=torch.float64, device=setup.device)
-        self.add_state("maxima", zeros, dist_reduce_fx="max")
+        self.add("maxima", shape, reduce="max", device=setup.device)
 
-    def update(self, site: str | int, layer: int, weight: Tensor) -> None:  # type: ignore[override]
+    def update(self, site: str | int, layer: int, weight: Tensor) -> None:
         """Add one matrix `[m, n]`, or those of all experts `[E, m, n]`.
 
         Args:
@@ -107,20 +106,20 @@ class SpectralNorm(Measure):
 
     def compute(self) -> dict[tuple[str, int, str], tuple[float, int]]:
         """(projection, layer, statistic) -> value and the number of matrices behind it, for what was seen."""
-        found = {}
+        norms = {}
         for index, layer in (self.counts + self.experts).nonzero().tolist():
             at = (index, layer)
             where = (self.setup.projections[index], layer + 1)
             if experts := int(self.experts[at]):
-                found[*where, "mean"] = (float(self.expert_sums[at]) / experts, experts)
-                found[*where, "max"] = (float(self.maxima[at]), experts)
+                norms[*where, "mean"] = (float(self.expert_sums[at]) / experts, experts)
+                norms[*where, "max"] = (float(self.maxima[at]), experts)
             else:
-                found[*where, "value"] = (float(self.sums[at] / self.counts[at]), 1)
-        return found
+                norms[*where, "value"] = (float(self.sums[at] / self.counts[at]), 1)
+        return norms
 
     def rows(self) -> list[Row]:
         """One row for each matrix, two for each stack of experts."""
         return [
-            Row(self.name, site, layer, None, statistic, value, count, "1")
+            self.row(statistic, value, count, layer, site=site)
             for (site, layer, statistic), (value, count) in self.compute().items()
         ]

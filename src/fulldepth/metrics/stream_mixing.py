@@ -79,8 +79,8 @@ class StreamMixing(Measure):
         for index, site in enumerate(SITES.values()):
             for layer, mixing in observation.coefficients[site].items():
                 shared = tokens if mixing.ndim == 2 else 1  # one matrix stands for every token
-                found = _by_stream(mixing, observation.counted).sum(0) * shared
-                self.sums[index, layer - 1] += found.to(self.sums)
+                weights = _by_stream(mixing, observation.counted).sum(0) * shared
+                self.sums[index, layer - 1] += weights.to(self.sums)
                 self.counts[index, layer - 1] += tokens
 
     def compute(self) -> tuple[Tensor, Tensor]:
@@ -95,6 +95,5 @@ class StreamMixing(Measure):
             branch, count = list(SITES)[index], int(counts[index, layer])
             for stream, values in enumerate(means[index, layer].tolist()):
                 for statistic, value in zip(STATISTICS, values, strict=True):
-                    site = f"{branch}_stream_{stream}"
-                    rows.append(Row(self.name, site, layer + 1, None, statistic, value, count, "1"))
+                    rows.append(self.row(statistic, value, count, layer + 1, site=f"{branch}_stream_{stream}"))
         return rows

@@ -6,12 +6,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from fulldepth.settings.loading import Count, Length
 from fulldepth.settings.search import ReadingSettings
 
 MOST_ROUNDS = 100_000
 Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
-Length = Annotated[PositiveInt, Field(le=10_000_000)]
-Count = Annotated[PositiveInt, Field(le=10**9)]
 
 
 class BenchSettings(ReadingSettings):
@@ -24,9 +23,10 @@ class BenchSettings(ReadingSettings):
     }
 
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
-    """Sequences run at once, a list."""
+    """Comma-separated numbers of sequences run at once."""
     contexts: list[Length] = Field(default=[128, 512], min_length=1, max_length=1000)
-    """Tokens of the prompt, a list; each is timed with every batch size, as far as the model's positions go."""
+    """Comma-separated lengths of the prompt in tokens, each timed with every batch size, as far as the model's
+    positions go."""
     new_tokens: Length = 16
     """Tokens decoded after the prompt, one at a time, while the cache grows."""
     repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 5
@@ -34,10 +34,7 @@ class BenchSettings(ReadingSettings):
     warmup: Rounds = 1
     """Runs of every model before the first round, not counted."""
     tasks: list[str] | None = None
-    """Tasks of lm-eval that every model is scored on, by name or as YAML files, a list; needs fulldepth[evaluate]."""
+    """Comma-separated tasks of lm-eval that every model is scored on, by name or as YAML files; needs
+    fulldepth[evaluate]."""
     task_limit: Count | None = None
-    """The first so many examples of each task only."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
-    dtype: str = "auto"
-    """Precision to load the models in: float32, bfloat16; auto: each checkpoint's own."""
+    """Examples of each task, the first ones; None = all."""

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from fulldepth.settings.layers import Settings
-
-MOST = 10**9
-"""Largest count that can be asked for."""
-MOST_TOKENS = 10**7
-"""Longest sequence."""
-MOST_SEED = 2**32 - 1
-"""Largest seed that scikit-learn takes."""
-Count = Annotated[PositiveInt, Field(le=MOST)]
+from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
 
 
-class MeasureSettings(Settings):
+class MeasureSettings(LoadingSettings):
     """Everything that decides which numbers a run gives; saved with them."""
 
     options: ClassVar = {
@@ -39,7 +31,7 @@ class MeasureSettings(Settings):
     expected_retrieval, stream_mixing; None = all that model and data allow."""
     max_sequences: Count = 256
     """Sequences to read."""
-    sequence_length: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None = None
+    sequence_length: Length | None = None
     """Tokens in a sequence; None = 256, or the model's positions if fewer."""
     batch_size: Count = 8
     """Sequences in one forward pass; no number depends on it."""
@@ -56,7 +48,7 @@ class MeasureSettings(Settings):
     """Sequences that enter the matrix entropies."""
     grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid."""
-    seed: int = Field(default=0, ge=0, le=MOST_SEED)
+    seed: Seed = 0
     """Seed of every sample that is drawn."""
     split: str | None = None
     """Split of a Hub data set or an image folder."""
@@ -64,19 +56,9 @@ class MeasureSettings(Settings):
     """Cut prompt-response pairs that are longer than the sequence length, rather than refuse them."""
     tower: Literal["text", "vision"] | None = None
     """text or vision, for models with two towers."""
-    dtype: str = "auto"
-    """Precision to load the model in: float32, bfloat16, float16; auto: the checkpoint's own."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
     device_map: str | dict[str, Any] | None = None
     """auto: spread a large model over devices, CPU and disk."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
-    tokenizer: str | None = None
-    """Folder or Hub name of the tokenizer; None = the checkpoint's."""
     reference: str | None = None
     """Model that MMD compares with, layer by layer."""
-    trust_remote_code: bool = False
-    """Run modelling code that the checkpoint carries."""
     anatomy: dict[str, Any] | None = None
     """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family that is neither listed nor found."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line, unknown
-from fulldepth.settings.layers import Settings
+from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
@@ -38,17 +38,13 @@ def known_format(name: str) -> str:
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 Batch = Annotated[int, Field(ge=1, le=1_000_000)]
-Length = Annotated[int, Field(ge=1, le=10_000_000)]
 Rows = Annotated[int, Field(ge=1, le=10**12)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Rate = Annotated[float, Field(gt=0, le=1e3)]
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
 TIME = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])")
 
 
-class ReadingSettings(Settings):
+class ReadingSettings(LoadingSettings):
     """How the data of a search, a curve or a benchmark are read."""
 
     batch_size: Batch = 8
@@ -59,12 +55,6 @@ class ReadingSettings(Settings):
     """Rows (or windows of text) to read; None = all."""
     seed: Seed = 0
     """Seed of the held-out fifth, and of everything else that is drawn."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
-    tokenizer: str | None = None
-    """Folder or Hub name of the tokenizer; None = the checkpoint's."""
-    trust_remote_code: bool = False
-    """Run modelling code that the checkpoint carries."""
 
 
 class SearchSettings(ReadingSettings):
@@ -78,13 +68,13 @@ class SearchSettings(ReadingSettings):
     }
 
     blocks: Layer | None = None
-    """k, how many blocks to remove; None = as many as are given."""
+    """How many blocks to remove; None = as many as are given."""
     criterion: Criterion = "loss"
     """What candidates are ranked by on held-out data: loss (of the untrained candidate), scaled (the loss after one
     epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
     search: Method = "greedy"
     """greedy: one by one, candidates that are surely worse leave early; exact: one by one, all on all data; one-shot,
-    cosine, taylor, random, last: ranked once; given: as `given` says."""
+    cosine, taylor, random, last: ranked once; given: the layers of `given`."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp or layer."""
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
@@ -116,12 +106,8 @@ class SearchSettings(ReadingSettings):
     """Keep one state a block while scalars are trained, and run each block again in the backward pass: less memory,
     half as much computing again, the same result. None: where autograd would keep more than about 4 GiB, and where
     weights are offloaded."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, mps; None = the first accelerator, else the CPU."""
     device_map: str | dict[str, Any] | None = None
     """`auto` spreads a model over devices, CPU and disk; or a map of modules to devices and `disk`."""
-    dtype: str = "auto"
-    """Precision to load the model in: float32, bfloat16; auto: the checkpoint's own."""
 
     @model_validator(mode="before")
     @classmethod

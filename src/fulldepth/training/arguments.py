@@ -82,8 +82,8 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
     Raises:
         FulldepthError: if the batch cannot be cut evenly.
     """
-    share, left = divmod(settings.global_batch_size, world)
-    if left or not share:
+    share, remainder = divmod(settings.global_batch_size, world)
+    if remainder or not share:
         raise FulldepthError(
             f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
         )

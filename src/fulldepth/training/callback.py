@@ -112,12 +112,12 @@ class Conductor(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Seal the checkpoint that has just been written, or that is being written as soon as it is."""
-        mine = self._gathered(self._means(reset=False))
+        sums = self._gathered(self._means(reset=False))
         current().wait()  # every process has written its part, or begun to
         checkpoint = self._checkpoint(state.global_step)
         if args.should_save:
             self.record.keep_in(checkpoint)
-        changes = {"elapsed": self.clock.elapsed, "tally": mine, "evaluated": self._evaluated}
+        changes = {"elapsed": self.clock.elapsed, "tally": sums, "evaluated": self._evaluated}
         self._unsealed = (checkpoint, self._notes.model_copy(update=changes))
         self._seal(wait=control.should_training_stop or not self.settings.save_in_background)
         self.clock.start()
@@ -162,7 +162,7 @@ class Conductor(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         self.trainer.guard.check()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        found = self.evaluator(model)
+        evaluation = self.evaluator(model)
         means = self._gathered(self._means(reset=True))
         seconds, steps = self.clock.lap(), step - self._evaluated
         self._evaluated = step
@@ -177,10 +177,10 @@ class Conductor(TrainerCallback):
             "peak_memory": (peak_memory(), "value", "MiB"),
         }
         if self.trainer.args.should_save:
-            self.record.add(step, found, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
+            self.record.add(step, evaluation, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
             if self.after_evaluation is not None:
                 self.after_evaluation(self.record.folder)
-        self.watcher.say(_line(step, found, means, speed))
+        self.watcher.say(_line(step, evaluation, means, speed))
 
     def _means(self, reset: bool) -> dict[str, list[float]]:
         """Part -> [sum, count] since the last evaluation, the part before a resumption included."""
@@ -225,13 +225,15 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-def _line(step: int, found: Evaluation, means: dict[str, list[float]], speed: tuple[float, str, str] | None) -> str:
+def _line(
+    step: int, evaluation: Evaluation, means: dict[str, list[float]], speed: tuple[float, str, str] | None
+) -> str:
     """One evaluation in one line."""
-    parts = [f"step {step}:", f"validation {found.loss:.4f}"]
+    parts = [f"step {step}:", f"validation {evaluation.loss:.4f}"]
     for name, (total, count) in means.items():
         parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
-    if found.jump_rates:
-        parts.append(f"jump rate {found.jump_rates[0]:.2f} %")
+    if evaluation.jump_rates:
+        parts.append(f"jump rate {evaluation.jump_rates[0]:.2f} %")
     if speed is not None:
         parts.append(f"{speed[0]:,.0f} tokens/s")
     return ("  ".join(parts)).replace(":  ", ": ")

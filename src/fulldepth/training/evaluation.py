@@ -81,15 +81,15 @@ def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Te
     """Of every layer the displacement sum and the tokens that have one; then tokens, loss sum, targets."""
     loss, targets = task.loss(outputs), task.targets(batch)
     assert targets is not None
-    home = states[-1].device
+    device = states[-1].device
     counted = task.counted(batch, states[-1])
-    profile = [displacement(a.to(home), b.to(home))[counted].double() for a, b in pairwise(states)]
+    profile = [displacement(a.to(device), b.to(device))[counted].double() for a, b in pairwise(states)]
     undefined = [psi.isnan() for psi in profile]  # of a zero vector; left out, as in every measure
     sums = [psi.masked_fill(out, 0.0).sum() for psi, out in zip(profile, undefined, strict=True)]
     counts = [(~out).sum() for out in undefined]
     total = torch.where(targets > 0, loss.double() * targets, 0.0)  # a mean over no target is NaN
-    rest = [counted.sum(), total, targets]
-    return torch.stack([value.to(loss.device, torch.float64) for value in (*sums, *counts, *rest)])
+    totals = [counted.sum(), total, targets]
+    return torch.stack([value.to(loss.device, torch.float64) for value in (*sums, *counts, *totals)])
 
 
 def _evaluation(sums: list[float]) -> Evaluation:

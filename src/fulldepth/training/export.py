@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, is_disk_full
 from fulldepth.files import atomic_folder, locked, read_json, reading, remove_leftovers, temporary_name
 from fulldepth.hf import (
     WEIGHT_SHARDS,
@@ -28,7 +27,7 @@ from fulldepth.hf import (
 )
 from fulldepth.progress import Watcher
 from fulldepth.training.resume import step_of
-from fulldepth.training.shards import take_weights
+from fulldepth.training.sharding import take_weights
 
 NOT_THE_MODEL = {
     *("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "optimizer.json"),
@@ -69,17 +68,19 @@ def export_run(
     """
     if is_sealed(run) and step is None and not every:  # a checkpoint instead of its run
         run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
-    watcher, found = watcher or Watcher(), dict(sealed_checkpoints(run))
-    if not found:
+    watcher, checkpoints = watcher or Watcher(), dict(sealed_checkpoints(run))
+    if not checkpoints:
         raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
     if every and (output is not None or step is not None):
         raise FulldepthError("--all puts every checkpoint together in place; it goes with neither --output nor --step.")
     if dtype is not None and output is None:
         raise FulldepthError("--dtype needs --output: in place, the run's own weights keep their precision.")
-    if step is not None and step not in found:
-        raise FulldepthError(f"{run} has no whole checkpoint-{step}; it has those of steps {_listed(list(found))}.")
-    chosen = found if every else {n: found[n] for n in [max(found) if step is None else step]}
-    with _words_for_a_full_disk():
+    if step is not None and step not in checkpoints:
+        raise FulldepthError(
+            f"{run} has no whole checkpoint-{step}; it has those of steps {_listed(list(checkpoints))}."
+        )
+    chosen = checkpoints if every else {n: checkpoints[n] for n in [max(checkpoints) if step is None else step]}
+    with explaining_full_disk(lambda: "Nothing was exported, and the checkpoint is as it was."):
         if output is None:
             for checkpoint in chosen.values():
                 with locked(run):
@@ -161,13 +162,14 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
 
 
 @contextmanager
-def _words_for_a_full_disk() -> Iterator[None]:
+def explaining_full_disk(sentence: Callable[[], str]) -> Iterator[None]:
+    """Turn an error of a full disk into a `FulldepthError` that goes on with a sentence, made when it is needed."""
     try:
         yield
     except Exception as error:
-        if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
+        if not is_disk_full(error) or isinstance(error, FulldepthError):
             raise
-        raise FulldepthError("The disk is full; nothing was exported, and the checkpoint is as it was.") from error
+        raise FulldepthError(f"The disk is full. {sentence()}") from error
 
 
 def _listed(steps: list[int]) -> str:

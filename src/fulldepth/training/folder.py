@@ -49,8 +49,8 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None
             raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
         _compare(folder, settings)
         _check_results(folder)
-        found = sealed_checkpoints(folder)
-        return found[-1][1] if found else None
+        checkpoints = sealed_checkpoints(folder)
+        return checkpoints[-1][1] if checkpoints else None
     if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
         raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
     return None
@@ -73,17 +73,17 @@ def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: boo
         FulldepthError: in every process, if the folder is in use, holds something else, or cannot be written.
     """
     with ExitStack() as stack:
-        said, renamed = None, []
+        problem, renamed = None, []
         if is_main:
             try:
                 stack.enter_context(locked(folder))
                 open_run(folder, settings, resume)  # another process may have been here since the first look
                 renamed = _claim(folder, settings)
             except FulldepthError as error:
-                said = str(error)
-        said = next((words for words in current().gather(said) if words is not None), None)
-        if said is not None:
-            raise FulldepthError(said)
+                problem = str(error)
+        problem = next((words for words in current().gather(problem) if words is not None), None)
+        if problem is not None:
+            raise FulldepthError(problem)
         yield renamed
 
 
@@ -157,11 +157,11 @@ def saved_settings(folder: Path) -> TrainSettings:
 
 
 def _compare(folder: Path, settings: TrainSettings) -> None:
-    before, now = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
+    saved, requested = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
     different = [
-        f"{one_line(key, 60)} was {one_line(repr(before.get(key)), 60)}, is {one_line(repr(now.get(key)), 60)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in MAY_DIFFER and key != "data.cache"
+        f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
+        for key in sorted(saved.keys() | requested.keys())
+        if saved.get(key) != requested.get(key) and key not in MAY_DIFFER and key != "data.cache"
     ]
     if different:
         raise FulldepthError(

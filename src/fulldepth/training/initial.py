@@ -69,10 +69,10 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
             "otherwise."
         )
     if settings.distribution != "model":
-        known = {id(module.weight) for module in _matrices(model)}
+        matrix_ids = {id(module.weight) for module in _matrices(model)}
         added = _added(model)
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and id(parameter) not in known and name not in added:
+            if parameter.ndim > 1 and id(parameter) not in matrix_ids and name not in added:
                 raise FulldepthError(
                     f"initializer.distribution={settings.distribution} is for linear layers and embeddings, and {name} "
                     f"of this {kind} is neither."
@@ -87,13 +87,13 @@ def _added(model: nn.Module) -> set[str]:
 
 def _matrices(model: nn.Module) -> Iterator[Any]:
     """Every linear layer and embedding that a stock model has, of tied ones the first."""
-    seen: set[int] = set()
+    done_ids: set[int] = set()
     added = _added(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or f"{name}.weight" in added:
             continue
-        if id(module.weight) not in seen:
-            seen.add(id(module.weight))
+        if id(module.weight) not in done_ids:
+            done_ids.add(id(module.weight))
             yield module
 
 

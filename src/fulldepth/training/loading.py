@@ -14,6 +14,7 @@ from transformers import default_data_collator
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import per_batch_terms
+from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
 
 MOST_WORKERS = 4
@@ -55,7 +56,7 @@ def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, 
     return flatten_windows
 
 
-class LoadingMixin:
+class LoadingMixin(AnyTrainer):
     """Gives a Trainer with `settings` the order of a run: one pass of `steps * global_batch_size` items.
 
     Every step is a full batch, also where one epoch of the data ends and the next begins; the numbers of processes, of
@@ -63,14 +64,13 @@ class LoadingMixin:
     """
 
     def _get_train_sampler(self, train_dataset: Any = None) -> ShuffledSampler:
-        me: Any = self
-        settings: TrainSettings = me.settings
-        items = len(me.train_dataset if train_dataset is None else train_dataset)
+        settings: TrainSettings = self.settings
+        items = len(self.train_dataset if train_dataset is None else train_dataset)
         return ShuffledSampler(items, seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's own, with workers that leave SIGTERM to the process that trains."""
-        loader = super().get_train_dataloader()  # type: ignore[misc]
+        loader = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter hands reads on, not writes
         inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
         return loader
@@ -78,7 +78,7 @@ class LoadingMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         with _silent_forks():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
 
 
 def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
@@ -91,10 +91,10 @@ def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
 @contextmanager
 def _silent_forks() -> Iterator[None]:
     """Keep tokenizers, which have been used by now, from warning in every worker; workers tokenise nothing."""
-    given = os.environ.get(FORKS)
+    before = os.environ.get(FORKS)
     os.environ.setdefault(FORKS, "false")
     try:
         yield
     finally:
-        if given is None:
+        if before is None:
             os.environ.pop(FORKS, None)

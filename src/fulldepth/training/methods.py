@@ -29,7 +29,7 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     if settings.method not in METHODS:
         raise unknown("method", settings.method, METHODS)
     chosen = {**METHODS[settings.method], **settings.objective.model_dump(exclude_unset=True)}
-    on = {name: given for name, given in chosen.items() if given is not None}
+    on = {name: options for name, options in chosen.items() if options is not None}
     changes: dict[str, Any] = {"objective": ObjectiveSettings(**on)}
     if settings.model.checkpoint is not None:
         start = checkpoint_of(settings.model.checkpoint)

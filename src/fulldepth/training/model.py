@@ -176,8 +176,8 @@ def _options(kind: type[PreTrainedConfig]) -> set[str]:
 
 def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: int | None) -> dict[str, Any]:
     """Sizes that the tokenizer and the data decide, as far as the class has them."""
-    wanted = {"vocab_size": vocab_size, "max_position_embeddings": positions}
-    return {name: size for name, size in wanted.items() if size is not None and name in _options(kind)}
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": positions}
+    return {name: size for name, size in sizes.items() if size is not None and name in _options(kind)}
 
 
 def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:

@@ -50,24 +50,24 @@ def resuming(folder: Path, settings: TrainSettings) -> Iterator[tuple[Path | Non
     if all(sharing):
         yield folder / name, notes
         return
-    home = temporary_name(folder / RECEIVED)
+    copy = temporary_name(folder / RECEIVED)
     try:
-        yield _sent(folder, name, home, sharing), notes
+        yield _sent(folder, name, copy, sharing), notes
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def shares(folder: Path) -> list[bool]:
     """For every process, whether its folder of this name is the first process's."""
-    me = current()
-    probe = folder / me.agree(temporary_name(folder / "shared").name)
-    if me.world > 1 and me.is_main:
+    process = current()
+    probe = folder / process.agree(temporary_name(folder / "shared").name)
+    if process.world > 1 and process.is_main:
         probe.touch()
-    me.wait()
-    seen = me.gather(me.world == 1 or probe.exists())
-    if me.world > 1 and me.is_main:
+    process.wait()
+    sees_probe = process.gather(process.world == 1 or probe.exists())
+    if process.world > 1 and process.is_main:
         probe.unlink()
-    return seen
+    return sees_probe
 
 
 def _last(folder: Path, settings: TrainSettings) -> tuple[str | None, RunNotes]:
@@ -75,22 +75,22 @@ def _last(folder: Path, settings: TrainSettings) -> tuple[str | None, RunNotes]:
     return (None, RunNotes()) if checkpoint is None else (checkpoint.name, resume_notes(checkpoint))
 
 
-def _sent(folder: Path, name: str, home: Path, sharing: list[bool]) -> Path:
+def _sent(folder: Path, name: str, copy: Path, sharing: list[bool]) -> Path:
     """Send a checkpoint's files to one process of every machine that does not see them; where this process reads it."""
-    me = current()
-    needy = me.gather(not sharing[me.rank] and me.local_rank == 0)
+    process = current()
+    needy = process.gather(not sharing[process.rank] and process.local_rank == 0)
     group = distributed.new_group([0, *[rank for rank, needs in enumerate(needy) if needs]], backend="gloo")
-    said = None
-    if me.is_main:
+    problem = None
+    if process.is_main:
         _send(folder / name, group)
-    elif needy[me.rank]:
-        said = _receive(home / name, group)
-    everyone = me.gather((str(home.absolute() / name), said))
-    if problem := next((words for _, words in everyone if words is not None), None):
+    elif needy[process.rank]:
+        problem = _receive(copy / name, group)
+    everyone = process.gather((str(copy.absolute() / name), problem))
+    if problem := next((text for _, text in everyone if text is not None), None):
         raise FulldepthError(problem)
-    if sharing[me.rank]:
+    if sharing[process.rank]:
         return folder / name
-    return Path(everyone[me.rank - me.local_rank][0])
+    return Path(everyone[process.rank - process.local_rank][0])
 
 
 def _send(checkpoint: Path, group: Any) -> None:
@@ -114,11 +114,11 @@ def _receive(checkpoint: Path, group: Any) -> str | None:
     except OSError as error:
         problem = error
     for name, size in table[0]:
-        path, left = checkpoint / name, size
-        while left:
-            piece = torch.empty(min(left, PIECE), dtype=torch.uint8)
+        path, remaining = checkpoint / name, size
+        while remaining:
+            piece = torch.empty(min(remaining, PIECE), dtype=torch.uint8)
             distributed.broadcast(piece, src=0, group=group)
-            left -= len(piece)
+            remaining -= len(piece)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("ab") as file:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fulldepth.errors import FulldepthError
+from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
 
 
@@ -46,11 +47,11 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     everything = settings.decay == "all"
     decayed = [p for p in trained if everything or (p.ndim >= 2 and id(p) not in embeddings)]
-    kept = {id(p) for p in decayed}
+    decayed_ids = {id(p) for p in decayed}
     return [
         {"params": decayed, "weight_decay": settings.weight_decay, "lr": settings.learning_rate, "name": "decay"},
         {
-            "params": [p for p in trained if id(p) not in kept],
+            "params": [p for p in trained if id(p) not in decayed_ids],
             "weight_decay": 0.0,
             "lr": settings.learning_rate,
             "name": "no decay",
@@ -58,7 +59,7 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
     ]
 
 
-class GroupsMixin:
+class GroupsMixin(AnyTrainer):
     """Gives a Trainer with an objective `settings=`, and the parameter groups that they describe."""
 
     def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:

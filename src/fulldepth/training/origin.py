@@ -60,7 +60,7 @@ def check_origin(
             another process, another order, another configuration, or other batches of a penalty that depends on them.
     """
     lines: list[str] = []
-    said = None
+    problem = None
     everyone = current().gather(now.data)
     try:
         if len(set(everyone)) > 1:
@@ -73,10 +73,10 @@ def check_origin(
             _compare_configs(config, checkpoint)
             lines = _compared(now, before, settings, checkpoint)
     except FulldepthError as error:
-        said = str(error)
-    said, lines = current().gather((said, lines))[0]  # process 0 has seen what the others may not: its own disk
-    if said is not None:
-        raise FulldepthError(said)
+        problem = str(error)
+    problem, lines = current().gather((problem, lines))[0]  # process 0 has seen what the others may not: its own disk
+    if problem is not None:
+        raise FulldepthError(problem)
     return lines
 
 
@@ -123,8 +123,8 @@ def _places(now: Origin, before: Origin) -> list[str]:
     if now.device != before.device:
         lines.append(f"The run was on {before.device} and is on {now.device} now: numbers may round otherwise.")
     names = sorted(now.versions.keys() | before.versions.keys())
-    known = {name: (before.versions.get(name, "unknown"), now.versions.get(name, "unknown")) for name in names}
-    changed = [f"{name} {was} -> {current}" for name, (was, current) in known.items() if was != current]
+    pairs = {name: (before.versions.get(name, "unknown"), now.versions.get(name, "unknown")) for name in names}
+    changed = [f"{name} {was} -> {current}" for name, (was, current) in pairs.items() if was != current]
     if changed:
         lines.append(f"Versions changed since the checkpoint: {', '.join(changed)}. Numbers may differ.")
     return [one_line(line, 400) for line in lines]

@@ -43,6 +43,8 @@ DAY = 86400
 class Plan:
     """What a run consists of and what it costs."""
 
+    settings: TrainSettings
+    """With the terms of the method filled in."""
     model: str
     """Class of the model."""
     parameters: int
@@ -61,23 +63,22 @@ class Plan:
     other_memory: Memory | None
     """Of one process if `fsdp` were the other way round; None for a single process."""
     checkpoint: CheckpointSize
-    fsdp: bool
-    steps: int
-    tokens_per_step: int
     processes: int
     micro_batch: int
     accumulation: int
-    save_every: int
-    """Steps between checkpoints."""
-    keep_checkpoints: int | None
     rate: float | None
     """FLOP/s of matrix products on one process's device; None = not measured."""
     utilisation: float
 
     @property
+    def tokens_per_step(self) -> int:
+        """In an optimiser step."""
+        return self.settings.global_batch_size * self.settings.sequence_length
+
+    @property
     def tokens(self) -> int:
         """In the whole run."""
-        return self.steps * self.tokens_per_step
+        return self.settings.steps * self.tokens_per_step
 
     @property
     def step_flops(self) -> float:
@@ -97,13 +98,14 @@ class Plan:
     @property
     def save_seconds(self) -> float | None:
         """Expected time of training between two checkpoints: `save_every` of `steps` parts of the whole."""
-        return None if self.seconds is None else self.seconds * min(self.save_every, self.steps) / self.steps
+        steps = self.settings.steps
+        return None if self.seconds is None else self.seconds * min(self.settings.save_every, steps) / steps
 
     @property
     def checkpoints(self) -> int:
-        """That lie on the disk at the end."""
-        written = math.ceil(self.steps / self.save_every)
-        return written if self.keep_checkpoints is None else min(written, self.keep_checkpoints)
+        """On the disk at the end."""
+        written, limit = math.ceil(self.settings.steps / self.settings.save_every), self.settings.keep_checkpoints
+        return written if limit is None else min(written, limit)
 
 
 def plan(
@@ -135,6 +137,7 @@ def plan(
     flops = forward_flops(model, settings.sequence_length)
     other = settings.model_copy(update={"fsdp": not settings.fsdp})
     return Plan(
+        settings=settings,
         model=type(model).__name__,
         parameters=model.num_parameters(),
         parameters_without_embeddings=_without_embeddings(model),
@@ -145,14 +148,9 @@ def plan(
         memory=estimate_memory(model, settings, micro_batch=micro, processes=processes),
         other_memory=estimate_memory(model, other, micro_batch=micro, processes=processes) if processes > 1 else None,
         checkpoint=checkpoint_size(model, settings, processes=processes),
-        fsdp=settings.fsdp,
-        steps=settings.steps,
-        tokens_per_step=settings.global_batch_size * settings.sequence_length,
         processes=processes,
         micro_batch=micro,
         accumulation=accumulation,
-        save_every=settings.save_every,
-        keep_checkpoints=settings.keep_checkpoints,
         rate=rate,
         utilisation=utilisation,
     )
@@ -193,79 +191,52 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
     """A plan in words: name, value with its unit, and a sentence that says what it means."""
-    flops, memory = plan.flops, plan.memory
-    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimiser", "activations", "logits")}
-    split = ", ".join(f"{name} {_scaled(size, 1024, 'B')}" for name, size in parts.items())
+    settings, flops, memory = plan.settings, plan.flops, plan.memory
+    parts = ("weights", "gradients", "optimiser", "activations", "logits")
+    split = ", ".join(f"{name} {_bytes(getattr(memory, name))}" for name in parts)
+    full_square = _flop(flops.forward - flops.attention + flops.attention_full)
+    batch = f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}"
+    without = f"{plan.parameters_without_embeddings:,} without embeddings and output head."
     rows = [
         ("model", plan.model, f"{plan.trainable:,} parameters are trained."),
-        (
-            "parameters",
-            f"{plan.parameters:,}",
-            f"{plan.parameters_without_embeddings:,} without embeddings and output head.",
-        ),
-        ("steps", f"{plan.steps:,}", f"{plan.tokens_per_step:,} tokens each."),
+        ("parameters", f"{plan.parameters:,}", without),
+        ("steps", f"{settings.steps:,}", f"{plan.tokens_per_step:,} tokens each."),
         ("tokens", f"{plan.tokens:,}", f"{plan.tokens / plan.parameters:,.3g} for each parameter."),
-        (
-            "batch",
-            f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}",
-            "Processes, sequences in a forward pass, forward passes in a step.",
-        ),
+        ("batch", batch, "Processes, sequences in a forward pass, forward passes in a step."),
         (
             "forward",
-            f"{_scaled(flops.forward, 1000, 'FLOP')}/token",
-            f"Matrix products, attention over the causal half; over the full square the sum is "
-            f"{_scaled(flops.forward - flops.attention + flops.attention_full, 1000, 'FLOP')}.",
+            f"{_flop(flops.forward)}/token",
+            f"Matrix products, attention over the causal half; over the full square the sum is {full_square}.",
         ),
         (
             "training",
-            f"{_scaled(plan.step_flops, 1000, 'FLOP')}/token",
-            f"Three forward passes, {_scaled(plan.recomputed_flops, 1000, 'FLOP')} computed again, "
-            f"{_scaled(plan.objective_flops, 1000, 'FLOP')} for penalties.",
+            f"{_flop(plan.step_flops)}/token",
+            f"Three forward passes, {_flop(plan.recomputed_flops)} computed again, {_flop(plan.objective_flops)} for "
+            "penalties.",
         ),
-        ("total", _scaled(plan.total_flops, 1000, "FLOP"), "The whole run, without evaluations."),
-        ("memory", _scaled(memory.total, 1024, "B"), f"Of one process, estimated: {split}."),
+        ("total", _flop(plan.total_flops), "The whole run, without evaluations."),
+        ("memory", _bytes(memory.total), f"Of one process, estimated: {split}."),
         ("fits", _fitting(memory), _fitting_sentence(plan)),
         *_checkpoint_rows(plan),
     ]
     if plan.rate is not None and plan.seconds is not None and plan.save_seconds is not None:
-        rows.append(
-            ("rate", f"{_scaled(plan.rate, 1000, 'FLOP')}/s", "Measured just now on products of large matrices.")
-        )
-        rows.append(
-            (
-                "time",
-                _duration(plan.seconds),
-                f"If training reaches {plan.utilisation:.0%} of that rate (an assumption) on each of "
-                f"{plan.processes} such devices.",
-            )
-        )
-        rows.append(
-            (
-                "save",
-                f"every {_duration(plan.save_seconds)}",
-                f"save_every ({plan.save_every:,}) of {plan.steps:,} steps; a failure costs this much at most.",
-            )
-        )
+        assumed = f"If training reaches {plan.utilisation:.0%} of that rate (an assumption) on each of"
+        interval = f"save_every ({settings.save_every:,}) of {settings.steps:,} steps"
+        rows += [
+            ("rate", f"{_flop(plan.rate)}/s", "Measured just now on products of large matrices."),
+            ("time", _duration(plan.seconds), f"{assumed} {plan.processes} such devices."),
+            ("save", f"every {_duration(plan.save_seconds)}", f"{interval}; a failure costs this much at most."),
+        ]
     return rows
 
 
 def _checkpoint_rows(plan: Plan) -> list[tuple[str, str, str]]:
     """What checkpoints take on the disk."""
-    size, count = plan.checkpoint, plan.checkpoints
-    kept = "all are kept" if plan.keep_checkpoints is None else f"keep_checkpoints={plan.keep_checkpoints}"
-    return [
-        (
-            "checkpoint",
-            _scaled(size.total, 1024, "B"),
-            f"Weights {_scaled(size.weights, 1024, 'B')}, optimiser {_scaled(size.optimiser, 1024, 'B')}, the rest "
-            f"{_scaled(size.rest, 1024, 'B')}.",
-        ),
-        (
-            "checkpoints",
-            _scaled(size.total * count, 1024, "B"),
-            f"{count:,} of them at the end of the run ({kept}), one more while one is written.",
-        ),
-    ]
+    size, count, limit = plan.checkpoint, plan.checkpoints, plan.settings.keep_checkpoints
+    kept = "all are kept" if limit is None else f"keep_checkpoints={limit}"
+    split = f"Weights {_bytes(size.weights)}, optimiser {_bytes(size.optimiser)}, the rest {_bytes(size.rest)}."
+    sentence = f"{count:,} of them at the end of the run ({kept}), one more while one is written."
+    return [("checkpoint", _bytes(size.total), split), ("checkpoints", _bytes(size.total * count), sentence)]
 
 
 def _fitting(memory: Memory) -> str:
@@ -276,12 +247,12 @@ def _fitting(memory: Memory) -> str:
 
 def _fitting_sentence(plan: Plan) -> str:
     sizes = "/".join(map(str, GPU_SIZES))
-    way = {True: "with fsdp", False: "without fsdp"}
+    here, otherwise = ("with", "without") if plan.settings.fsdp else ("without", "with")
     if plan.other_memory is None:
         return f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, for one process."
     return (
-        f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, {way[plan.fsdp]} on {plan.processes} processes; "
-        f"{way[not plan.fsdp]}: {_fitting(plan.other_memory)}."
+        f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, {here} fsdp on {plan.processes} processes; "
+        f"{otherwise} fsdp: {_fitting(plan.other_memory)}."
     )
 
 
@@ -309,8 +280,17 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> None:
         torch.accelerator.synchronize(left.device)
 
 
+def _flop(number: float) -> str:
+    """`12.3 GFLOP`."""
+    return _scaled(number, 1000, "FLOP")
+
+
+def _bytes(number: float) -> str:
+    """`4.50 GiB`."""
+    return _scaled(number, 1024, "B")
+
+
 def _scaled(number: float, base: int, unit: str) -> str:
-    """`12.3 GFLOP`, `4.50 GiB`."""
     power = 0
     while abs(number) >= base and power < len(PREFIXES) - 1:
         number /= base

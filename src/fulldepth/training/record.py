@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 from fulldepth.losses import TERMS
-from fulldepth.results import DOCUMENT, Results, finite, tabulate
+from fulldepth.metrics.jump_rate import describe_jump
+from fulldepth.results import DOCUMENT, Finding, Results, finite, tabulate
 from fulldepth.training.evaluation import Evaluation
-from fulldepth.training.headline import headline
 from fulldepth.training.resume import RECORD, read_rows, step_of
 
 
@@ -114,3 +115,51 @@ class Stopwatch:
         """Seconds of training since the last lap; to be called while stopped."""
         lap, self._lap = self.elapsed - self._lap, self.elapsed
         return lap
+
+
+def headline(table: pd.DataFrame) -> dict[str, Finding]:
+    """The findings of a run by name, as of the last evaluation."""
+    if table.empty:
+        return {}
+    step = int(table.step.max())
+    findings: dict[str, Finding] = {}
+    for name, measure, unit, sentence in (
+        ("validation_loss", "validation_loss", "nats", _loss(table, step)),
+        ("train_loss", "train_loss", "nats", ""),
+        ("zeta_L", "jump_rate", "%", _jump(table, step)),
+        ("throughput", "throughput", "tokens/s", _pace(table, step)),
+        ("elapsed", "elapsed", "s", ""),
+        ("peak_memory", "peak_memory", "MiB", ""),
+    ):
+        value = _value(table, measure, step)
+        if value is not None:
+            findings[name] = Finding(value, unit, sentence)
+    return findings
+
+
+def _value(table: pd.DataFrame, measure: str, step: int) -> float | None:
+    """A measure at a step: of the whole model, or of the deepest layer that has it."""
+    rows = table[(table.measure == measure) & (table.step == step)].sort_values("layer")
+    return None if rows.empty or not math.isfinite(rows.value.iloc[-1]) else float(rows.value.iloc[-1])
+
+
+def _loss(table: pd.DataFrame, step: int) -> str:
+    loss, before = _value(table, "validation_loss", step), _value(table, "validation_loss", 0)
+    if loss is None:
+        return ""
+    sentence = f"The validation loss is {loss:.3f} nats at step {step:,}"
+    if before is not None and step:
+        sentence += f", {before:.3f} before training"
+    losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
+    best = int(losses.index[int(losses.argmin())])
+    return sentence + (f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else ".")
+
+
+def _jump(table: pd.DataFrame, step: int) -> str:
+    value = _value(table, "jump_rate", step)
+    return "" if value is None else describe_jump(value)
+
+
+def _pace(table: pd.DataFrame, step: int) -> str:
+    speed = _value(table, "throughput", step)
+    return "" if speed is None else f"Training runs at {speed:,.0f} tokens/s."

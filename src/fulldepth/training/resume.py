@@ -14,6 +14,7 @@ from transformers import TrainerState
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document, reading
 from fulldepth.hf import OPTIMIZER_SHARDS, WEIGHT_SHARDS, notes_of
+from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.results import COLUMNS
 from fulldepth.settings import Settings
 
@@ -94,16 +95,16 @@ def resume_notes(checkpoint: Path) -> RunNotes:
             raise FulldepthError(f"Cannot read {checkpoint / STATE}: {one_line(unknown[0], 60)} is no entry of it.")
         notes = notes_of(checkpoint)
         try:
-            found = RunNotes.model_validate(notes, strict=True)
+            run_notes = RunNotes.model_validate(notes, strict=True)
         except pydantic.ValidationError as error:
             problem = error.errors(include_url=False)[0]
             where = one_line(".".join(map(str, problem["loc"])), 100)
             raise FulldepthError(f"Cannot read the seal of {checkpoint}: notes.{where}: {problem['msg']}.") from error
-        if found.evaluated > state.global_step:
+        if run_notes.evaluated > state.global_step:
             raise FulldepthError(f"Cannot read the seal of {checkpoint}: it was evaluated after its own step.")
     except FulldepthError as error:
         raise FulldepthError(f"{error} {_advice(checkpoint)}") from error
-    return found
+    return run_notes
 
 
 def read_rows(checkpoint: Path) -> pd.DataFrame | None:
@@ -128,7 +129,7 @@ def _advice(checkpoint: Path) -> str:
     return f"Remove {checkpoint} to go on from the checkpoint before."
 
 
-class ResumeMixin:
+class ResumeMixin(AnyTrainer):
     """Turns what goes wrong while a Trainer reads a checkpoint into `Cannot read CHECKPOINT: reason`.
 
     The states must fit the run: an optimiser state of another shape, or other options than the settings give, would be
@@ -137,20 +138,19 @@ class ResumeMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         with reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(f"the random states in {checkpoint}"):
-            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        me: Any = self
-        before = None if checkpoint is None else _options(me)
+        before = None if checkpoint is None else _options(self)
         with reading(f"the optimiser's states in {checkpoint}"):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None:
-                _check_states(me.optimizer)
-        if checkpoint is not None and _options(me) != before:
+                _check_states(self.optimizer)
+        if checkpoint is not None and _options(self) != before:
             raise FulldepthError(
                 f"Cannot read the optimiser's states in {checkpoint}: their options are not those of the settings. "
                 f"{_advice(Path(checkpoint))}"

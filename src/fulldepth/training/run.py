@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainingArguments
 from transformers import logging as transformers_logging
 
@@ -22,7 +20,7 @@ from fulldepth.results import Results, versions
 from fulldepth.training.arguments import training_arguments
 from fulldepth.training.callback import Conductor, stopping
 from fulldepth.training.evaluation import Evaluator
-from fulldepth.training.export import put_together
+from fulldepth.training.export import explaining_full_disk, put_together
 from fulldepth.training.folder import KIND, TOKENIZER, holding, open_run
 from fulldepth.training.loading import LoadingMixin, window_collator
 from fulldepth.training.methods import make_objective, resolved
@@ -35,7 +33,7 @@ from fulldepth.training.resume import ResumeMixin, RunNotes, step_of
 from fulldepth.training.separate_documents import require_separate_documents
 from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sft import rows_hash, sft_arguments, sft_data, sft_trainer
-from fulldepth.training.shards import ShardsMixin
+from fulldepth.training.sharding import ShardsMixin
 from fulldepth.training.text import packed_text, run_tokenizer
 
 EVALUATION_BATCH = 8
@@ -78,7 +76,7 @@ def train(
     settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
     if launch.rank() == 0:  # the first process's folder counts, and the others may not see it
         open_run(folder, settings, resume)
-    with _quiet_library(), _readable_ending(folder):
+    with _quiet_library(), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
         with holding(folder, settings, resume, is_main=arguments.should_save) as renamed:
             for path in renamed:
@@ -152,8 +150,8 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     record.complete = True
     if trainer.args.should_save:
         record.save()
-        if whole := sealed_checkpoints(record.folder):
-            put_together(whole[-1][1], watcher)
+        if checkpoints := sealed_checkpoints(record.folder):
+            put_together(checkpoints[-1][1], watcher)
     return record.results()
 
 
@@ -224,22 +222,10 @@ def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: di
 
 
 def _last_good(folder: Path) -> str:
-    found = sealed_checkpoints(folder)
-    if not found:
+    checkpoints = sealed_checkpoints(folder)
+    if not checkpoints:
         return "There is no whole checkpoint yet; --resume starts at the beginning."
-    return f"The last whole checkpoint is {found[-1][1]}; --resume goes on from it."
-
-
-@contextmanager
-def _readable_ending(folder: Path) -> Iterator[None]:
-    """A full disk ends with what is left, in words."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        if not full or isinstance(error, FulldepthError):
-            raise
-        raise FulldepthError(f"The disk is full. {_last_good(folder)}") from error
+    return f"The last whole checkpoint is {checkpoints[-1][1]}; --resume goes on from it."
 
 
 @contextmanager

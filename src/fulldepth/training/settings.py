@@ -1,186 +1,34 @@
-"""What can be set for `fulldepth train`; defaults < recipe < command line."""
+"""Settings of a run, with the penalties checked against the classes that define them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Self
 
 import pydantic
-from pydantic import Field
 
 from fulldepth.errors import unknown
 from fulldepth.losses import TERMS
 from fulldepth.losses.terms import make_term
-from fulldepth.settings import Settings
+from fulldepth.settings import train
+from fulldepth.settings.train import InitializerSettings, ModelSettings
 
-Steps = Annotated[int, Field(ge=1, le=10**9)]
-NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
-Batch = Annotated[int, Field(ge=1, le=10_000_000)]
-Length = Annotated[int, Field(ge=1, le=10_000_000)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Rate = Annotated[float, Field(gt=0, le=1e3)]
-NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
-Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Workers = Annotated[int, Field(ge=0, le=1024)]
-"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
-TermSetting = float | dict[str, Any] | None
-"""A penalty: its weight, or a mapping of options with `weight` among them; None = off."""
+__all__ = ["InitializerSettings", "ModelSettings", "ObjectiveSettings", "TrainSettings"]
 
 
-class ModelSettings(Settings):
-    """The model: built from a configuration, or continued from a checkpoint. Other keys go to its configuration."""
-
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
-
-    type: str = "llama"
-    """`model_type` of the configuration: depth_llama, llama, qwen3, gpt2, any causal language model of transformers."""
-    checkpoint: str | None = None
-    """Folder or Hub name whose weights training starts from; further keys then change its configuration."""
-
-
-class DataSettings(Settings):
-    """The text."""
-
-    name: str = "corpus:builtin/train"
-    """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set."""
-    column: str | None = None
-    """Column that holds the text; None = the usual names."""
-    config: str | None = None
-    """Configuration of a Hub data set, for example sample-100BT."""
-    split: str | None = None
-    """Split of a Hub data set."""
-    streaming: bool = False
-    """Read a Hub data set as a stream instead of downloading it first."""
-    validation: str | None = None
-    """Text for validation; None = a share of the documents is held out."""
-    validation_share: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the documents that is held out."""
-    validation_sequences: Batch = 32
-    """Sequences in each validation."""
-    across_documents: bool = True
-    """Whether attention may cross from one document of a window into the next."""
-    cache: str | None = None
-    """Folder for the tokens of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
-
-
-class ObjectiveSettings(Settings):
-    """Penalties beside the cross-entropy.
-
-    Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `jump`, `coherence`, `orthogonality`,
-    `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as `weight`. None
-    switches a term off that the method has.
-    """
-
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
-    __pydantic_extra__: dict[str, TermSetting] = Field(init=False)
-
-    energy_warmup: NonNegativeSteps = 800
-    """Optimiser steps with CR's energy penalty."""
-
-    @property
-    def terms(self) -> dict[str, float | dict[str, Any]]:
-        """The terms that are on, by name."""
-        return {name: given for name, given in self.__pydantic_extra__.items() if given is not None}
+class ObjectiveSettings(train.ObjectiveSettings):
+    """Penalties beside the cross-entropy; unknown terms and options are refused."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
-        """Refuse unknown terms and options."""
         for name in self.__pydantic_extra__:
             if name not in TERMS:
                 raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in (*TERMS, "energy_warmup")])
-        for name, given in self.terms.items():
-            make_term(name, given)
+        for name, options in self.terms.items():
+            make_term(name, options)
         return self
 
 
-class InitializerSettings(Settings):
-    """Weights at the start, of those that no checkpoint gives; the defaults are the model class's own."""
-
-    distribution: Literal["model", "truncated-normal"] = "model"
-    """Of matrices and embeddings. model: the class's own, normal with deviation model.initializer_range (0.02) in a
-    llama; truncated-normal: deviation inputs**-0.5 (embeddings: channels**-0.5), cut at three of them (Meta Lingua).
-    Routers and Hyper-Connections keep their own start."""
-    output_scale: Rate = 1.0
-    """Factor of the matrices that write into the residual stream (o_proj, down_proj): for Hyper-Connections with n
-    streams n**-0.5 (arXiv 2409.19606, Sec. 4), for a depth of L layers (2 L)**-0.5."""
-    memory: Literal["model", "fan-in", "pseudocode"] = "model"
-    """Key and value projections that read a memory. model: as other matrices; fan-in: uniform within D**-0.5 (LIME's
-    later code); pseudocode: uniform within (H_kv D d_h)**-0.5, what kaiming_uniform draws in LIME App. E."""
-
-
-class TrainSettings(Settings):
+class TrainSettings(train.TrainSettings):
     """Everything that decides what a run trains; saved with it."""
 
-    about: str = ""
-    """One sentence on the recipe; `fulldepth train --list` shows it."""
-    source: str = ""
-    """Where the numbers come from, and what was chosen where the source is silent."""
-    stage: Literal["pretrain", "sft"] = "pretrain"
-    """pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
-    method: str = "standard"
-    """Preset of the objective: standard, jreg, cr, aligned, similarity. Terms under `objective` override it."""
-    model: ModelSettings = ModelSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
-    initializer: InitializerSettings = InitializerSettings()
-    data: DataSettings = DataSettings()
-    tokenizer: str | None = None
-    """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus; None = the checkpoint's."""
-
-    steps: Steps = 200
-    """Optimiser steps."""
-    global_batch_size: Batch = 16
-    """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
-    micro_batch_size: Batch | None = None
-    """Sequences in one forward pass of one process; None = the process's whole share."""
-    sequence_length: Length = 128
-    """Tokens in a sequence."""
-    seed: Seed = 0
-    """Seed of weights, data order and dropout."""
-
-    learning_rate: Rate = 1e-3
-    """Peak learning rate of AdamW."""
-    router_learning_rate: Rate | None = None
-    """Peak learning rate of memory routers; None = `learning_rate`."""
-    min_learning_rate: NonNegativeRate = 0.0
-    """Learning rate at the end of the cosine."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
-    warmup_steps: NonNegativeSteps = 0
-    """Steps of linear warm-up."""
-    weight_decay: NonNegativeRate = 0.1
-    """Of the parameters that `decay` names."""
-    decay: Literal["matrices", "all", "routers"] = "matrices"
-    """matrices: all but norms, biases, embeddings, static routers and static parts of Hyper-Connections; all: every
-    parameter (Meta Lingua); routers: dynamic and kv routers only (LIME App. A, to the letter)."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    adam_epsilon: Rate = 1e-8
-    clip: Clip = 1.0
-    """Largest gradient norm; 0 = no clipping."""
-
-    precision: Literal["float32", "autocast", "bfloat16"] = "float32"
-    """float32; autocast: bfloat16 products, float32 weights; bfloat16: everything. Losses are float32 in all three."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    gradient_checkpointing: bool = False
-    """Recompute blocks in the backward pass: less memory, a third more time."""
-    compile: bool = False
-    """torch.compile."""
-    fsdp: bool = False
-    """Shard weights, gradients and optimiser over the processes (FSDP2) instead of copying them (DDP)."""
-    device: str | None = None
-    """cpu or cuda; None = the accelerator if there is one."""
-    workers: Workers | None = None
-    """Processes that load data, for each training process; None = up to 4, one for each core, and 0 in a run of fewer
-    than 2**24 tokens. They change no number."""
-
-    eval_every: Steps = 50
-    """Steps between validations (loss, displacement, jump rate)."""
-    save_every: Steps = 100
-    """Steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: Steps | None = None
-    """Keep only this many; None = all, so that the run can be measured as a series."""
-    save_in_background: bool = True
-    """With fsdp, write checkpoints while training goes on; takes memory of the CPU for a copy of the shards."""
-    log_every: Steps = 10
-    """Steps between lines of `report_to`."""
-    report_to: list[str] = Field(default_factory=list)
-    """tensorboard, wandb or others that the Trainer knows."""

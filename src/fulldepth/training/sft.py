@@ -17,7 +17,7 @@ from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.optimiser import GroupsMixin
 from fulldepth.training.resume import ResumeMixin
 from fulldepth.training.settings import TrainSettings
-from fulldepth.training.shards import ShardsMixin
+from fulldepth.training.sharding import ShardsMixin
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -46,11 +46,11 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
     marked = "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template
-    found = conversations(data.name, tokenizer, config=data.config, split=data.split, per_response=not marked)
-    if len(found) < 2:
-        raise FulldepthError(f"{data.name} holds {len(found)} conversations; training and validation need two.")
-    held_out = min(max(1, round(len(found) * data.validation_share)), data.validation_sequences)
-    parts = found.train_test_split(test_size=held_out, seed=settings.seed)
+    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, per_response=not marked)
+    if len(rows) < 2:
+        raise FulldepthError(f"{data.name} holds {len(rows)} conversations; training and validation need two.")
+    held_out = min(max(1, round(len(rows) * data.validation_share)), data.validation_sequences)
+    parts = rows.train_test_split(test_size=held_out, seed=settings.seed)
     return {"train": parts["train"], "validation": parts["test"]}
 
 

@@ -1,17 +1,48 @@
-"""Sharding by FSDP2: what the Trainer is asked for, and whether it happened."""
+"""Sharding by FSDP2: the Trainer's arguments, the proof that it happened, and checkpoints in shards.
+
+Every process writes its own shards, weights once; numbers beside tensors are JSON.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+import json
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
+import pydantic
 import torch
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from pydantic import Field, JsonValue
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import CONFIG_NAME
 
-from fulldepth.errors import FulldepthError
+from fulldepth.distributed import cpu_group, current
+from fulldepth.errors import FulldepthError, is_disk_full, one_line
+from fulldepth.files import read_document
+from fulldepth.hf import (
+    OPTIMIZER_SHARDS,
+    WEIGHT_SHARDS,
+    first_failure,
+    is_sharded,
+    load_checkpoint,
+    read_shards,
+    stored_shapes,
+    write_shards,
+)
+from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
+
+NUMBERS = "optimizer.json"
+"""In a sharded checkpoint: what the optimiser keeps beside tensors of the weights' shapes."""
 
 
 def sharding_arguments(settings: TrainSettings) -> dict[str, Any]:
@@ -66,3 +97,250 @@ def require_shards(trainer: Any) -> None:
             raise FulldepthError(f"fsdp is on, but {name} is not sharded: this version of accelerate copies it.")
         if parameter.requires_grad and id(parameter) not in stepped:
             raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
+
+
+class OptimizerNumbers(pydantic.BaseModel):
+    """The entries of `optimizer.json`."""
+
+    steps: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    """Weight -> steps that it has taken."""
+    groups: list[dict[str, JsonValue]]
+    """Options of each group of parameters; `params` names its weights."""
+
+
+@dataclass
+class Writing:
+    """Shards that are being written in the background."""
+
+    futures: list[Future[Any]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to write; on the first process that holds for all."""
+        return all(future.done() for future in self.futures)
+
+    def completes(self, seconds: float) -> bool:
+        """Whether all is written, without an error, within this time."""
+        finished, rest = wait(self.futures, timeout=seconds)
+        return not rest and all(future.exception() is None for future in finished)
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            OSError: if the disk is full.
+            FulldepthError: if a process could not write for another reason.
+        """
+        for future in self.futures:
+            error = future.exception()
+            if error is None:
+                continue
+            cause = first_failure(error)
+            if is_disk_full(cause):
+                raise OSError(errno.ENOSPC, "No space left on device") from error
+            raise FulldepthError(f"A checkpoint could not be written: {one_line(cause, 300)}.") from error
+
+
+def reshard(model: nn.Module) -> None:
+    """Put shards in the place of weights that a forward pass has gathered and FSDP2 keeps until the next one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every weight and every buffer that is saved, by name; a tied weight once."""
+    reshard(model)
+    saved = model.state_dict().keys()
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Name of a weight -> every name that it has, itself first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {group[0]: group for group in names.values()}
+
+
+def missing_weights(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+    """Weights that are stored under none of their names."""
+    return [name for name, group in aliases(model).items() if not any(other in stored for other in group)]
+
+
+def take_weights(model: nn.Module, folder: Path, group: Any = None) -> None:
+    """Fill a model, sharded or not, from a checkpoint, sharded or not.
+
+    Raises:
+        FulldepthError: if a weight is missing or has another shape, or a file is damaged.
+    """
+    source_folder = folder / WEIGHT_SHARDS if is_sharded(folder) else folder
+    stored, others = stored_shapes(source_folder), aliases(model)
+    if missing := missing_weights(model, stored):
+        raise FulldepthError(f"Cannot read {folder}: it lacks the weight {missing[0]}.")
+    tensors_by_name = {
+        next((other for other in others.get(name, []) if other in stored), name): tensor
+        for name, tensor in whole_tensors(model).items()
+    }
+    read_shards(source_folder, tensors_by_name, group)
+
+
+def describe(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model's configuration, generation settings and code, without weights."""
+    kind: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        twin = kind(model.config).to(model.dtype)
+    twin.generation_config = model.generation_config
+    twin.save_pretrained(folder, state_dict={})
+    for path in folder.glob("*.safetensors"):  # which holds nothing
+        path.unlink()
+
+
+class ShardsMixin(AnyTrainer):
+    """Gives a Trainer checkpoints in shards where its weights are sharded, and whole ones elsewhere.
+
+    Any checkpoint can be resumed from by any number of processes that shard, and a sharded one without sharding too.
+    """
+
+    writing: Writing | None = None
+    """The shards of the last checkpoint, until they are sealed."""
+    _groups: tuple[Any, Any] | None = None
+
+    @property
+    def plain_model(self) -> Any:
+        """The model without wrappers of compilation and DDP."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the processes share the weights instead of copying them."""
+        return any(isinstance(parameter, DTensor) for parameter in self.plain_model.parameters())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; of a sharded one the description only, as its weights go with the optimiser's states."""
+        if not self.sharded:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            describe(self.plain_model, folder)
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        folder, (first, second) = Path(output_dir), self._cpu_groups()
+        moments, numbers = self._states()
+        background = self.settings.save_in_background
+        self.writing = Writing()
+        for name, tensors, group in (
+            (WEIGHT_SHARDS, whole_tensors(self.plain_model), first),
+            (OPTIMIZER_SHARDS, moments, second),
+        ):
+            self.writing.futures.append(write_shards(folder / name, tensors, group, background=background))
+        if self.args.should_save:
+            (folder / NUMBERS).write_text(json.dumps(numbers.model_dump(), indent=1), encoding="utf-8")
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random states of all processes on the first one's disk, which the others may not see."""
+        if self.args.world_size == 1:
+            super()._save_rng_state(output_dir)
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            super()._save_rng_state(scratch)
+            own_files = {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
+        everyone = current().gather(own_files)
+        if self.args.should_save:
+            for files in everyone:
+                for name, content in files.items():
+                    (Path(output_dir) / name).write_bytes(content)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        folder = Path(resume_from_checkpoint)
+        if self.sharded or is_sharded(folder):
+            take_weights(self.plain_model, folder, self._cpu_groups()[0])
+        elif (folder / CONFIG_NAME).is_file() and missing_weights(self.plain_model, stored_shapes(folder)):
+            # transformers saves some experts under other names, and the Trainer would leave them at random
+            source = load_checkpoint(folder, dtype=self.plain_model.dtype, device="cpu").model.state_dict()
+            self.plain_model.load_state_dict(source)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self.sharded or (Path(checkpoint) / OPTIMIZER_SHARDS).is_dir()):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder = Path(checkpoint)
+        if not (folder / OPTIMIZER_SHARDS).is_dir():
+            raise FulldepthError(
+                f"{folder} was written without fsdp: its optimiser is in one piece. Resume with fsdp=false, or start a "
+                "new run from its weights (model.checkpoint)."
+            )
+        self._take_states(folder)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _states(self) -> tuple[dict[str, torch.Tensor], OptimizerNumbers]:
+        """The optimiser's tensors by name, and its numbers."""
+        names = _names(self.plain_model)
+        moments: dict[str, torch.Tensor] = {}
+        steps: dict[str, float] = {}
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+            if state := self.optimizer.state.get(parameter):  # else it never had a gradient
+                name = names[id(parameter)]
+                steps[name] = float(state["step"])
+                moments |= {f"{name}.{key}": tensor for key, tensor in state.items() if key != "step"}
+        groups: list[Any] = [
+            {key: list(value) if isinstance(value, tuple) else value for key, value in group.items() if key != "params"}
+            | {"params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        return moments, OptimizerNumbers(steps=steps, groups=groups)
+
+    def _take_states(self, folder: Path) -> None:
+        """Fill the optimiser from a sharded checkpoint.
+
+        Raises:
+            FulldepthError, ValueError: if the states are not those of these weights in these groups.
+        """
+        numbers = read_document(folder / NUMBERS, OptimizerNumbers)
+        names, stored = _names(self.plain_model), stored_shapes(folder / OPTIMIZER_SHARDS)
+        if len(numbers.groups) != len(self.optimizer.param_groups):
+            raise ValueError("the optimiser has another number of groups")
+        tensors_by_name: dict[str, torch.Tensor] = {}
+        for group, options in zip(self.optimizer.param_groups, numbers.groups, strict=True):
+            if options.pop("params", None) != [names[id(parameter)] for parameter in group["params"]]:
+                raise ValueError("the optimiser's groups hold other weights")
+            for key, value in options.items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name not in numbers.steps:
+                    continue  # it never had a gradient
+                state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                for key, tensor in state.items():
+                    if stored.get(f"{name}.{key}") != list(tensor.shape):
+                        raise ValueError(f"{key} does not fit its weight")
+                    tensors_by_name[f"{name}.{key}"] = tensor
+                step = torch.tensor(numbers.steps[name], dtype=torch.float32)
+                self.optimizer.state[parameter] = {"step": step.to(_step_device(group, parameter)), **state}
+        read_shards(folder / OPTIMIZER_SHARDS, tensors_by_name, self._cpu_groups()[1])
+
+    def _cpu_groups(self) -> tuple[Any, Any]:
+        """Two groups, for two writes at a time; made by all processes at once."""
+        if self._groups is None:
+            self._groups = (cpu_group(), cpu_group())
+        return self._groups
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Identity of a parameter, as the optimiser has it -> its name."""
+    reshard(model)
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Where AdamW keeps the counter of a parameter."""
+    on_device = group.get("capturable") or group.get("fused")
+    return parameter.device if on_device else torch.device("cpu")

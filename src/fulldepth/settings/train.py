@@ -1,0 +1,178 @@
+"""What can be set for `fulldepth train`; defaults < recipe < command line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from fulldepth.settings.layers import Settings
+from fulldepth.settings.loading import Count, Length, Rate, Seed
+
+NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
+Batch = Annotated[int, Field(ge=1, le=10_000_000)]
+NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
+Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+TermSetting = float | dict[str, Any] | None
+"""A penalty: its weight, or a mapping of options with `weight` among them; None = off."""
+
+
+class ModelSettings(Settings):
+    """The model: built from a configuration, or continued from a checkpoint. Other keys go to its configuration."""
+
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+
+    type: str = "llama"
+    """`model_type` of the configuration: depth_llama, llama, qwen3, gpt2, any causal language model of transformers."""
+    checkpoint: str | None = None
+    """Folder or Hub name whose weights training starts from; further keys then change its configuration."""
+
+
+class DataSettings(Settings):
+    """The text."""
+
+    name: str = "corpus:builtin/train"
+    """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set."""
+    column: str | None = None
+    """Column that holds the text; None = the usual names."""
+    config: str | None = None
+    """Configuration of a Hub data set, for example sample-100BT."""
+    split: str | None = None
+    """Split of a Hub data set."""
+    streaming: bool = False
+    """Read a Hub data set as a stream instead of downloading it first."""
+    validation: str | None = None
+    """Text for validation; None = a share of the documents is held out."""
+    validation_share: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the documents that is held out."""
+    validation_sequences: Batch = 32
+    """Sequences in each validation."""
+    across_documents: bool = True
+    """Whether attention may cross from one document of a window into the next."""
+    cache: str | None = None
+    """Folder for the tokens of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
+
+
+class ObjectiveSettings(Settings):
+    """Penalties beside the cross-entropy.
+
+    Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `jump`, `coherence`, `orthogonality`,
+    `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as `weight`. None
+    switches a term off that the method has.
+    """
+
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, TermSetting] = Field(init=False)
+
+    energy_warmup: NonNegativeSteps = 800
+    """Optimiser steps with CR's energy penalty."""
+
+    @property
+    def terms(self) -> dict[str, float | dict[str, Any]]:
+        """The terms that are on, by name."""
+        return {name: given for name, given in self.__pydantic_extra__.items() if given is not None}
+
+
+class InitializerSettings(Settings):
+    """How weights are drawn that no checkpoint gives; the defaults are the model class's own."""
+
+    distribution: Literal["model", "truncated-normal"] = "model"
+    """Of matrices and embeddings. model: the class's own, normal with deviation model.initializer_range (0.02) in a
+    llama; truncated-normal: deviation inputs**-0.5 (embeddings: channels**-0.5), cut at three of them (Meta Lingua).
+    Routers and Hyper-Connections keep their own start."""
+    output_scale: Rate = 1.0
+    """Factor of the matrices that write into the residual stream (o_proj, down_proj): for Hyper-Connections with n
+    streams n**-0.5 (arXiv 2409.19606, Sec. 4), for a depth of L layers (2 L)**-0.5."""
+    memory: Literal["model", "fan-in", "pseudocode"] = "model"
+    """Key and value projections that read a memory. model: as other matrices; fan-in: uniform within D**-0.5 (LIME's
+    later code); pseudocode: uniform within (H_kv D d_h)**-0.5, what kaiming_uniform draws in LIME App. E."""
+
+
+class TrainSettings(Settings):
+    """Everything that decides what a run trains; saved with it."""
+
+    options: ClassVar = {
+        "What is trained": (
+            *("method", "steps", "global_batch_size", "micro_batch_size", "sequence_length", "seed", "tokenizer"),
+        ),
+        "Optimiser": ("learning_rate", "min_learning_rate", "schedule", "warmup_steps", "weight_decay", "clip"),
+        "Machine": ("precision", "device", "gradient_checkpointing", "compile", "fsdp", "workers"),
+        "Evaluation and checkpoints": ("eval_every", "save_every", "keep_checkpoints", "log_every", "report_to"),
+    }
+
+    about: str = ""
+    """One sentence on the recipe; `fulldepth train --list` shows it."""
+    source: str = ""
+    """Where the numbers come from, and what was chosen where the source is silent."""
+    stage: Literal["pretrain", "sft"] = "pretrain"
+    """pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
+    method: str = "standard"
+    """Preset of the objective: standard, jreg, cr, aligned, similarity. Terms under `objective` override it."""
+    model: ModelSettings = ModelSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    initializer: InitializerSettings = InitializerSettings()
+    data: DataSettings = DataSettings()
+    tokenizer: str | None = None
+    """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus; None = the checkpoint's."""
+
+    steps: Count = 200
+    """Optimiser steps."""
+    global_batch_size: Batch = 16
+    """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
+    micro_batch_size: Batch | None = None
+    """Sequences in one forward pass of one process; None = the process's whole share."""
+    sequence_length: Length = 128
+    """Tokens in a sequence."""
+    seed: Seed = 0
+    """Seed of weights, data order and dropout."""
+
+    learning_rate: Rate = 1e-3
+    """Peak learning rate of AdamW."""
+    router_learning_rate: Rate | None = None
+    """Peak learning rate of memory routers; None = `learning_rate`."""
+    min_learning_rate: NonNegativeRate = 0.0
+    """Learning rate at the end of the cosine."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up: cosine, linear or constant."""
+    warmup_steps: NonNegativeSteps = 0
+    """Steps of linear warm-up."""
+    weight_decay: NonNegativeRate = 0.1
+    """Weight decay of the parameters that `decay` names."""
+    decay: Literal["matrices", "all", "routers"] = "matrices"
+    """matrices: all but norms, biases, embeddings, static routers and static parts of Hyper-Connections; all: every
+    parameter (Meta Lingua); routers: dynamic and kv routers only (LIME App. A, to the letter)."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: Rate = 1e-8
+    clip: Clip = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+
+    precision: Literal["float32", "autocast", "bfloat16"] = "float32"
+    """float32; autocast: bfloat16 products, float32 weights; bfloat16: everything. Losses are float32 in all three."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    gradient_checkpointing: bool = False
+    """Recompute blocks in the backward pass: less memory, a third more time."""
+    compile: bool = False
+    """torch.compile."""
+    fsdp: bool = False
+    """Shard weights, gradients and optimiser over the processes (FSDP2) instead of copying them (DDP)."""
+    device: str | None = None
+    """cpu or cuda; None = the accelerator if there is one."""
+    workers: Workers | None = None
+    """Processes that load data, for each training process; they change no number. None = up to 4, one for each core,
+    and 0 in a run of fewer than 2**24 tokens."""
+
+    eval_every: Count = 50
+    """Steps between validations (loss, displacement, jump rate)."""
+    save_every: Count = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: Count | None = None
+    """Keep only this many; None = all, so that the run can be measured as a series."""
+    save_in_background: bool = True
+    """With fsdp, write checkpoints while training goes on; takes memory of the CPU for a copy of the shards."""
+    log_every: Count = 10
+    """Steps between lines of `report_to`."""
+    report_to: list[str] = Field(default_factory=list)
+    """Comma-separated trackers that transformers' Trainer knows: tensorboard, wandb."""
