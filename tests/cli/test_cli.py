@@ -13,7 +13,7 @@ import torch
 
 import fulldepth
 from fulldepth import cli
-from fulldepth.demo import demo
+from fulldepth.demo import train_demo
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.settings import layers as recipes
@@ -138,7 +138,7 @@ def test_an_option_of_training_overrides_the_recipe_and_can_switch_off(main, mon
 def test_demo_help_gives_its_defaults(main):
     described = options_of(main("demo", "--help")[1])
     assert "[default: demo-run]" in described["--output"]
-    steps = inspect.signature(demo).parameters["steps"].default
+    steps = inspect.signature(train_demo).parameters["steps"].default
     assert f"[default: {steps}]" in described["--steps"]
     assert inspect.signature(cli.demo_command).parameters["steps"].default == steps
 
@@ -200,7 +200,7 @@ def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
         (["report", "/absent/folder"], ["/absent/folder", "results.json"]),
         (["compare", "/absent/a", "/absent/b", "--output", "{out}"], ["/absent/a"]),
         (["compare", "/absent/a", "--output", "{out}"], ["two"]),
-        (["demo", "--steps", "3", "--output", "{out}"], ["20", "3"]),
+        (["demo", "--train", "--steps", "3", "--output", "{out}"], ["20", "3"]),
         (["measure", "m", "--data", "d", "--output", "{out}", "--set", "sed=1"], ["sed", "'seed'"]),
     ],
 )

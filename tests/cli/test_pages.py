@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from fulldepth.demo import demo
+from fulldepth.demo import train_demo
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.report import write
@@ -73,7 +73,7 @@ def test_two_commands_do_not_write_into_one_folder(main, tmp_path, monkeypatch):
             assert code == 2
             assert "Another fulldepth process is writing into" in err
         with pytest.raises(FulldepthError, match="Another fulldepth process"):
-            demo(out, steps=20)
+            train_demo(out, steps=20)
     assert files(out) == before
     assert main("compare", a, b, "-o", out, "--overwrite")[0] == 0
     with locked(out):
@@ -92,6 +92,6 @@ def test_a_folder_that_was_interrupted_says_so(main, tmp_path):
 
 @pytest.mark.parametrize("steps", ["99999999999999999999", "19"])
 def test_the_demo_has_bounds(main, tmp_path, steps):
-    code, _, err = main("demo", "--steps", steps, "-o", tmp_path / "out")
+    code, _, err = main("demo", "--train", "--steps", steps, "-o", tmp_path / "out")
     assert code == 2
     assert "at most 1,000,000" in err

@@ -62,7 +62,7 @@ def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
     said, trained = [], []
     monkeypatch.setattr(module, "train", lambda settings, run, **_options: trained.append((settings.steps, run)))
     monkeypatch.setattr(module, "_measure", lambda name, *_: (_ for _ in ()).throw(FulldepthError(name)))
-    with pytest.raises(FulldepthError, match="run"):
+    with pytest.raises(FulldepthError, match=r"run/checkpoint-160$"):
         demo(tmp_path / "out", watcher=Watcher(say=said.append))
     assert said == [
         "no-such-package is not installed (pip install --no-deps no-such-package); a tiny model is trained instead."

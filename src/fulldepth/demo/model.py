@@ -77,7 +77,7 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
         pace = {"steps": STEPS, "seed": seed, "warmup_steps": STEPS // 10, "eval_every": STEPS, "save_every": STEPS}
         run = folder / "run"
         train(layer(TrainSettings, read(RECIPES["baseline"], "train"), pace), run, resume=True, watcher=watcher)
-        return str(run)
+        return str(run / f"checkpoint-{STEPS}")
     return f"package:{PACKAGE}"
 
 

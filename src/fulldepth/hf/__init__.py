@@ -12,6 +12,7 @@ from fulldepth.hf.distributed_checkpoint import (
 )
 from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
 from fulldepth.hf.finder import unwrapped
+from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import (
     Checkpoint,
@@ -24,7 +25,7 @@ from fulldepth.hf.load import (
 )
 from fulldepth.hf.modes import evaluating, frozen
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
-from fulldepth.hf.opening import open_model, open_tokenizer, tokenizer_folder
+from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
@@ -64,7 +65,9 @@ __all__ = [
     "drop_checkpoints",
     "evaluating",
     "find_checkpoints",
+    "find_gguf",
     "find_output_weights",
+    "find_tokenizer",
     "first_broken_weight",
     "first_failure",
     "frozen",
@@ -81,6 +84,7 @@ __all__ = [
     "notes_of",
     "open_model",
     "open_tokenizer",
+    "packaged",
     "pick_device",
     "pick_dtype",
     "read_shards",
@@ -92,7 +96,6 @@ __all__ = [
     "skipping",
     "stored_shapes",
     "task_of",
-    "tokenizer_folder",
     "trained_steps",
     "unwrapped",
     "write_shards",

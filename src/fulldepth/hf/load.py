@@ -41,6 +41,8 @@ from fulldepth.hf.gguf_header import read_header
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Weights of another shape are reported, and refused by name."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -137,31 +139,19 @@ def load_checkpoint(
             if gguf is not None:
                 model, info = load_gguf_model(gguf, config, loader, **options)
             else:
-                model, info = loader.from_pretrained(
-                    where,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # refused below, by name
-                    revision=revision,
-                    trust_remote_code=trust_remote_code,
-                    **options,
-                )
+                options |= {"revision": revision, "use_safetensors": True, **REPORTED}
+                model, info = loader.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     model.name_or_path = model.config.name_or_path = str(name)
-    _check_fit(where, type(model).__name__, info)
+    warnings = _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
-    warnings = []
-    if info["unexpected_keys"]:
-        extra = sorted(info["unexpected_keys"])
-        first = one_line(extra[0], 200)
-        warnings.append(f"The checkpoint holds {len(extra)} weights that the model does not use (first: {first}).")
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
     return Checkpoint(model.eval(), str(name), revision, tuple(warnings))
 
 
-def _check_fit(where: str, model: str, info: dict[str, Any]) -> None:
-    """Refuse weights of another shape and weights that are missing, from transformers' report on loading."""
+def _check_fit(where: str, model: str, info: dict[str, Any]) -> list[str]:
+    """Refuse weights of another shape and missing ones, from transformers' report; warnings of unused ones."""
     if info["mismatched_keys"]:
         key, stored, needed = min(info["mismatched_keys"])
         raise FulldepthError(
@@ -173,6 +163,9 @@ def _check_fit(where: str, model: str, info: dict[str, Any]) -> None:
             f"{where} lacks {len(missing)} weights that {model} needs (first: {missing[0]}); they would be random. "
             "The checkpoint is incomplete, or its config.json names another class."
         )
+    unused = sorted(info["unexpected_keys"])
+    first = f"The checkpoint holds {len(unused)} weights that the model does not use (first: "
+    return [f"{first}{one_line(unused[0], 200)})."] if unused else []
 
 
 def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

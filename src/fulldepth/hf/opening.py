@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.load import Checkpoint, load_checkpoint, load_tokenizer
 
 
@@ -44,21 +45,26 @@ def open_tokenizer(
         return load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer is not None:
         return tokenizer
-    name, folder = checkpoint.name, Path(checkpoint.name)
-    if folder.is_dir():
-        holder = tokenizer_folder(folder)
-        if holder is None:
-            raise FulldepthError(f"{folder} holds no tokenizer, nor does its parent; name one with --tokenizer.")
-        name = str(holder)
-    elif not checkpoint.model.name_or_path or not isinstance(checkpoint.model.name_or_path, str):
+    place = find_tokenizer(checkpoint.name)
+    if place is None:
+        raise FulldepthError(f"{checkpoint.name} holds no tokenizer, nor does its parent; name one with --tokenizer.")
+    origin = checkpoint.model.name_or_path
+    if place == checkpoint.name and not (isinstance(origin, str) and origin):
         raise FulldepthError("A model that is passed in needs its tokenizer: pass tokenizer=... too.")
-    return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    return load_tokenizer(place, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def tokenizer_folder(folder: Path) -> Path | None:
-    """The folder with the tokenizer of a checkpoint: its own, the one above, or `tokenizer` beside it."""
+def find_tokenizer(name: str | Path) -> str | None:
+    """Where the tokenizer of a checkpoint is: in it, one folder above, or in `tokenizer` beside it.
+
+    A Hub name is returned as it is; None stands for a folder without a tokenizer.
+    """
+    where = packaged(str(name))
+    folder = Path(where)
+    if not folder.is_dir() or find_gguf(folder) is not None:
+        return where
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        for holder in (folder, folder.parent, folder.parent / "tokenizer"):
-            if (holder / file).is_file():
-                return holder
+        for place in (folder, folder.parent, folder.parent / "tokenizer"):
+            if (place / file).is_file():
+                return str(place)
     return None

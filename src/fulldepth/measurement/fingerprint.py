@@ -12,6 +12,7 @@ from typing import Any
 from fulldepth import __version__
 from fulldepth.data import Sequences, Source, content_hash
 from fulldepth.files import reading
+from fulldepth.hf import packaged
 from fulldepth.results import DOCUMENT, PAGE, TABLE
 from fulldepth.settings.measure import MeasureSettings
 
@@ -49,7 +50,7 @@ def contents(place: str | Path) -> Contents:
     Raises:
         FulldepthError: if a file cannot be read.
     """
-    path = Path(place)
+    path = Path(packaged(str(place)))
     if not path.exists():
         return Contents(str(place))
     path = path.resolve()

@@ -21,7 +21,7 @@ from transformers import (
 
 import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import load_checkpoint, load_config
+from fulldepth.hf import find_gguf, load_checkpoint, load_config
 from fulldepth.training.initial import draw_weights
 from fulldepth.training.settings import ModelSettings, TrainSettings
 
@@ -159,10 +159,11 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None) -> type[PreTraine
 
 
 def _read(checkpoint: str) -> PreTrainedConfig:
-    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+    exists = Path(checkpoint).is_dir() or find_gguf(checkpoint) is not None
+    if not exists and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
         raise FulldepthError(
             f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
-            "config.json and weights, or a Hub name (owner/name)."
+            "config.json and weights, a GGUF file, or a Hub name (owner/name)."
         )
     config: PreTrainedConfig = load_config(checkpoint)
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_document, read_json
-from fulldepth.hf import Anatomy, is_offloaded, load_checkpoint, load_tokenizer, tokenizer_folder
+from fulldepth.hf import Anatomy, find_gguf, find_tokenizer, is_offloaded, load_checkpoint, load_tokenizer
 from fulldepth.results import versions
 from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.fold import probes, scaled_logits
@@ -295,8 +295,12 @@ def save_tokenizer(
         tokenizer.save_pretrained(folder)
         return []
     for place in (tokenizer,) if tokenizer is not None else places:
-        name = str(tokenizer_folder(Path(place)) or place) if isinstance(place, str | Path) and str(place) else ""
-        if name and copy_tokenizer(name, folder, revision):
+        name = find_tokenizer(place) or str(place) if isinstance(place, str | Path) and str(place) else ""
+        if name and find_gguf(name) is not None:
+            with suppress(FulldepthError):  # it may hold none
+                load_tokenizer(name).save_pretrained(folder)
+                return []
+        elif name and copy_tokenizer(name, folder, revision):
             return []
     if tokenizer is not None:
         load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
