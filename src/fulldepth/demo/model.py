@@ -24,8 +24,8 @@ MOST_BLOCKS = 30
 STEPS = 160
 """Of the tiny model that is trained where the package is absent."""
 MEASURE = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4}
-SEARCH = {"limit": 40, "epochs": 1, "dtype": "bfloat16"}
-BENCH: dict[str, Any] = {"batches": (1,), "new_tokens": 8, "repeats": 3, "dtype": "bfloat16"}
+SEARCH = {"limit": 28, "epochs": 1}
+BENCH: dict[str, Any] = {"batches": (1,), "new_tokens": 8, "repeats": 3}
 """Settings by which the whole demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128
 """Tokens of a sequence of the search, or as many as the model has positions."""
