@@ -113,8 +113,10 @@ def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "effective_depth", statistic) for statistic in (name, f"standard_error_of_{name}"))
     absolute = _value(table, "effective_depth", "eps=0.05")
     sentence = f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy"
-    if math.isfinite(absolute):
-        sentence += (
-            f"; an accuracy of 95 % is reached at layer {absolute:.0f} (by definition L = {num_layers} if never)"
-        )
+    if value >= num_layers:
+        sentence = "No layer before the last reaches 95 % of its accuracy"
+    if absolute < num_layers:
+        sentence += f"; an accuracy of 95 % is reached at layer {absolute:.0f}"
+    elif math.isfinite(absolute):
+        sentence += "; none before it reaches an accuracy of 95 %" if value < num_layers else ""
     return Finding(value, "layers", f"{sentence}.", error)

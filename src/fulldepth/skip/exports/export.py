@@ -22,7 +22,7 @@ from fulldepth.files import read_document, read_json
 from fulldepth.hf import Anatomy, find_gguf, find_tokenizer, is_offloaded, load_checkpoint, load_tokenizer
 from fulldepth.results import versions
 from fulldepth.settings.search import known_format
-from fulldepth.skip.exports.fold import probes, scaled_logits
+from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
 from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, without_bars
 from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_names, publish_older_tokenizer
@@ -33,6 +33,8 @@ from fulldepth.skip.plan import MOST_BYTES, PER_CHANNEL, Plan
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
+ALLOWANCE, MOST_NOISE = 1.5, 0.2
+"""Multiple of the error of rounding in half precision that an export may have, and the most that it may be."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _write(
     if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
         notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
     publish_older_names(folder)
-    return _Written(folder, ids, expected, format.tolerance(folding, expected.dtype), device_map, notes)
+    noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected), MOST_NOISE)
+    return _Written(folder, ids, expected, max(format.tolerance(folding, expected.dtype), noise), device_map, notes)
 
 
 def _opened(

@@ -342,6 +342,36 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
         return logits(anatomy, ids)
 
 
+def rounding_error(anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor) -> float:
+    """How far the healed model's logits move if the blocks' outputs are rounded otherwise, relative to the largest.
+
+    Two correct computations in half precision differ by as much. Every block's output is changed at random by at most
+    one unit of rounding; 0 for float32 and float64, whose rounding is far below every tolerance.
+
+    Args:
+        anatomy: of the model.
+        plan: what is skipped.
+        ids: `[B, T]` tokens.
+        expected: `[B, T, V]`, from `scaled_logits`.
+    """
+    if expected.dtype not in (torch.bfloat16, torch.float16):
+        return 0.0
+    unit, generator = torch.finfo(expected.dtype).eps, torch.Generator().manual_seed(0)
+
+    def reround(module: nn.Module, args: Any, output: Any) -> Any:
+        state = output[0] if isinstance(output, tuple) else output
+        change = torch.empty(state.shape).uniform_(-unit, unit, generator=generator).to(state.device)
+        changed = (state.float() * (1 + change)).to(state.dtype)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    hooks = [block.register_forward_hook(reround) for block in anatomy.blocks]
+    try:
+        return relative_error(scaled_logits(anatomy, plan, ids), expected)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _cause(anatomy: Anatomy) -> str:
     """A sentence on the cause of a folded model's error."""
     norm = anatomy.final_norm
