@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,25 +22,20 @@ from decoding import quartiles
 from fulldepth.execution import verify
 from fulldepth.execution.decoding_proof import decoding_runner
 from fulldepth.hf import anatomy_candidates, load_checkpoint, load_tokenizer
-from meters import Run, in_turn, processor_seconds, ratios
+from meters import in_turn, processor_seconds, ratios
 
 PROMPT = "The history of the world is the history of a few who lived, worked and died in the shade of their own fields."
 
 
 class Step(ABC):
-    """A greedy decoder: a context that gives the call that decodes one more token."""
+    """A greedy decoder."""
 
     def __init__(self, prompt: Tensor) -> None:
         self.ids, self.done = prompt, 0
 
-    def __enter__(self) -> Run:
-        return self._decode
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     @torch.inference_mode()
-    def _decode(self) -> None:
+    def __call__(self) -> None:
+        """Decode one more token."""
         logits = self._logits(self.ids[:, self.done :], torch.ones_like(self.ids))
         self.done = self.ids.shape[1]
         self.ids = torch.cat([self.ids, logits[:, -1:].argmax(-1)], dim=1)
@@ -86,8 +82,15 @@ def main() -> None:
     ids = torch.tensor([load_tokenizer(options.model).encode(PROMPT)])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runner = decoding_runner(verify(anatomy_candidates(model), batch).anatomy, batch)
-    steps = {"model": Whole(model, ids), "layers": Layered(runner, ids)}
-    taken = in_turn(steps, "cpu", 1e9, options.tokens, options.tokens, processor_seconds)
+    steps: dict[str, Step] = {"model": Whole(model, ids), "layers": Layered(runner, ids)}
+    taken = in_turn(
+        {name: nullcontext(step) for name, step in steps.items()},
+        "cpu",
+        1e9,
+        options.tokens,
+        options.tokens,
+        processor_seconds,
+    )
     same = torch.equal(steps["model"].ids, steps["layers"].ids)
     print(f"{options.model}, {options.dtype}, one thread, {options.tokens} tokens after {ids.shape[1]}")
     print(f"model's own decoding: {1000 * statistics.median(taken['model']):.1f} ms a token")
