@@ -23,6 +23,7 @@ from fulldepth.hf.load import (
     pick_device,
     pick_dtype,
 )
+from fulldepth.hf.memory import available_memory
 from fulldepth.hf.modes import evaluating, frozen
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
 from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
@@ -59,6 +60,7 @@ __all__ = [
     "Scalars",
     "Switches",
     "anatomy_candidates",
+    "available_memory",
     "begin_checkpoint",
     "checkpoint_of",
     "device_of",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
@@ -63,6 +65,15 @@ class Weights(NamedTuple):
     """Name of each stored tensor -> its type as safetensors calls it, such as `F32`."""
     size: int
     """Bytes of the files."""
+    elements: int
+    """Numbers in all tensors."""
+    loads_as: torch.dtype | None = None
+    """Precision that `auto` loads the weights in; None = as they are stored."""
+
+    def loaded_bytes(self, dtype: torch.dtype | str) -> int:
+        """Bytes of the weights once loaded in a precision, or in `auto`, their own."""
+        loaded = dtype if isinstance(dtype, torch.dtype) else self.loads_as
+        return self.size if loaded is None else self.elements * loaded.itemsize
 
     def integers(self) -> dict[str, str]:
         """The tensors whose type is not floating point."""
@@ -152,12 +163,14 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     else:
         raise FulldepthError(f"{where} has no file named {WEIGHTS} or {INDEX}.")
     dtypes: dict[str, str] = {}
+    elements = 0
     for path in paths:
-        stored = _read_header(where, path)
+        stored, count = _read_header(where, path)
+        elements += count
         if both := sorted(stored.keys() & dtypes.keys()):
             raise FulldepthError(f"{path} holds {one_line(both[0], 200)!r}, which another file of {where} also holds.")
         dtypes |= stored
-    return Weights(dtypes, sum(path.stat().st_size for path in paths))
+    return Weights(dtypes, sum(path.stat().st_size for path in paths), elements)
 
 
 def read_index(path: Path) -> list[str]:
@@ -180,12 +193,14 @@ def read_index(path: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
-def _read_header(where: str, path: Path) -> dict[str, str]:
-    """Name -> type of every tensor in a weight file."""
+def _read_header(where: str, path: Path) -> tuple[dict[str, str], int]:
+    """Name -> type of every tensor in a weight file, and how many numbers it holds."""
     with reading(path):
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                dtypes = {name: tensor.get_dtype() for name, tensor in slices.items()}
+                return dtypes, sum(prod(tensor.get_shape()) for tensor in slices.values())
         except SafetensorError as error:
             raise FulldepthError(
                 f"The weights in {where} are broken or cut short: {path.name}: {one_line(error)}."

@@ -61,12 +61,14 @@ def find_gguf(name: str | Path) -> Path | None:
         name: a `.gguf` file, or a folder that holds one and no safetensors.
 
     Raises:
-        FulldepthError: if a folder holds several.
+        FulldepthError: if a `.gguf` file is not there, or a folder holds several.
     """
     path = Path(name)
     with reading(one_line(name, 200)):
-        if path.suffix.lower() == SUFFIX:
-            return path if path.is_file() else None
+        if path.suffix.lower() == SUFFIX and not path.is_dir():
+            if not path.is_file():
+                raise FulldepthError(f"There is no file {one_line(name, 200)}.")
+            return path
         if not str(name) or not path.is_dir() or any(path.glob("*.safetensors")):
             return None
         return _only_one(str(name), path.glob(f"*{SUFFIX}"))
@@ -83,6 +85,8 @@ def packaged(name: str) -> str:
     if not name.startswith(PACKAGE):
         return name
     package = name.removeprefix(PACKAGE).strip()
+    if not package:
+        raise FulldepthError(f"Expected {PACKAGE}NAME with the name of an installed package, got {name!r}.")
     try:
         files = distribution(package).files or []
     except (PackageNotFoundError, ValueError) as error:

@@ -14,6 +14,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
 from fulldepth.hf.file_checks import Weights
@@ -41,7 +43,8 @@ class Header:
     @property
     def weights(self) -> Weights:
         """As of a safetensors checkpoint: every tensor is dequantised, so each counts as floating point."""
-        return Weights(dict.fromkeys(self.tensors, "F32"), self.path.stat().st_size)
+        elements = sum(prod(tensor.shape) for tensor in self.tensors.values())
+        return Weights(dict.fromkeys(self.tensors, "F32"), self.path.stat().st_size, elements, torch.float32)
 
 
 class Tensor(NamedTuple):

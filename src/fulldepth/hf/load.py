@@ -38,6 +38,7 @@ from fulldepth.hf.file_checks import (
 )
 from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged
 from fulldepth.hf.gguf_header import read_header
+from fulldepth.hf.memory import check_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
@@ -131,6 +132,8 @@ def load_checkpoint(
     else:
         check_config(where, revision)
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
+    if target is not None and getattr(config, "quantization_config", None) is None:
+        check_memory(where, weights, pick_dtype(dtype), target)
     options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
     model: Any
     with _plain_errors(where):

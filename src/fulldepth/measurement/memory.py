@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
-
 from fulldepth.errors import FulldepthError
+from fulldepth.hf import available_memory
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.subject import Subject
 
@@ -39,17 +36,6 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
             "--sequence-length or --reservoir-tokens, or fewer --measures."
         )
     return sentence
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Bytes free on a device; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    table = Path("/proc/meminfo")
-    if not table.is_file():
-        return None
-    fields = dict(line.split(":", 1) for line in table.read_text().splitlines() if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
 def _mib(size: int) -> str:

@@ -1,0 +1,49 @@
+"""Memory that is free on a device, and whether a checkpoint's weights fit into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.file_checks import Weights
+
+LIMIT, USAGE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+"""Of a container, in bytes; `max` where it has no limit."""
+GIB = 1 << 30
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes free on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    try:
+        return min(free, int(LIMIT.read_text()) - int(USAGE.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
+
+
+def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Refuse a checkpoint whose weights alone need more memory than is free, before any is read.
+
+    Args:
+        where: the checkpoint.
+        weights: from its headers.
+        dtype: to load it in; `auto` = as stored.
+        device: where it goes; it passes through the CPU's memory.
+
+    Raises:
+        FulldepthError: names both numbers of bytes.
+    """
+    needed = weights.loaded_bytes(dtype)
+    for place in {torch.device("cpu"), device}:
+        free = available_memory(place)
+        if free is not None and needed > free:
+            raise FulldepthError(
+                f"The weights of {where} take {needed / GIB:,.1f} GiB ({needed:,} bytes), but only "
+                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {place}. Load it with --dtype bfloat16, or spread it "
+                "with --device-map auto."
+            )
