@@ -27,7 +27,9 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, monkeypatch, dtype, width):
 
 
 def test_gguf_files_count_as_they_are_dequantised(tmp_path, monkeypatch):
-    model = tiny_models.tf.LlamaForCausalLM(tiny_models.tf.LlamaConfig(**tiny_models.DECODER | {"vocab_size": 300}))
+    model = tiny_models.tf.LlamaForCausalLM(
+        tiny_models.tf.LlamaConfig(**tiny_models.DECODER | {"vocab_size": 300, "intermediate_size": 64})
+    )
     path = gguf_files.write(tmp_path / "tiny.gguf", model, quantise=gguf_files.gguf.GGMLQuantizationType.Q8_0)
     monkeypatch.setattr(module, "available_memory", lambda device: 1000)
     with pytest.raises(FulldepthError, match=rf"\({4 * model.num_parameters():,} bytes\)"):

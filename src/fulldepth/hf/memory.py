@@ -44,6 +44,6 @@ def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device:
         if free is not None and needed > free:
             raise FulldepthError(
                 f"The weights of {where} take {needed / GIB:,.1f} GiB ({needed:,} bytes), but only "
-                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {place}. Load it with --dtype bfloat16, or spread it "
-                "with --device-map auto."
+                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {place}. Load it with --dtype bfloat16, or "
+                "spread it with --device-map auto."
             )
