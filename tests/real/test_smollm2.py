@@ -20,7 +20,7 @@ except PackageNotFoundError:
 
 TEXT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
-    "was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness."
+    "was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Dark."
 )
 
 
