@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 import sys
 
+import pandas as pd
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,6 +57,20 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
             if finding.get("sentence"):
                 assert html.escape(finding["sentence"]) in page
                 assert name in printed or ":" in name
+    commands = [html.unescape(line) for line in re.findall(r"<code>(.*?)</code>", page)]
+    for command in commands[:2]:  # what is printed makes the same rows; times differ from run to run
+        *words, folder = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "again" / folder)])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not leaving.value.code, command
+        own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
+        pd.testing.assert_frame_equal(own, again)
+    monkeypatch.chdir(out)
+    monkeypatch.setattr(sys, "argv", [*shlex.split(commands[2])[:-1], str(tmp_path / "again" / "bench")])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert not leaving.value.code
 
 
 def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):

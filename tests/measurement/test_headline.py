@@ -98,3 +98,21 @@ def test_no_sentence_says_nan():
     )
     assert set(found) == {"last_layer_displacement", "effective_depth"}
     assert not any("nan" in entry.sentence for entry in found.values())
+
+
+@pytest.mark.parametrize(
+    ("relative", "absolute", "beginning", "end"),
+    [
+        (2, 3, "Layer 2 of 4 already reaches 95 %", "; an accuracy of 95 % is reached at layer 3."),
+        (2, 4, "Layer 2 of 4 already reaches 95 %", "; none before the last reaches an accuracy of 95 %."),
+        (4, 4, "No layer before the last (layer 4) reaches 95 %", " of its accuracy."),
+    ],
+)
+def test_effective_depth_says_whether_a_layer_before_the_last_is_enough(relative, absolute, beginning, end):
+    rows = [
+        ("effective_depth", "residual", None, None, statistic, float(value), 10, "layers")
+        for statistic, value in (("relative_eps=0.05", relative), ("eps=0.05", absolute))
+    ]
+    sentence = headline(tabulate(rows), 4, 8)["effective_depth"].sentence
+    assert sentence.startswith(beginning)
+    assert sentence.endswith(end)

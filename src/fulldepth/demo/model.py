@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fulldepth import report
@@ -23,9 +24,10 @@ DATA = "corpus:builtin"
 MOST_BLOCKS = 30
 STEPS = 160
 """Of the tiny model that is trained where the package is absent."""
-MEASURE = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4}
-SEARCH = {"limit": 28, "epochs": 1}
-BENCH: dict[str, Any] = {"batches": (1,), "new_tokens": 8, "repeats": 3}
+WORDS = ["is", "are", "was", "were"]
+MEASURE: dict[str, Any] = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4, "words": WORDS}
+SEARCH: dict[str, Any] = {"limit": 28, "epochs": 1, "format": "fast"}
+BENCH: dict[str, Any] = {"batches": [1], "new_tokens": 8, "repeats": 3}
 """Settings by which the whole demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128
 """Tokens of a sequence of the search, or as many as the model has positions."""
@@ -59,12 +61,15 @@ def demo(
     folder, watcher = Path(output), watcher or Watcher()
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
-        parts = {"measure": _measure(name, folder / "measure", seed, watcher)}
+        measured, timed = MEASURE | {"seed": seed}, BENCH | {"seed": seed}
+        parts = {"measure": _measure(name, folder / "measure", measured, watcher)}
         length = min(MOST_LENGTH, parts["measure"].meta["data"]["sequence_length"])
-        plan = _search(name, folder / "search", {"blocks": blocks, "sequence_length": length, "seed": seed}, watcher)
+        searched = SEARCH | {"blocks": blocks, "sequence_length": length, "seed": seed}
+        plan = _search(name, folder / "search", searched, watcher)
         parts["search"] = Results.load(folder / "search")
-        parts["bench"] = _bench(name, plan, folder, watcher)
-        report.write_index(folder, _chapters(name, blocks), title=NAME if PACKAGE in name else Path(name).name)
+        parts["bench"] = _bench(name, plan, folder, timed, watcher)
+        chapters = _chapters(name, measured, searched, timed)
+        report.write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
     return parts
 
 
@@ -81,21 +86,19 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
     return f"package:{PACKAGE}"
 
 
-def _measure(name: str, folder: Path, seed: int, watcher: Watcher) -> Results:
-    settings = layer(MeasureSettings, MEASURE, {"seed": seed, "words": ["is", "are", "was", "were"]})
-    results = measure_into(name, DATA, folder, settings, series=False, watcher=watcher)
+def _measure(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
+    results = measure_into(name, DATA, folder, layer(MeasureSettings, chosen), series=False, watcher=watcher)
     report.write(folder)
     return results
 
 
-def _search(name: str, folder: Path, chosen: dict[str, int], watcher: Watcher) -> Plan:
-    settings = layer(SearchSettings, SEARCH, {"format": "fast"}, chosen)
-    plan = search_into(name, DATA, folder, settings, resume=folder.exists(), watcher=watcher)
+def _search(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Plan:
+    plan = search_into(name, DATA, folder, layer(SearchSettings, chosen), resume=folder.exists(), watcher=watcher)
     report.write(folder)
     return plan
 
 
-def _bench(name: str, plan: Plan, folder: Path, watcher: Watcher) -> Results:
+def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
     """Export the plan and time it beside the original."""
     checkpoint, output = folder / "model", folder / "bench"
     if (output / DOCUMENT).exists():
@@ -103,18 +106,24 @@ def _bench(name: str, plan: Plan, folder: Path, watcher: Watcher) -> Results:
     if not checkpoint.exists():
         watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
         export(plan, name, "fast", checkpoint)
-    results = bench(name, [checkpoint], output, seed=0, watcher=watcher, **BENCH)
+    results = bench(name, [checkpoint], output, watcher=watcher, **chosen)
     report.write(output)
     return results
 
 
-def _chapters(name: str, blocks: int) -> list[Chapter]:
+def _chapters(name: str, measured: dict[str, Any], searched: dict[str, Any], timed: dict[str, Any]) -> list[Chapter]:
+    """The parts, with the commands that make them, run in the demo's folder."""
+    on_text = f"{name} --data {DATA}"
     return [
-        Chapter("measure", "What every layer does", f"fulldepth measure {name} --data {DATA} --output out/"),
-        Chapter(
-            "search",
-            "What can be removed",
-            f"fulldepth skip search {name} --data {DATA} --blocks {blocks} --output plan/",
-        ),
-        Chapter("bench", "What removal saves", f"fulldepth skip bench {name} model/ --output bench/"),
+        Chapter("measure", "What every layer does", f"fulldepth measure {on_text}{_set(measured)} --output measure/"),
+        Chapter("search", "What can be removed", f"fulldepth skip search {on_text}{_set(searched)} --output search/"),
+        Chapter("bench", "What removal saves", f"fulldepth skip bench {name} model/{_set(timed)} --output bench/"),
     ]
+
+
+def _set(settings: dict[str, Any]) -> str:
+    """Settings as options of the command line."""
+    texts = {
+        key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in settings.items()
+    }
+    return "".join(f" --set {quote(f'{key}={text}')}" for key, text in texts.items())

@@ -114,9 +114,9 @@ def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:
     absolute = _value(table, "effective_depth", "eps=0.05")
     sentence = f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy"
     if value >= num_layers:
-        sentence = "No layer before the last reaches 95 % of its accuracy"
+        sentence = f"No layer before the last (layer {num_layers}) reaches 95 % of its accuracy"
     if absolute < num_layers:
         sentence += f"; an accuracy of 95 % is reached at layer {absolute:.0f}"
     elif math.isfinite(absolute):
-        sentence += "; none before it reaches an accuracy of 95 %" if value < num_layers else ""
+        sentence += "; none before the last reaches an accuracy of 95 %" if value < num_layers else ""
     return Finding(value, "layers", f"{sentence}.", error)

@@ -24,8 +24,12 @@ class TokenCounter(CacheLayerMixin):
         """Nothing is stored."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Raise an error: no layer has keys and values."""
-        raise NotImplementedError("this model has no attention, so its cache holds no keys and values")
+        """Refuse: a model without attention has no keys and values to keep.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("this model has no attention, so its cache holds no keys and values")
 
     def get_seq_length(self) -> int:
         """Number of tokens."""
