@@ -1,4 +1,4 @@
-"""`fulldepth compare`, `report` and `demo`: from results to pages."""
+"""`fulldepth compare`, `report` and `demo`."""
 
 from __future__ import annotations
 
