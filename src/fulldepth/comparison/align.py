@@ -20,10 +20,11 @@ FROM_THE_END = frozenset({"jump_rate"})
 def differences(table: pd.DataFrame, layers: int, baseline: pd.DataFrame, baseline_layers: int, depth: Depth) -> Array:
     r"""Value minus the baseline's value at the same depth, for every row of `table`.
 
-    With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to position
-    :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for pairs
-    of layers (linear along the diagonal, so that a layer's similarity to itself stays 1); positions before the first
-    layer use the first layer. `jump_rate` is counted from the last layer. Rows without a layer are compared directly.
+    With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to
+    position :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for
+    pairs of layers (linear along the diagonal, so that a layer's similarity to itself stays 1); positions before
+    the first layer use the first layer. `jump_rate` is counted from the last layer. Rows without a layer are compared
+    directly.
 
     Args:
         table: rows of one model.

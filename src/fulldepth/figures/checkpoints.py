@@ -52,7 +52,7 @@ def _by_layer(values: Curve) -> dict[int, float | None]:
 
 
 def followed(source: Source, quantities: Iterable[Quantity]) -> Figures:
-    """Each quantity over steps, one line a layer."""
+    """Figures of quantities over steps, one line per layer."""
     return readings((quantity.key, _by_depth(quantity, source)) for quantity in quantities)
 
 
@@ -97,4 +97,4 @@ FIGURES = (
     Figure("steps_depth", "training", _depth, kinds=(SERIES, TRAINING), title="Depth in use over training"),
 )
 OF_TRAINING = (replace(JUMP_RATE, section="displacement", kinds=(TRAINING,)),)
-"""Stands after the displacement of a training run, rather than first."""
+"""Listed separately because it follows the displacement of a training run."""

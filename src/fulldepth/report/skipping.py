@@ -25,17 +25,17 @@ CARDS = {
     "prefill_time_saved": "Prefill time saved",
     "decode_time_saved": "Decode time saved",
 }
-"""Name in `results.json` (for benchmarks, followed by the model) -> what it is called."""
+"""Name in `results.json` (for benchmarks, followed by the model) -> title of the card."""
 QUANTISED = "quantised"
-"""Stands for the name of one of the models of a quantisation."""
+"""Placeholder for the name of a model of a quantisation."""
 TIMES = ("prefill_time_saved", "decode_time_saved")
 LATER = ("mmd", "spectral_norm", QUANTISED)
-"""Findings whose sentences are folded first."""
+"""Findings whose sentences are marked as later."""
 ORDER = (
     "Model", "Search", "Curve", "Healing", "Data", "Benchmark", "Quantisation", "Machine", "Fingerprints", "Seed",
     "Versions", "Measured",
 )  # fmt: skip
-"""Of what is said under “What was measured”."""
+"""Order of the pairs under “What was measured”."""
 
 
 def title(source: Source) -> str:
@@ -44,7 +44,7 @@ def title(source: Source) -> str:
 
 
 def model(source: Source) -> dict[str, Any]:
-    """What all folders together say of the model."""
+    """Entry of the model, merged from all folders."""
     known: dict[str, Any] = {}
     for part in source.parts:
         models = [entry.get("model") for entry in part.meta.get("models") or []][:1]
@@ -54,14 +54,14 @@ def model(source: Source) -> dict[str, Any]:
 
 
 def byline(source: Source) -> str:
-    """The model, and what it was judged by, in one line."""
+    """The model and the data of its losses in one line."""
     heldout = [(part.meta.get("data") or {}).get("heldout") or {} for part in source.parts]
     names = list(dict.fromkeys(short(data["name"], 60) for data in heldout if data.get("name")))
     return dotted(model_line(model(source)), f"judged by {' and by '.join(names)}" if names else "")
 
 
 def findings(_: Meta, source: Source) -> list[Shown]:
-    """The findings of all folders; of benchmarks, cards are those of exports that do not compute everything."""
+    """The findings of all folders; for benchmarks, only exports that skip blocks have cards."""
     return [
         Shown(
             entry,
@@ -86,11 +86,11 @@ def _headlines(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Entry]]:
 def _card(
     part: Part, name: str, model_label: str, entry: Entry, parts: Sequence[Part]
 ) -> tuple[str, str, str, str] | None:
-    """Name, symbol, digits and unit of a finding; None where the table of models or another card says it."""
+    """Name, symbol, digits and unit of a finding; None if the table of models or another card shows it."""
     if name in TIMES and not _lacks_blocks(part, model_label):
         return None
     if name == "loss_added" and part.kind == "curve" and any(other.kind == "skip" for other in parts):
-        return None  # that of the plan has a card; the curve says what more would cost
+        return None  # the plan's loss has a card; the curve shows the cost of removing more
     if name == "order" or (name == QUANTISED and len(parts) > 1):
         return None
     value = entry.get("value")
@@ -134,19 +134,19 @@ def _symbol(part: Part, name: str, model_label: str) -> str:
 
 
 def _if_several(part: Part, parts: Sequence[Part]) -> str:
-    """The folder's name where others on the page are of the same kind."""
+    """The folder's name if others on the page are of the same kind."""
     return short(part.label, 40) if sum(other.kind == part.kind for other in parts) > 1 else ""
 
 
 def _lacks_blocks(part: Part, label: str) -> bool:
-    """Whether a model of a benchmark does not compute everything."""
+    """Whether a model of a benchmark skips blocks."""
     return any(
         entry.get("label") == label and entry.get("not_computed") != [] for entry in part.meta.get("models") or []
     )
 
 
 def about(source: Source) -> Pairs:
-    """The model, the plans, the data, the machine and the run; the same text once."""
+    """Pairs on the model, the plans, the data, the machine and the run; equal texts are given once."""
     known, parts = model(source), source.parts
     hashes = [(what, (part.meta.get(what) or {}).get("hash")) for what in ("model", "data") for part in parts]
     texts: dict[str, dict[str, list[str]]] = {what: {} for what in ORDER}
@@ -184,7 +184,7 @@ def _pairs(part: Part) -> Pairs:
 
 
 def _search(plan: Meta) -> str:
-    """How the blocks were found, and what that took."""
+    """The search method and its cost."""
     if not plan.get("blocks"):
         return ""
     cost = plan.get("cost") or {}
@@ -241,7 +241,7 @@ def _method(method: Any) -> str:
 
 
 def warnings(source: Source) -> list[str]:
-    """Warnings of the folders, each once, and what keeps their numbers from being compared."""
+    """Warnings of the folders without repetition, and reasons why their numbers are not comparable."""
     texts = dict.fromkeys(text for part in source.parts for text in measured.warnings({**part.meta, "models": None}))
     return [*texts, *_not_comparable(source)]
 
@@ -252,7 +252,7 @@ def left_out(source: Source) -> list[list[str]]:
 
 
 def _not_comparable(source: Source) -> Iterator[str]:
-    """What of the page was read on different data, or could not be checked."""
+    """Warnings on losses that were measured on different data or could not be checked."""
     hashes = {part.label: str((part.meta.get("data") or {}).get("hash") or "") for part in source.parts}
     hashes = {label: digest for label, digest in hashes.items() if digest}
     if len(set(hashes.values())) > 1:
@@ -269,12 +269,12 @@ def _not_comparable(source: Source) -> Iterator[str]:
 
 
 def tables(source: Source) -> dict[str, Sequence[Table | dict[str, Any]]]:
-    """Id of a section -> tables that stand in it, and strips of layers."""
+    """Id of a section -> its tables and strips of layers."""
     return {**skipping_tables.tables(source), "blocks": _strips(source)}
 
 
 def _strips(source: Source) -> list[dict[str, Any]]:
-    """The model's depth for each set of blocks that went: which, in what order, and the loss that each added."""
+    """A strip of layers for each set of removed blocks: which, in what order, and the loss that each added."""
     known = removals(source.parts)
     has_depth = isinstance(model(source).get("num_layers"), int)
     return [_strip(removal, source.layers, has_depth, len(known) > 1) for removal in known]
