@@ -95,7 +95,7 @@ def _print_version(requested: bool) -> None:
 def options(
     debug: Debug = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Options of every command."""

@@ -117,18 +117,18 @@ def _readable(item: Results | str | Path) -> Results:
 def _are_runs(loaded: list[Results], labels: list[str]) -> bool:
     """Whether all are training runs; raises if runs and measurements are mixed."""
     runs = [label for results, label in zip(loaded, labels, strict=True) if results.meta["kind"] == "training"]
-    others = [label for label in labels if label not in runs]
-    if runs and others:
+    measured = [label for label in labels if label not in runs]
+    if runs and measured:
         raise FulldepthError(
             f"Training runs cannot be compared with measurements: {', '.join(runs)} {_is(runs, 'a training run')}, "
-            f"{', '.join(others)} {_is(others, 'a measurement')}. Compare runs with runs, or measure the runs first: "
-            "fulldepth measure RUN --data ... --output ..."
+            f"{', '.join(measured)} {_is(measured, 'a measurement')}. Compare runs with runs, or measure the runs "
+            "first: fulldepth measure RUN --data ... --output ..."
         )
     return bool(runs)
 
 
-def _is(names: list[str], what: str) -> str:
-    return f"is {what}" if len(names) == 1 else f"are {what.removeprefix('a ')}s"
+def _is(names: list[str], kind: str) -> str:
+    return f"is {kind}" if len(names) == 1 else f"are {kind.removeprefix('a ')}s"
 
 
 def _last_step(series: Results) -> Results:
@@ -138,9 +138,9 @@ def _last_step(series: Results) -> Results:
     step = series.table["step"].max()
     last: dict[str, Any] = next((entry for entry in series.meta.get("steps") or [] if entry["step"] == step), {})
     note = f"a series of checkpoints; the last one, step {step}, is compared."
-    known = {key: value for key, value in last.items() if value is not None}
-    known["model"] = series.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}
-    meta = {**series.meta, **known, "warnings": [*(series.meta.get("warnings") or []), note]}
+    stated = {key: value for key, value in last.items() if value is not None}
+    stated["model"] = series.meta["model"] | {k: v for k, v in stated.get("model", {}).items() if v is not None}
+    meta = {**series.meta, **stated, "warnings": [*(series.meta.get("warnings") or []), note]}
     return Results(series.table[series.table["step"] == step], meta)
 
 
@@ -199,7 +199,7 @@ def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
     lines = []
     for results, label in zip(measured, labels, strict=True):
         if not results.meta.get("complete", True):
-            what = "run" if results.meta["kind"] == "training" else "measurement"
-            lines.append(f"{label}: the {what} is not complete.")
+            kind = "run" if results.meta["kind"] == "training" else "measurement"
+            lines.append(f"{label}: the {kind} is not complete.")
         lines += [f"{label}: {warning}" for warning in results.meta.get("warnings") or []]
     return lines

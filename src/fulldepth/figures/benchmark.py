@@ -178,8 +178,8 @@ def _column(rows: pd.DataFrame, name: str) -> list[int | None]:
 
 
 def _single(numbers: Numbers, measure: str) -> float | None:
-    known = [value for key, values in numbers.items() if key[0] == measure for value in values.values()]
-    return median(known) if known else None
+    values_of_measure = [value for key, values in numbers.items() if key[0] == measure for value in values.values()]
+    return median(values_of_measure) if values_of_measure else None
 
 
 def _over(values: list[float]) -> Spread | None:

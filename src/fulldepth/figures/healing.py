@@ -69,8 +69,8 @@ def _scalars(part: Part, removal: Removal | None, layers: int, variant: str) -> 
 
 def with_gaps(values: Curve, layers: int) -> Curve:
     """The curve at every layer 1..L, with gaps at missing layers."""
-    known = dict(zip(values.layers, zip(values.values, values.counts, strict=True), strict=True))
-    points = [known.get(layer, (None, "?")) for layer in range(1, layers + 1)]
+    by_layer = dict(zip(values.layers, zip(values.values, values.counts, strict=True), strict=True))
+    points = [by_layer.get(layer, (None, "?")) for layer in range(1, layers + 1)]
     return Curve(list(range(1, layers + 1)), [value for value, _ in points], [count for _, count in points])
 
 

@@ -38,10 +38,10 @@ class Grid:
     """(row, layer) -> value and count."""
 
     def __bool__(self) -> bool:
-        return bool(self.known)
+        return bool(self.finite)
 
     @property
-    def known(self) -> list[float]:
+    def finite(self) -> list[float]:
         """Every finite value."""
         return [value for value, _ in self.cells.values() if value is not None]
 
@@ -151,13 +151,13 @@ def _stream_map(grid: Grid, statistic: str) -> go.Figure:
 
 def _range(title: str, grid: Grid) -> str:
     """One sentence on the smallest and the largest value."""
-    return f"{title}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
+    return f"{title}: {minus(min(grid.finite), '.2f')} to {minus(max(grid.finite), '.2f')}."
 
 
 def _grid_map(grid: Grid, *, title: str, alt: str, **about: Any) -> go.Figure:
     """A map of layers (x) and rows (y); the range is 0 to the largest value, or symmetric if values are negative."""
-    top = max(map(abs, grid.known)) or 1.0
-    signed = min(grid.known) < 0
+    top = max(map(abs, grid.finite)) or 1.0
+    signed = min(grid.finite) < 0
     return heat(
         {
             "x": grid.layers,

@@ -97,13 +97,13 @@ def of_plan(plan: Mapping[str, Any], name: str = "") -> Removal | None:
 
 def removals(parts: Iterable[Part]) -> list[Removal]:
     """All sequences of removed blocks in the folders, without repetition."""
-    known: dict[tuple[str, tuple[int, ...]], Removal] = {}
+    merged: dict[tuple[str, tuple[int, ...]], Removal] = {}
     for removal in (of_plan(plan, name) for part in parts for name, plan in plans(part)):
         if removal is not None:
             key = (removal.granularity, removal.blocks)
-            earlier = known.get(key, removal)
-            known[key] = replace(earlier, names=tuple(dict.fromkeys((*earlier.names, *removal.names))))
-    return list(known.values())
+            earlier = merged.get(key, removal)
+            merged[key] = replace(earlier, names=tuple(dict.fromkeys((*earlier.names, *removal.names))))
+    return list(merged.values())
 
 
 def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:

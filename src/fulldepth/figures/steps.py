@@ -83,7 +83,7 @@ def over_steps(
     drawn = [track for track in tracks if track]
     if not drawn:
         return None
-    traces = [step_line(one.steps, one.values, one.name, one.color, form, one.dash) for one in drawn]
+    traces = [step_line(line.steps, line.values, line.name, line.color, form, line.dash) for line in drawn]
     return figure(traces, alt=alt(drawn), xaxis=STEP_AXIS, yaxis=yaxis, **layout)
 
 

@@ -131,7 +131,7 @@ def _over_time(source: Source) -> go.Figure | None:
 
 def _jump_rates(source: Source) -> Figures:
     drawn = {str(back): _jump_rate(source.runs, back) for back in range(len(JUMPS))}
-    return {key: one for key, one in drawn.items() if one is not None}
+    return {key: result for key, result in drawn.items() if result is not None}
 
 
 def _jump_rate(runs: Sequence[Run], back: int) -> go.Figure | None:

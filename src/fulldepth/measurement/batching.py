@@ -61,8 +61,10 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
             f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random numbers "
             "also in evaluation mode, as models that mask their input do. Switch that off in its configuration."
         )
-    same = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
-    if same and (difference := _difference(_states(anatomy, sequences, [shortest, same[0]], device), alone)):
+    equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
+    if equal_length and (
+        difference := _difference(_states(anatomy, sequences, [shortest, equal_length[0]], device), alone)
+    ):
         return "single", (
             f"The states of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
             "sequence is run alone."

@@ -73,11 +73,11 @@ def refuse_nothing(table: pd.DataFrame, subject: Subject, setup: Setup) -> None:
 def gaps(table: pd.DataFrame, num_layers: int) -> list[str]:
     """One line for each measure without a finite value at some layer, with the layers and the reason."""
     groups = table.groupby("measure", sort=False)
-    found = (
+    lines = (
         _coherence_gap(rows, num_layers) if measure == "coherence" else _gap(str(measure), rows)
         for measure, rows in groups
     )
-    return [line for line in found if line]
+    return [line for line in lines if line]
 
 
 def _gap(measure: str, rows: pd.DataFrame) -> str:

@@ -96,8 +96,8 @@ def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: b
         return False
     model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))
     raise FulldepthError(
-        f"{folder} holds the results of another run (model {model}, data {data}), or the contents of its model or data "
-        "or the settings were others. "
+        f"{folder} holds the results of another run (model {model}, data {data}), or its model, data or "
+        "settings have changed. "
         "Choose another --output, or replace it with --overwrite."
     )
 

@@ -82,8 +82,8 @@ def _growth(value: float, layer: int) -> str:
 
 def _displacement(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "displacement", name, num_layers, "residual") for name in ("mean", ERROR))
-    others = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
-    middle = float(others[others.layer < num_layers].value.median()) if len(others) > 1 else math.nan
+    means = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
+    middle = float(means[means.layer < num_layers].value.median()) if len(means) > 1 else math.nan
     sentence = f"The last layer's displacement is {value:.3f} (0 = copies its input, 0.5 = turns it to a right angle)"
     sentence += f"; the layers before it have a median of {middle:.3f}." if math.isfinite(middle) else "."
     return Finding(value, "1", sentence, error)

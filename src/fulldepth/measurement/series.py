@@ -196,9 +196,9 @@ def combine(parts: Sequence[tuple[Point, Results]]) -> Results:
         raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
     table = pd.concat([part.table.assign(step=point.step) for point, part in parts], ignore_index=True)
     last = parts[-1][1].meta
-    kept = ("model", "headline", "lens_grid", "left_out", "fingerprint")
+    keys = ("model", "headline", "lens_grid", "left_out", "fingerprint")
     steps = [
-        {"step": point.step, "folder": point.name, **{key: part.meta[key] for key in kept}} for point, part in parts
+        {"step": point.step, "folder": point.name, **{key: part.meta[key] for key in keys}} for point, part in parts
     ]
     timings: dict[str, Any] = {
         key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")

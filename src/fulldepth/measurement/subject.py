@@ -71,10 +71,12 @@ class Subject:
         Args:
             masked_pass: whether the lens uses a separate pass over masked text.
         """
-        said = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
+        sentence = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
         return {
             "name": self.policy,
-            "sentence": " ".join(filter(None, (said, self.openings.sentence, tokens.MASKED if masked_pass else ""))),
+            "sentence": " ".join(
+                filter(None, (sentence, self.openings.sentence, tokens.MASKED if masked_pass else ""))
+            ),
             "begin_with_bos": self.openings.begin_with_bos,
         }
 

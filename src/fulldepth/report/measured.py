@@ -77,10 +77,10 @@ def labelled(entry: Meta) -> str:
 def side_by_side(source: Source) -> Table | None:
     """The findings of several models as a table: one column per model, the baseline marked."""
     models = source.meta.get("models") or []
-    known = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
-    if not known:
+    names = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
+    if not names:
         return None
-    rows = [[HEADLINES[name][0], *(_number(entry, name) for entry in models)] for name in known]
+    rows = [[HEADLINES[name][0], *(_number(entry, name) for entry in models)] for name in names]
     return Table("Models side by side", [labelled(entry) for entry in models], rows)
 
 
@@ -100,12 +100,12 @@ def about_models(meta: Meta) -> Pairs:
     """As `about` for several models; a text is given once if it is the same for all."""
     subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in meta.get("models") or []]
     pairs: Pairs = []
-    for what in subjects[0][1] if subjects else ():
-        texts = {subject[what] for _, subject in subjects}
+    for key in subjects[0][1] if subjects else ():
+        texts = {subject[key] for _, subject in subjects}
         if len(texts) == 1:
-            pairs += [(what, texts.pop())]
+            pairs += [(key, texts.pop())]
         else:
-            pairs += [(f"{what} of {name}", subject[what]) for name, subject in subjects]
+            pairs += [(f"{key} of {name}", subject[key]) for name, subject in subjects]
     return [*pairs, *run(meta)]
 
 
@@ -123,19 +123,22 @@ def _subject(meta: Meta) -> Pairs:
 
 def fingerprints(hashes: Iterable[tuple[str, Any]]) -> str:
     """Prefixes of the known hashes, without repetition."""
-    return dotted(*dict.fromkeys(f"{what} {short(value, 23)}" for what, value in hashes if value))
+    return dotted(*dict.fromkeys(f"{kind} {short(value, 23)}" for kind, value in hashes if value))
 
 
 def run(meta: Meta, written: str = "Measured") -> Pairs:
     """Pairs on sampling, time, memory and versions of the run."""
     timings, memory = meta.get("timings") or {}, meta.get("memory") or {}
     spent = [("load", "loading"), ("forward", "forward passes"), ("total", "in all")]
-    times = [f"{seconds(timings[key])} {what}" for key, what in spent if timings.get(key) is not None]
+    times = [f"{seconds(timings[key])} {step}" for key, step in spent if timings.get(key) is not None]
     return [
         ("Sampling", listed(meta.get("sampling") or {})),
         ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
         ("Time", dotted(*times)),
-        ("Memory", dotted(*(f"{size(held)} {short(what, 30)}" for what, held in memory.items() if held is not None))),
+        (
+            "Memory",
+            dotted(*(f"{size(held)} {short(purpose, 30)}" for purpose, held in memory.items() if held is not None)),
+        ),
         ("Versions", listed(meta.get("versions") or {})),
         (written, short(meta.get("created") or "", 40)),
     ]

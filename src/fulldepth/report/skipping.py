@@ -45,12 +45,12 @@ def title(source: Source) -> str:
 
 def model(source: Source) -> dict[str, Any]:
     """Entry of the model, merged from all folders."""
-    known: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for part in source.parts:
         models = [entry.get("model") for entry in part.meta.get("models") or []][:1]
         for entry in (part.meta.get("model"), *models, *(plan.get("model") for _, plan in plans(part))):
-            known = {**{key: value for key, value in (entry or {}).items() if value is not None}, **known}
-    return known
+            merged = {**{key: value for key, value in (entry or {}).items() if value is not None}, **merged}
+    return merged
 
 
 def byline(source: Source) -> str:
@@ -147,21 +147,21 @@ def _lacks_blocks(part: Part, label: str) -> bool:
 
 def about(source: Source) -> Pairs:
     """Pairs on the model, the plans, the data, the machine and the run; equal texts are given once."""
-    known, parts = model(source), source.parts
-    hashes = [(what, (part.meta.get(what) or {}).get("hash")) for what in ("model", "data") for part in parts]
-    texts: dict[str, dict[str, list[str]]] = {what: {} for what in ORDER}
-    texts["Model"] = {dotted(stated(known, ("name", "{}")), model_line(known)): [""]}
+    described, parts = model(source), source.parts
+    hashes = [(kind, (part.meta.get(kind) or {}).get("hash")) for kind in ("model", "data") for part in parts]
+    texts: dict[str, dict[str, list[str]]] = {name: {} for name in ORDER}
+    texts["Model"] = {dotted(stated(described, ("name", "{}")), model_line(described)): [""]}
     texts["Fingerprints"] = {measured.fingerprints(hashes): [""]}
     for part in parts:
-        for what, text in [*_pairs(part), *measured.run(part.meta)]:
+        for name, text in [*_pairs(part), *measured.run(part.meta)]:
             if text:
-                texts.setdefault(what, {}).setdefault(text, []).append(part.label)
+                texts.setdefault(name, {}).setdefault(text, []).append(part.label)
     if len(texts["Measured"]) > 1:
         times = sorted(texts["Measured"])
         texts["Measured"] = {f"{times[0]} to {times[-1]}": [""]}
     return [
-        (what if len(labelled) == 1 else f"{what} ({', '.join(short(label, 40) for label in labels)})", text)
-        for what, labelled in texts.items()
+        (name if len(labelled) == 1 else f"{name} ({', '.join(short(label, 40) for label in labels)})", text)
+        for name, labelled in texts.items()
         for text, labels in labelled.items()
     ]
 
@@ -263,7 +263,7 @@ def _not_comparable(source: Source) -> Iterator[str]:
             "The original’s loss is not the same for all models that were timed: they were judged by different data. "
             "Quality is shown as the loss added to the original’s."
         )
-    unknown = [short(one.name, 40) for one in source.benchmarked if one.loss is None and not one.baseline]
+    unknown = [short(model.name, 40) for model in source.benchmarked if model.loss is None and not model.baseline]
     if unknown:
         yield f"The held-out loss of {', '.join(unknown)} is not known, so quality against time leaves it out."
 
@@ -275,9 +275,9 @@ def tables(source: Source) -> dict[str, Sequence[Table | dict[str, Any]]]:
 
 def _strips(source: Source) -> list[dict[str, Any]]:
     """A strip of layers for each set of removed blocks: which, in what order, and the loss that each added."""
-    known = removals(source.parts)
+    sets_removed = removals(source.parts)
     has_depth = isinstance(model(source).get("num_layers"), int)
-    return [_strip(removal, source.layers, has_depth, len(known) > 1) for removal in known]
+    return [_strip(removal, source.layers, has_depth, len(sets_removed) > 1) for removal in sets_removed]
 
 
 def _strip(removal: Removal, layers: int, has_depth: bool, several: bool) -> dict[str, Any]:

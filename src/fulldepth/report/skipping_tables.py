@@ -22,8 +22,8 @@ Columns = dict[str, Callable[[BenchmarkedModel], str]]
 
 
 def _added(model: BenchmarkedModel) -> str:
-    known = not model.baseline and model.loss is not None and model.base is not None
-    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if known else NOTHING
+    has_losses = not model.baseline and model.loss is not None and model.base is not None
+    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if has_losses else NOTHING
 
 
 LOSSES: Columns = {
@@ -172,8 +172,8 @@ def _norms(part: Part, parts: Sequence[Part]) -> Table:
     rows = []
     for site in (site for sites in groups(part, removal).values() for site in sites):
         norms = curve(part.table, "spectral_norm", "value", site)
-        known = [(layer, value) for layer, value in zip(norms.layers, norms.values, strict=True) if value is not None]
-        sets = [[v for layer, v in known if (layer in lost) is which] for which in (True, False)]
+        finite = [(layer, value) for layer, value in zip(norms.layers, norms.values, strict=True) if value is not None]
+        sets = [[v for layer, v in finite if (layer in lost) is which] for which in (True, False)]
         if all(sets):
             middle = [median(values) for values in sets]
             ratio = f"{middle[0] / middle[1]:.2f}×" if middle[1] else NOTHING

@@ -82,12 +82,12 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
         if class_name and other_class and class_name != other_class:
             raise FulldepthError(
-                f"{label} is about a {class_name}, {other} about a {other_class}: they belong on pages apart."
+                f"{label} is about a {class_name}, {other} about a {other_class}: they cannot share a page."
             )
         if digest and other_hash and dtype == other_dtype and digest != other_hash:
             raise FulldepthError(
                 f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
-                f"{other_hash[:19]}. Make a page of each."
+                f"{other_hash[:19]}. Make one page for each."
             )
 
 

@@ -72,8 +72,8 @@ def _shared(meta: Meta) -> Pairs:
 def _runs(meta: Meta) -> Table:
     """Table of the differences between the runs, one row per run."""
     subjects = {labelled(entry): dict(_subject(entry)) for entry in meta.get("models") or []}
-    columns = [what for what in next(iter(subjects.values()), {}) if what not in dict(_shared(meta))]
-    rows = [[name, *(pairs[what] or NOTHING for what in columns)] for name, pairs in subjects.items()]
+    columns = [key for key in next(iter(subjects.values()), {}) if key not in dict(_shared(meta))]
+    rows = [[name, *(pairs[key] or NOTHING for key in columns)] for name, pairs in subjects.items()]
     return Table("The runs", columns, rows if columns else [], "Run", text=True)
 
 
