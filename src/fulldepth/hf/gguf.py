@@ -178,9 +178,9 @@ def _close(first: Any, second: Any) -> bool:
     return isinstance(first, int | float) and abs(first - second) <= 1e-6 * abs(second)
 
 
-def _refused(path: Path, what: str) -> FulldepthError:
+def _refused(path: Path, entry: str) -> FulldepthError:
     return FulldepthError(
-        f"{path} has {one_line(what, 100)}, which transformers does not read from GGUF files: the model would "
+        f"{path} has {one_line(entry, 100)}, which transformers does not read from GGUF files: the model would "
         "calculate something else. Use the safetensors checkpoint."
     )
 

@@ -39,11 +39,11 @@ def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device:
         FulldepthError: with the bytes needed and free.
     """
     needed = weights.loaded_bytes(dtype)
-    for place in {torch.device("cpu"), device}:
-        free = available_memory(place)
+    for target in {torch.device("cpu"), device}:
+        free = available_memory(target)
         if free is not None and needed > free:
             raise FulldepthError(
                 f"The weights of {where} take {needed / GIB:,.1f} GiB ({needed:,} bytes), but only "
-                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {place}. Load it with --dtype bfloat16, or "
+                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {target}. Load it with --dtype bfloat16, or "
                 "spread it with --device-map auto."
             )
