@@ -57,7 +57,7 @@ def open_tokenizer(
 def find_tokenizer(name: str | Path) -> str | None:
     """Where the tokenizer of a checkpoint is: in it, one folder above, or in `tokenizer` beside it.
 
-    A Hub name is returned as it is; None stands for a folder without a tokenizer.
+    A Hub name is returned unchanged; None = a folder without a tokenizer.
     """
     where = packaged(str(name))
     folder = Path(where)

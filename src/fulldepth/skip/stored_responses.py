@@ -65,8 +65,7 @@ def check_data(data: Any, folder: Path) -> None:
     target = folder / FILE
     if isinstance(data, str | Path) and target.exists() and Path(data).exists() and target.samefile(data):
         raise FulldepthError(
-            f"The prompts are to be read from {data}, which the generated responses would replace. Choose another "
-            "output folder."
+            f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
 
 
@@ -76,8 +75,8 @@ def _read(folder: Path, asked: Mapping[str, Any]) -> StoredNotes | None:
     if not notes.exists():
         if responses.exists():
             raise FulldepthError(
-                f"{responses} exists, and it is not known how it was made: there is no {NOTES} beside it. It is never "
-                "written over; choose another output folder."
+                f"{responses} exists without {NOTES}, which describes its generation. It is never written over; choose "
+                "another output folder."
             )
         return None
     again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."

@@ -98,7 +98,7 @@ def bench(
     fields |= {} if contexts is None else {"contexts": list(contexts)}
     settings = layered(BenchSettings, {**fields, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
-        raise FulldepthError("Nothing to compare the original with: name one export or more.")
+        raise FulldepthError("Expected one export or more to compare with the original.")
     watcher = watcher or Watcher()
     entries = open_entries([original, *exports], settings)
     with ExitStack() as modes:
@@ -186,7 +186,7 @@ def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) 
         size = vocabulary(entry.model)
         if size != anatomy.vocab_size:
             raise FulldepthError(
-                f"{entry.label} knows {size} tokens, the original {anatomy.vocab_size}: they are not the same model."
+                f"{entry.label} has a vocabulary of {size}, the original of {anatomy.vocab_size}: not the same model."
             )
 
 

@@ -60,7 +60,7 @@ class Curve(NamedTuple):
             FulldepthError: if the curve has fewer blocks.
         """
         if not 1 <= number <= len(self.plan.blocks):
-            raise FulldepthError(f"Plans are there for 1 to {len(self.plan.blocks)} blocks, not for {number}.")
+            raise FulldepthError(f"The curve has plans of 1 to {len(self.plan.blocks)} blocks, got {number}.")
         if number == len(self.plan.blocks):
             return self.plan
         return self.plan.changed(

@@ -175,7 +175,7 @@ class LossCache:
             for variant in missing:
                 sums = self._stored.get(name, {}).get(variant, {}).get(chunk)
                 if sums is None:
-                    raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is not there")
+                    raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is missing")
                 self._set(name, variant, chunk, sums)
 
     def need_everywhere(self, title: str, variants: Collection[Variant], kind: str | None = None) -> None:
@@ -201,7 +201,7 @@ class LossCache:
             if not self._step(partial(self._do, group, work), partial(self._cost_of, group, cost)):
                 for name in group:
                     if name not in self._stored_tasks:
-                        raise damaged(self.path, f"tasks: {name} is not there")
+                        raise damaged(self.path, f"tasks: {name} is missing")
                     self._tasks[name] = check_task(self.path, name, self._stored_tasks[name], kind)
         return [self._tasks[name] for name in names]
 
