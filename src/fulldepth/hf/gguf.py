@@ -1,8 +1,8 @@
-"""GGUF files as checkpoints: found by path or package, checked, and loaded by transformers as ordinary weights.
+"""Finds, checks and loads GGUF files as checkpoints with ordinary weights.
 
-transformers translates the metadata of a GGUF file to a configuration and a tokenizer, and dequantises its weights. It
-passes over what it does not know, so every file is checked here first: entries and tensors that would be dropped
-either have their value put into the configuration or make the file refused.
+transformers converts the metadata of a GGUF file to a configuration and a tokenizer, and dequantises its weights. It
+ignores entries and tensors that it does not know. This module copies ignored entries into the configuration; where that
+has no option for them, and where tensors would be ignored, the file is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""Entry below the architecture's name -> the option of a configuration that means the same, where it has one: weights
-of another shape are refused anyway."""
+"""Metadata key without the architecture's prefix -> the equivalent option of a configuration. Keys without one are
+ignored: weights of another shape are refused in any case."""
 SCALES = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -43,25 +43,25 @@ SCALES = {
     "attention.clamp_kqv": "clip_qkv",
     "expert_weights_scale": "routed_scaling_factor",
 }
-"""Likewise, for entries that change the numbers of any model."""
+"""The same for keys that change a model's outputs; where the option is missing, the file is refused."""
 FREQUENCIES = "rope_freqs.weight"
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
 
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-"""Pre-tokenizers that cut numbers into single digits before the rule of GPT-2 is applied."""
+"""Pre-tokenizers that split numbers into single digits and then apply GPT-2's rule."""
 GPT2_RULE = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
-"""Pre-tokenizers that are the rule of GPT-2, which transformers takes where it knows no other."""
+"""Pre-tokenizers equal to GPT-2's rule, which is transformers' default for unknown ones."""
 
 
 def find_gguf(name: str | Path) -> Path | None:
-    """The GGUF file that a model's name stands for; None if the name stands for something else.
+    """The GGUF file that a model's name refers to; None if it refers to something else.
 
     Args:
         name: a `.gguf` file, or a folder that holds one and no safetensors.
 
     Raises:
-        FulldepthError: if a `.gguf` file is not there, or a folder holds several.
+        FulldepthError: if a `.gguf` file does not exist, or a folder holds several.
     """
     path = Path(name)
     with reading(one_line(name, 200)):
@@ -96,25 +96,25 @@ def packaged(name: str) -> str:
     paths = [Path(str(file.locate())) for file in files if file.suffix in (SUFFIX, ".safetensors")]
     ggufs = {path for path in paths if path.suffix == SUFFIX}
     folders = {path.parent for path in paths if (path.parent / "config.json").is_file()} - {p.parent for p in ggufs}
-    found = _only_one(name, [*ggufs, *folders])
-    if found is None:
+    checkpoint = _only_one(name, [*ggufs, *folders])
+    if checkpoint is None:
         raise FulldepthError(f"The package {package!r} holds no {SUFFIX} file and no safetensors checkpoint.")
-    return str(found)
+    return str(checkpoint)
 
 
 def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
-    several = sorted(paths)
-    if len(several) > 1:
-        raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in several)}.")
-    return several[0] if several else None
+    candidates = sorted(paths)
+    if len(candidates) > 1:
+        raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in candidates)}.")
+    return candidates[0] if candidates else None
 
 
 def load_gguf_config(path: Path) -> Any:
     """The configuration that a GGUF file's metadata describe, with its class named in `architectures`.
 
     Raises:
-        FulldepthError: if the file is damaged, its architecture is unknown to transformers, or it has an entry that
-            changes the model's numbers and that transformers' configuration of this architecture cannot hold.
+        FulldepthError: if the file is damaged, its architecture is unknown to transformers, or the configuration has no
+            option for an entry that changes the model's outputs.
     """
     header = read_header(path)
     check_numbers(path, header.metadata)
@@ -128,10 +128,10 @@ def load_gguf_config(path: Path) -> Any:
 
 
 def _apply_entries(header: Header, config: Any) -> None:
-    """Put entries into the configuration that transformers does not translate.
+    """Copy entries that transformers ignores into the configuration.
 
     Raises:
-        FulldepthError: if an entry has no place there.
+        FulldepthError: if it has no option for an entry that changes the model's outputs.
     """
     entries = {
         key.removeprefix(f"{header.architecture}."): value
@@ -153,10 +153,10 @@ def _apply_entries(header: Header, config: Any) -> None:
 
 
 def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
-    """Put base and width of the rotary embedding into the configuration.
+    """Copy base and width of the rotary embedding into the configuration.
 
     Raises:
-        FulldepthError: if it has a place for neither.
+        FulldepthError: if it has no options for them.
     """
     rotary = getattr(config, "rope_parameters", None)
     if rotary is None:
@@ -178,15 +178,15 @@ def _close(first: Any, second: Any) -> bool:
     return isinstance(first, int | float) and abs(first - second) <= 1e-6 * abs(second)
 
 
-def _refused(path: Path, what: str) -> FulldepthError:
+def _refused(path: Path, entry: str) -> FulldepthError:
     return FulldepthError(
-        f"{path} has {one_line(what, 100)}, which transformers does not read from GGUF files: the model would "
+        f"{path} has {one_line(entry, 100)}, which transformers does not read from GGUF files: the model would "
         "calculate something else. Use the safetensors checkpoint."
     )
 
 
 def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with dequantised weights, and transformers' report on loading.
+    """The model with dequantised weights, and transformers' loading report.
 
     Args:
         path: the file.
@@ -195,13 +195,13 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
         **options: of `from_pretrained`.
 
     Raises:
-        FulldepthError: if the file holds weights that the model does not take.
+        FulldepthError: if the file holds scaled rotary frequencies, or weights that the model does not use.
     """
     header = read_header(path)
     scaled = FREQUENCIES in header.tensors and not _all_ones(header)
     if scaled or any(name in header.tensors for name in FACTORS):
         raise _refused(path, "scaled rotary frequencies")
-    with redirect_stderr(StringIO()):  # its bar cannot be turned off
+    with redirect_stderr(StringIO()):  # hides a progress bar that no option turns off
         model, info = loader.from_pretrained(
             path.parent,
             gguf_file=path.name,
@@ -220,9 +220,9 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
             f"{path} holds {stored:,} weights, but {type(model).__name__} took {taken:,}: transformers does not read "
             f"all tensors of {header.architecture} files. Use the safetensors checkpoint."
         )
-    for holder in (model, model.config):  # the weights are ordinary now: saving them must not say otherwise
+    for owner in (model, model.config):  # a saved copy must not be marked as quantised
         for name in ("quantization_config", "hf_quantizer", "is_quantized", "quantization_method"):
-            holder.__dict__.pop(name, None)
+            owner.__dict__.pop(name, None)
     return model, info
 
 
@@ -237,7 +237,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """The tokenizer in a GGUF file, with its chat template and special tokens.
 
     Raises:
-        FulldepthError: if there is none, or it splits text by a rule that transformers does not know.
+        FulldepthError: if there is none, or transformers does not know its pre-tokenizer.
     """
     metadata = read_header(path).metadata
     if "tokenizer.ggml.tokens" not in metadata:
@@ -248,8 +248,8 @@ def load_gguf_tokenizer(path: Path) -> Any:
         return tokenizer  # transformers knows the rule, or the kind of tokenizer has none
     if rule in DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
-        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif rule not in GPT2_RULE:
         raise FulldepthError(
             f"{path} splits text by the rule {one_line(repr(rule), 60)}, which transformers does not know: its tokens "

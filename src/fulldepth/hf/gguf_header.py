@@ -1,6 +1,6 @@
-"""Reads the metadata and the table of tensors of a GGUF file, within the bounds of the file.
+"""Reads the metadata and the tensor table of a GGUF file, and checks every count against the size of the file.
 
-The package `gguf` reads well-formed files; on damaged ones it may count to 2^60.
+The package `gguf` does not check counts: on a damaged file it may loop 2^60 times.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fulldepth.files import reading
 from fulldepth.hf.file_checks import Weights
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-"""Number of a metadata type -> its form; 8 is a string, 9 an array."""
+"""Number of a metadata type -> its `struct` format; 8 is a string, 9 an array."""
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
 class Header:
-    """The metadata and the table of tensors of a GGUF file, read within the bounds of the file."""
+    """The metadata and the tensor table of a GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
-    """Arrays of strings stand as tuples of bytes."""
+    """Arrays are tuples; strings in arrays are bytes."""
     tensors: dict[str, Tensor]
 
     @property
@@ -42,13 +42,13 @@ class Header:
 
     @property
     def weights(self) -> Weights:
-        """As of a safetensors checkpoint: every tensor is dequantised, so each counts as floating point."""
+        """As `check_model_files` returns it for safetensors; all tensors are floating point after dequantisation."""
         elements = sum(prod(tensor.shape) for tensor in self.tensors.values())
         return Weights(dict.fromkeys(self.tensors, "F32"), self.path.stat().st_size, elements, torch.float32)
 
 
 class Tensor(NamedTuple):
-    """Entry of the table of tensors."""
+    """Entry of the tensor table: shape in torch's order, number of the ggml type, offset in bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -56,16 +56,16 @@ class Tensor(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, size: int, changed: int) -> Header:
+def _read(path: Path, size: int, mtime: int) -> Header:
     with reading(path), path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         return _Reader(path, data).header()
 
 
 def read_header(path: Path) -> Header:
-    """Read the metadata and the table of tensors.
+    """Read the metadata and the tensor table of a GGUF file; repeated reads are cached.
 
     Raises:
-        FulldepthError: if the package `gguf` is missing, or the file is cut short or no GGUF file of version 2 or 3.
+        FulldepthError: if the package `gguf` is missing, or the file is truncated, damaged, or not GGUF version 2 or 3.
     """
     if find_spec("gguf") is None:
         raise FulldepthError(f"{path} is a GGUF file, which needs the package gguf: pip install 'fulldepth[gguf]'.")
@@ -75,7 +75,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads a GGUF file front to back. A count that the rest of the file cannot hold ends the reading."""
+    """Reads a GGUF file front to back; refuses counts that the rest of the file cannot hold."""
 
     def __init__(self, path: Path, data: mmap) -> None:
         self.path, self.data, self.position = path, data, 0
@@ -103,14 +103,14 @@ class _Reader:
         return Header(self.path, metadata, tensors)
 
     def _check_data(self, tensors: dict[str, Tensor], alignment: Any) -> None:
-        from_gguf = _block_sizes()
+        block_sizes = _block_sizes()
         if not isinstance(alignment, int) or alignment < 1:
             raise FulldepthError(f"{self.path}: general.alignment is {one_line(alignment, 40)}.")
         start = -(-self.position // alignment) * alignment
         for name, tensor in tensors.items():
-            if tensor.kind not in from_gguf:
+            if tensor.kind not in block_sizes:
                 raise FulldepthError(f"{self.path}: {one_line(name, 100)!r} is of the unknown type {tensor.kind}.")
-            elements, nbytes = from_gguf[tensor.kind]
+            elements, nbytes = block_sizes[tensor.kind]
             if start + tensor.offset + prod(tensor.shape) // elements * nbytes > len(self.data):
                 raise FulldepthError(
                     f"{self.path} is cut short: {one_line(name, 100)!r} ends behind its {len(self.data):,} bytes."
@@ -126,7 +126,7 @@ class _Reader:
         return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
 
     def _count(self, least: int) -> int:
-        """A number of items of at least `least` bytes each."""
+        """Read the number of items of at least `least` bytes each."""
         count = int(self._scalar("<Q"))
         if count * least > len(self.data) - self.position:
             raise FulldepthError(f"{self.path} is damaged or cut short: it announces {count:,} items.")
@@ -154,7 +154,7 @@ class _Reader:
 
 @lru_cache(maxsize=1)
 def _block_sizes() -> dict[int, tuple[int, int]]:
-    """Number of a type of tensor -> (weights in a block, bytes of a block)."""
+    """Number of a ggml type -> (weights per block, bytes per block)."""
     from gguf import GGML_QUANT_SIZES  # noqa: PLC0415
 
     return {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}

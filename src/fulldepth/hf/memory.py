@@ -1,4 +1,4 @@
-"""Memory that is free on a device, and whether a checkpoint's weights fit into it."""
+"""Free memory of a device, and the check that a checkpoint's weights fit into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf.file_checks import Weights
 
 LIMIT, USAGE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-"""Of a container, in bytes; `max` where it has no limit."""
+"""Memory limit and usage of a container, in bytes; the limit may be `max`, none."""
 GIB = 1 << 30
 
 
@@ -27,23 +27,23 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
-    """Refuse a checkpoint whose weights alone need more memory than is free, before any is read.
+    """Refuse a checkpoint whose weights exceed the free memory, before any weight is read.
 
     Args:
         where: the checkpoint.
         weights: from its headers.
         dtype: to load it in; `auto` = as stored.
-        device: where it goes; it passes through the CPU's memory.
+        device: target device; the CPU's memory is checked too, because weights are loaded through it.
 
     Raises:
-        FulldepthError: names both numbers of bytes.
+        FulldepthError: with the bytes needed and free.
     """
     needed = weights.loaded_bytes(dtype)
-    for place in {torch.device("cpu"), device}:
-        free = available_memory(place)
+    for target in {torch.device("cpu"), device}:
+        free = available_memory(target)
         if free is not None and needed > free:
             raise FulldepthError(
                 f"The weights of {where} take {needed / GIB:,.1f} GiB ({needed:,} bytes), but only "
-                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {place}. Load it with --dtype bfloat16, or "
+                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {target}. Load it with --dtype bfloat16, or "
                 "spread it with --device-map auto."
             )
