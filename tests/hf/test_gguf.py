@@ -86,6 +86,16 @@ def test_every_family_has_the_stock_logits(family, tmp_path):
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "layers"), [("Gemma2", 46), ("Gemma3", 62)])
+def test_the_attention_scale_of_gemma_27b_is_not_the_default(family, layers, tmp_path):
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    options = FAMILIES[family] | {"num_hidden_layers": layers, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**options, query_pre_attn_scalar=8 // 4)).eval()
+    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
+    assert loaded.config.query_pre_attn_scalar == 8 // 4
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+
+
 def test_untied_heads_and_quantised_matrices(tmp_path):
     torch.manual_seed(1)
     config = LlamaConfig(

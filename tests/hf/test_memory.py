@@ -16,7 +16,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, monkeypatch, dtype, width):
     tiny_models.build("llama").bfloat16().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     numbers = sum(tensor.numel() for tensor in load_file(path).values())
-    needed = path.stat().st_size if dtype == "auto" else numbers * width
+    needed = numbers * width
     monkeypatch.setattr(module, "available_memory", lambda device: needed - 1)
     with pytest.raises(
         FulldepthError, match=rf"\({needed:,} bytes\), but only .*\({needed - 1:,} bytes\) are free on cpu"
@@ -38,11 +38,21 @@ def test_gguf_files_count_as_they_are_dequantised(tmp_path, monkeypatch):
 
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     free = available_memory(torch.device("cpu"))
-    for name, limit in (("limited", "5000"), ("unlimited", "max")):
-        (tmp_path / name).write_text(limit)
-    (tmp_path / "usage").write_text("2000")
-    monkeypatch.setattr(module, "USAGE", tmp_path / "usage")
-    monkeypatch.setattr(module, "LIMIT", tmp_path / "limited")
-    assert available_memory(torch.device("cpu")) == 3000
-    monkeypatch.setattr(module, "LIMIT", tmp_path / "unlimited")
+    monkeypatch.setattr(module, "CONTAINER", tmp_path)
     assert available_memory(torch.device("cpu")) == pytest.approx(free, rel=0.5)
+    (tmp_path / "memory.max").write_text("5000")
+    (tmp_path / "memory.current").write_text("2000")
+    (tmp_path / "memory.stat").write_text("anon 900\ninactive_file 400\n")
+    assert available_memory(torch.device("cpu")) == 3400  # the file cache can be dropped
+    (tmp_path / "memory.max").write_text("max")
+    assert available_memory(torch.device("cpu")) == pytest.approx(free, rel=0.5)
+
+
+def test_auto_follows_the_configuration(tmp_path, monkeypatch):
+    model = tiny_models.build("llama")
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"float32"', '"float64"'))
+    monkeypatch.setattr(module, "available_memory", lambda device: 1000)
+    with pytest.raises(FulldepthError, match=rf"\({8 * model.num_parameters():,} bytes\)"):
+        load_checkpoint(tmp_path, device="cpu")

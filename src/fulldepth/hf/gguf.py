@@ -44,6 +44,8 @@ SCALES = {
     "expert_weights_scale": "routed_scaling_factor",
 }
 """The same for keys that change a model's outputs; where the option is missing, the file is refused."""
+SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
+"""Architecture and layers of the 27B models, whose attention scale no entry states: the width of a head's share."""
 FREQUENCIES = "rope_freqs.weight"
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 HEAD = "output.weight"
@@ -117,7 +119,7 @@ def load_gguf_config(path: Path) -> Any:
             option for an entry that changes the model's outputs.
     """
     header = read_header(path)
-    check_numbers(path, header.metadata)
+    check_numbers(path, header.entries)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     for auto in (AutoModelForCausalLM, AutoModel):
         model_class: Any = auto._model_mapping.get(type(config), None)
@@ -133,11 +135,7 @@ def _apply_entries(header: Header, config: Any) -> None:
     Raises:
         FulldepthError: if it has no option for an entry that changes the model's outputs.
     """
-    entries = {
-        key.removeprefix(f"{header.architecture}."): value
-        for key, value in header.metadata.items()
-        if key.startswith(f"{header.architecture}.")
-    }
+    entries = header.entries
     if entries.get("rope.scaling.type", "none") != "none" and entries.get("rope.scaling.factor", 0) != 1:
         raise _refused(header.path, f"rope.scaling.type = {entries['rope.scaling.type']}")
     for name, option in (SIZES | SCALES).items():
@@ -150,6 +148,8 @@ def _apply_entries(header: Header, config: Any) -> None:
         elif name in SCALES:
             raise _refused(header.path, f"{name} = {value}")
     _apply_rotary(header.path, entries, config)
+    if (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 
 def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:

@@ -41,6 +41,12 @@ class Header:
         return str(self.metadata.get("general.architecture", ""))
 
     @property
+    def entries(self) -> dict[str, Any]:
+        """The metadata of the architecture, without its name in front."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+
+    @property
     def weights(self) -> Weights:
         """As `check_model_files` returns it for safetensors; all tensors are floating point after dequantisation."""
         elements = sum(prod(tensor.shape) for tensor in self.tensors.values())

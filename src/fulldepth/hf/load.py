@@ -133,7 +133,8 @@ def load_checkpoint(
         check_config(where, revision)
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
     if target is not None and getattr(config, "quantization_config", None) is None:
-        check_memory(where, weights, pick_dtype(dtype), target)
+        own = getattr(config, "dtype", None) or "auto"  # of the configuration, which `auto` follows
+        check_memory(where, weights, own if pick_dtype(dtype) == "auto" else pick_dtype(dtype), target)
     options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
     model: Any
     with _plain_errors(where):

@@ -10,18 +10,21 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.file_checks import Weights
 
-LIMIT, USAGE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-"""Memory limit and usage of a container, in bytes; the limit may be `max`, none."""
+CONTAINER = Path("/sys/fs/cgroup")
+"""Holds a container's `memory.max` (bytes, or `max` without a limit), `memory.current` and `memory.stat`."""
 GIB = 1 << 30
 
 
-def available_memory(device: torch.device) -> int | None:
-    """Bytes free on a device; None where the system does not say."""
+def available_memory(device: torch.device) -> int:
+    """Bytes free on a device; the file cache and what torch's allocator holds unused count as free."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     free = int(psutil.virtual_memory().available)
     try:
-        return min(free, int(LIMIT.read_text()) - int(USAGE.read_text()))
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(statistics.get("inactive_file", 0)))
     except (OSError, ValueError):  # no container, or one without a limit
         return free
 
@@ -32,7 +35,7 @@ def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device:
     Args:
         where: the checkpoint.
         weights: from its headers.
-        dtype: to load it in; `auto` = as stored.
+        dtype: to load it in; `auto` = the stored one.
         device: target device; the CPU's memory is checked too, because weights are loaded through it.
 
     Raises:
@@ -41,7 +44,7 @@ def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device:
     needed = weights.loaded_bytes(dtype)
     for target in {torch.device("cpu"), device}:
         free = available_memory(target)
-        if free is not None and needed > free:
+        if needed > free:
             raise FulldepthError(
                 f"The weights of {where} take {needed / GIB:,.1f} GiB ({needed:,} bytes), but only "
                 f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {target}. Load it with --dtype bfloat16, or "

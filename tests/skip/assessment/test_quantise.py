@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -354,10 +356,13 @@ def test_what_cannot_be_saved_is_said_before_the_work(tmp_path, monkeypatch) -> 
 def test_a_calibrated_checkpoint_is_kept_without_its_stand_in_tokenizer(tmp_path, monkeypatch) -> None:
     """The packages of GPTQ are not here: what stands for them writes the model as it was given."""
 
-    def run(method, given):
-        made = AutoModelForCausalLM.from_pretrained(given["source"])
-        made.save_pretrained(given["target"])
-        calibration._any_tokenizer().save_pretrained(given["target"])
+    def run(method, request):
+        assert read <= request.keys()
+        AutoModelForCausalLM.from_pretrained(request["source"]).save_pretrained(request["target"])
+        calibration._any_tokenizer().save_pretrained(request["target"])
+
+    read = set(re.findall(r'request\["(\w+)"\]', inspect.getsource(calibration)))
+    assert len(read) > 5
 
     monkeypatch.setattr(calibrated, "_run", run)
     monkeypatch.setattr(quantisers, "find_spec", lambda name: True)

@@ -65,7 +65,7 @@ def calibrated(
             "target": str(target),
             "tokens": str(tokens),
         }
-        request |= {"device": str(model.device)}
+        request |= {"device": str(model.device), "group": _group(anatomy), "bits": BITS, "seed": seed}
         _run(method, request)
         try:
             quantised = AutoModelForCausalLM.from_pretrained(
