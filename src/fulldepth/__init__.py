@@ -26,7 +26,7 @@ _HOME = {
     "measure": "measurement",
     "train": "training",
 }
-"""Public name -> the room that defines it."""
+"""Public name -> the subpackage that defines it."""
 _ROOMS = (
     "architectures",
     "comparison",
@@ -48,7 +48,7 @@ __all__ = ["__version__", *_HOME, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name or a room, imported on first access."""
+    """Import a public name or subpackage on first access."""
     if name in _HOME:
         return getattr(importlib.import_module(f"fulldepth.{_HOME[name]}"), name)
     if name in _ROOMS:

@@ -1,9 +1,9 @@
-"""Makes our model types known to transformers' Auto classes without importing torch or transformers.
+"""Registers our model types with transformers' Auto classes without importing torch or transformers.
 
 transformers has no entry point for models of other packages, and registering a class imports it together with torch,
 which takes seconds. Registering only if transformers is already loaded would not work in scripts with sorted imports,
 where `import fulldepth` comes first. Therefore one import hook waits for the Auto classes and then removes itself.
-Rooms that load models import `fulldepth.architectures` and do not need the hook.
+Subpackages that load models import `fulldepth.architectures` and do not need the hook.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOCK = (
     *("starcoder2", "gpt_oss", "mixtral", "gemma2", "gemma3_text", "olmo2", "cohere", "phi", "falcon", "gpt2"),
     *("gpt_neox", "opt"),
 )
-"""`model_type` of stock decoders that have a class without skipped parts; stated here because `LAYOUTS` needs torch."""
+"""`model_type` of stock decoders that have a class without skipped parts; listed because `LAYOUTS` needs torch."""
 MODEL_TYPES = dict.fromkeys(
     ("depth_llama", *(f"fulldepth_skipped_{name}" for name in STOCK)), "fulldepth.architectures"
 )
@@ -28,7 +28,7 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
 
 def announce() -> None:
-    """Announce our model types to transformers' Auto classes, now or when they are loaded."""
+    """Register our model types with transformers' Auto classes, now or when those are imported."""
     if AUTO_CONFIG in sys.modules:
         _add_to(sys.modules[AUTO_CONFIG])
     elif not any(isinstance(finder, _Announcer) for finder in sys.meta_path):

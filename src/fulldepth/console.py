@@ -63,7 +63,7 @@ def table(rows: Iterable[Sequence[str]]) -> None:
 
 
 def finish(results: Any, page: Path | None = None) -> None:
-    """Print the headline as a short table, warnings, and the path of the page if there is one."""
+    """Print the headline as a short table, the warnings, and the path of the page if there is one."""
     rows = []
     for name, entry in results.headline.items():
         if ":" in name:  # single models of a comparison: only on the page

@@ -42,7 +42,7 @@ class Processes:
         return self.rank == 0
 
     def device(self, requested: str | None) -> str | None:
-        """The requested device; with several processes and accelerators, the one of this process."""
+        """The requested device; with several processes and accelerators, this process's accelerator."""
         if requested in (None, "cuda") and self.world > 1 and torch.cuda.is_available():
             return f"cuda:{self.local_rank % torch.cuda.device_count()}"
         return requested
@@ -64,7 +64,7 @@ class Processes:
         return self.gather(value)[0]
 
     def first(self, action: Callable[[], T]) -> T:
-        """Run `action` in the first process only, and return its (plain) result in every process.
+        """Run `action` in the first process only and return its (plain) result in every process.
 
         Raises:
             FulldepthError: in every process, if the action raises it.
@@ -140,7 +140,7 @@ def cpu_group() -> Any:
 
 
 def add_up(tensor: Tensor) -> None:
-    """Sum a tensor over processes in place; complex numbers are sent as pairs of real ones."""
+    """Sum a tensor over processes in place; complex tensors are sent as pairs of real numbers."""
     if current().world > 1:
         distributed.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
@@ -167,7 +167,7 @@ def sum_over_processes(value: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce, whose own backward is an all-reduce."""
+    """All-reduce whose backward pass is also an all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

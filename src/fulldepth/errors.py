@@ -7,20 +7,20 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MOST_NAMES = 100
-"""Most names that an error lists."""
+"""Largest number of names that an error lists."""
 MOST_CHARACTERS = 600
-"""Longest list of names in an error."""
+"""Maximum length of a list of names in an error, in characters."""
 
 MORE = 40
-"""Characters reserved for the sentence that lines are omitted."""
+"""Characters reserved for the note on omitted lines."""
 
 
 class FulldepthError(ValueError):
-    """States the value, what was expected, and the available choices. The command line prints it and exits with 2."""
+    """States the value, what was expected, and the choices. The command line prints it and exits with status 2."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
-    """The error for a name that is not in a registry, with the nearest names that are.
+    """The error for a name that is not in a registry; suggests the closest names.
 
     Args:
         kind: the registry, in the singular ("measure", "option").
@@ -66,12 +66,12 @@ def brief(message: str, most: int = 950) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, of the system or of a library that wraps it, says that the disk is full."""
+    """Whether an error of the system, or of a library that wraps it, means that the disk is full."""
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a CPU or an accelerator (torch has no single class for this error)."""
+    """Whether an error means that CPU or accelerator memory ran out (torch has no single class for it)."""
     names = {base.__name__ for base in type(error).__mro__}
     phrases = ("not enough memory", "can't allocate memory", "out of memory")
     return bool({"MemoryError", "OutOfMemoryError"} & names) or any(phrase in str(error) for phrase in phrases)

@@ -24,9 +24,9 @@ from fulldepth.errors import FulldepthError, one_line
 MOST_BYTES = 64 << 20
 """Default size limit of a document in bytes."""
 MOST_DEPTH = 64
-"""Deepest nesting of lists and mappings in a document."""
+"""Maximum nesting of lists and mappings in a document."""
 MOST_DIGITS = 100
-"""Longest whole number in a document."""
+"""Maximum number of digits of an integer in a document."""
 LOCK = ".lock"
 ABANDONED = 7 * 24 * 3600
 """Seconds after which a temporary file of another machine counts as abandoned."""
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn any exception that a library raises while it reads a named file into `Cannot read PATH: reason`.
+    """Convert any exception that a library raises while it reads a file into `Cannot read PATH: reason`.
 
-    Rust libraries raise bare `Exception`, and `BaseException` when they panic, so both are caught. Keep the body to
-    the library's call: mistakes in our own code must not be blamed on the file.
+    Rust libraries raise bare `Exception`, and `BaseException` when they panic, so both are caught. Keep only
+    the library's call in the body: errors in our own code must not be reported as errors of the file.
 
     Raises:
-        FulldepthError: for any exception but `FulldepthError` itself, interruption and exit.
+        FulldepthError: for any exception except `FulldepthError` itself, interruption and exit.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def reading_each(path: str | Path, items: Iterable[T]) -> Iterator[T]:
-    """The items that a library reads from a named file one by one; its exceptions become those of `reading`."""
+    """Iterate over the items that a library reads from a file, with its exceptions converted as by `reading`."""
     iterator = iter(items)
     while True:
         with reading(path):
@@ -65,7 +65,7 @@ def reading_each(path: str | Path, items: Iterable[T]) -> Iterator[T]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in one line without a full stop."""
+    """The reason for an error, in one line without a full stop."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, OSError) and error.strerror:
@@ -132,16 +132,16 @@ def read_document(path: str | Path, schema: type[T], *, most: int = MOST_BYTES) 
         most: largest size in bytes.
 
     Raises:
-        FulldepthError: as `read_json`, or if the value does not fit the schema; names the first entry that does not.
+        FulldepthError: as `read_json`, or if the value does not match the schema; names the first invalid entry.
     """
     return validated(path, read_json(path, most=most), schema)
 
 
 def validated(path: str | Path, value: Any, schema: type[T]) -> T:
-    """The value that was read from a JSON file, validated strictly against a schema.
+    """Validate a value that was read from a JSON file strictly against a schema, and return it.
 
     Raises:
-        FulldepthError: if it does not fit; names the file and the first entry that does not fit.
+        FulldepthError: if it does not match; names the file and the first invalid entry.
     """
     try:
         return pydantic.TypeAdapter(schema).validate_json(json.dumps(value), strict=True)
@@ -152,7 +152,7 @@ def validated(path: str | Path, value: Any, schema: type[T]) -> T:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys appear once (`json` would keep the last one silently)."""
+    """A JSON object; refuses duplicate keys (`json` would silently keep the last one)."""
     result = dict(pairs)
     if len(result) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -172,7 +172,7 @@ def _integer(digits: str) -> int:
 
 
 def _finite(text: str) -> float:
-    """A number that float64 can hold."""
+    """A float within the range of float64."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"the number {one_line(text, 40)} is too large")
@@ -218,7 +218,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     target = Path(path)
     remove_leftovers(target.parent, target.name)
     part = temporary_name(target)
-    shutil.rmtree(part, ignore_errors=True)  # of an earlier process with this number, as in a container
+    shutil.rmtree(part, ignore_errors=True)  # left by an earlier process with the same id, as in a container
     part.mkdir(parents=True)
     try:
         yield part
@@ -233,7 +233,7 @@ def temporary_name(target: Path) -> Path:
 
 
 def remove_leftovers(folder: str | Path, name: str | None = None) -> list[Path]:
-    """Remove temporary files and folders that killed processes left in `folder` (its top level); returns them.
+    """Remove temporary files and folders that killed processes left at the top level of `folder`; return them.
 
     Only those of the target `name` if one is given. A temporary name is abandoned if its process no longer runs on this
     machine, or if another machine made it more than `ABANDONED` seconds ago.
@@ -266,18 +266,18 @@ def _is_abandoned(path: Path, host: str, process: int) -> bool:
 
 
 def _host() -> str:
-    """The machine's name, without characters that separate the parts of a temporary name."""
+    """The machine's name without the characters that separate the parts of a temporary name."""
     return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname()) or "host"
 
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Lock a folder for this process while it writes there; created if absent, removed again if left empty.
+    """Lock a folder while this process writes there; it is created if absent, and removed if it stays empty.
 
-    The lock ends with the process. Nested use is allowed.
+    The lock is released when the process ends. Nested use is allowed.
 
     Raises:
-        FulldepthError: if another process holds the folder, or it cannot be written.
+        FulldepthError: if another process holds the lock, or the folder cannot be written.
     """
     target = Path(folder)
     absent = [parent for parent in (target, *target.absolute().parents) if not parent.exists()]

@@ -6,7 +6,7 @@ import hashlib
 
 
 class Fingerprint:
-    """A sha256 over parts, each hashed with its length, so that their boundaries matter."""
+    """SHA-256 over parts, each hashed with its length, so that their boundaries matter."""
 
     def __init__(self, *settings: str) -> None:
         self._sha = hashlib.sha256()

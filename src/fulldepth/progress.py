@@ -1,4 +1,4 @@
-"""`Watcher`: callbacks for messages and progress of long work."""
+"""`Watcher`: callbacks for messages and progress of long-running functions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class Watcher:
     begin: Callable[[str, int], None] = lambda title, total: None
     """Called when a task of `total` parts starts."""
     advance: Callable[[int], None] = lambda done: None
-    """Called with the number of parts that were completed since the last call."""
+    """Called with the number of parts completed since the last call."""
     retitle: Callable[[str], None] = lambda title: None
     """Called with a new title of the current task."""

@@ -1,14 +1,14 @@
-"""Labels: the value of a position that has none, and their shift to the positions that predict them."""
+"""Labels: the ignore value, and the shift from labels to next-token targets."""
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 IGNORE = -100
-"""Label of a position or sequence that does not count, as in `torch.nn.functional.cross_entropy`."""
+"""Label of a position or sequence without a target, as `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 def next_targets(labels: Tensor) -> Tensor:
-    """Targets of a causal model, which predicts at each position the token that follows.
+    """Targets of a causal model, which predicts the next token at each position.
 
     Args:
         labels: `[..., T]`, each at its own token, as transformers takes them.

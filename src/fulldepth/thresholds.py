@@ -1,4 +1,4 @@
-"""Limits above or below which sentences and figures call a number large or small."""
+"""Thresholds above or below which sentences and figures call a number large or small."""
 
 LARGE_JUMP = 10.0
 """Jump rate in per cent from which a jump is large. Source: "JREG: final-layer jumps"."""

@@ -1,4 +1,4 @@
-"""The command line. Each file adds its commands to the program; `--help` lists them in the order of these imports."""
+"""The command line. Each module adds its commands to the program; `--help` lists them in the order of the imports."""
 
 # ruff: noqa: I001
 from fulldepth.cli.program import DEBUG, app, main

@@ -1,4 +1,4 @@
-"""`fulldepth skip curve`, `bench` and `quantise`: what removing blocks costs, and what it wins."""
+"""`fulldepth skip curve`, `bench` and `quantise`: costs and benefits of removing blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def curve_command(
     output: Results,
     settings: dict[str, Any],
     max_blocks: Annotated[
-        int, typer.Option(help="How many blocks to remove at most.", rich_help_panel="The search")
+        int, typer.Option(help="Maximum number of blocks to remove.", rich_help_panel="The search")
     ] = 12,
     tolerance: Annotated[
         float | None,
@@ -35,9 +35,9 @@ def curve_command(
         ),
     ] = None,
     heldout: Heldout = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted curve stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted curve.")] = False,
 ) -> None:
-    """Remove blocks one after another and show what each costs: loss, divergence, changed predictions, break point.
+    """Remove blocks one by one and show the cost of each: loss, divergence, changed predictions, break point.
 
     The break point is the number of blocks up to which the loss grows in a straight line that ends in a kink, with its
     confidence; a curve that bends smoothly has none. It does not depend on --max-blocks.
@@ -67,27 +67,28 @@ def curve_command(
 
 @command(skip, "bench", BenchSettings)
 def bench_command(
-    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before anything was removed.")],
-    exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="What `skip apply` made of it.")],
+    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before blocks were removed.")],
+    exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="Checkpoints made by `skip apply`.")],
     output: Results,
     settings: BenchSettings,
     data: Annotated[
         str | None,
         typer.Option(
             "--data",
-            help="Also read every model's held-out loss; with the data of `skip search`, on the same held-out tokens.",
+            help="Also measure each model's held-out loss, with the data of `skip search` on the same held-out tokens.",
             rich_help_panel=DATA,
         ),
     ] = None,
     heldout: Annotated[
-        str | None, typer.Option(help="Data whose rows are all read. [default: a seeded fifth]", rich_help_panel=DATA)
+        str | None,
+        typer.Option(help="Data of which all rows are used. [default: a seeded fifth]", rich_help_panel=DATA),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
-    """Time exports beside their original: prefill and decode apart, memory, cache; measured and predicted.
+    """Time exports beside their original: prefill and decode separately, memory, cache; measured and predicted.
 
-    All models run in turn, in rounds, so that what the machine does besides falls on all of them. With data, the loss
-    of every model is read on the same held-out tokens.
+    All models run in turn, in rounds, so that other load on the machine affects all of them alike. With data, the loss
+    of every model is measured on the same held-out tokens.
 
     Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
     """
@@ -131,17 +132,17 @@ def quantise_command(
         ),
     ] = None,
     heldout: Heldout = None,
-    batch: Annotated[int, typer.Option(help="Sequences at once.", rich_help_panel=GRID)] = 1,
+    batch: Annotated[int, typer.Option(help="Batch size.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
     repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
     trust_remote_code: RemoteCode = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted second search.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted second search.")] = False,
 ) -> None:
-    """Quantise a model before and after its blocks are removed, and put loss, size and speed of all in one table.
+    """Quantise a model before and after its blocks are removed, and list loss, size and speed of all in one table.
 
-    Skip, then quantise: the plan's model, quantised. Quantise, then skip: the blocks are searched anew on the quantised
-    model, with the plan's settings.
+    Skip, then quantise: the plan's model, quantised. Quantise, then skip: a new search on the quantised model, with the
+    plan's settings.
 
     Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
     """

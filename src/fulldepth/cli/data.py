@@ -1,4 +1,4 @@
-"""`fulldepth data`: what training reads, made before training starts."""
+"""`fulldepth data`: prepares the training data before training starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app.add_typer(data)
 
 @data.callback()
 def _group() -> None:
-    """Keep `prepare` a command of its own, though it is the only one."""
+    """Keep `prepare` a subcommand although it is the only one."""
 
 
 @command(data, "prepare", recipes="train")
@@ -32,20 +32,20 @@ def prepare_command(
     ],
     settings: dict[str, Any],
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Processes that tokenise. [default: one for each core]")
+        int | None, typer.Option("--workers", min=1, help="Number of tokenising processes. [default: one per core]")
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--all", help="Tokenise all of the text, also what lies behind the run's last step.")
+        bool, typer.Option("--all", help="Tokenise all of the text, including what the run does not reach.")
     ] = False,
 ) -> None:
     """Tokenise the text of a recipe, so that `fulldepth train RECIPE` finds the tokens and starts at once.
 
-    No accelerator is needed. The tokens of a text under a tokenizer are made once, for all seeds, lengths and numbers
-    of steps: they lie in `data.cache`, else under `$FULLDEPTH_CACHE`, else under `~/.cache/fulldepth`. A run that needs
-    more than is there extends them.
+    No accelerator is needed. A text is tokenised once per tokenizer, for all seeds, lengths and numbers of steps. The
+    tokens are stored in `data.cache`, else under `$FULLDEPTH_CACHE`, else under `~/.cache/fulldepth`. A run that needs
+    more tokens extends them.
 
-    Run the same command on any number of machines that share that folder: each takes units of the text that no other
-    has. A killed command goes on where it stopped.
+    Run the same command on any number of machines that share that folder: each takes different units of the text. A
+    killed command resumes where it stopped.
 
     Example: `fulldepth data prepare jreg-1b data.cache=/shared/tokens --workers 32`
     """

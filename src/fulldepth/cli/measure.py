@@ -30,7 +30,7 @@ def measure_command(
             "a folder or .zip of images in class folders, a Hub data set, or corpus:builtin.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
     settings: MeasureSettings,
     series: Annotated[
         bool,
@@ -44,7 +44,7 @@ def measure_command(
         bool,
         typer.Option(
             "--overwrite",
-            help="Measure everything anew (every checkpoint of a series, too) and replace the results in the output "
+            help="Measure everything again (also every checkpoint of a series) and replace the results in the output "
             "folder. New checkpoints of a growing series need no --overwrite.",
         ),
     ] = False,
@@ -53,8 +53,8 @@ def measure_command(
 
     MODEL is a checkpoint folder, a Hub name, or the folder of a training run (checkpoint-100, checkpoint-200, ...),
     which gives a series. The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table)
-    and `results.json` (settings, headline). A run that was interrupted goes on where it stopped, and a series whose
-    training went on is extended by the new checkpoints.
+    and `results.json` (settings, headline). An interrupted run resumes, and a series is extended by new checkpoints of
+    its training run.
 
     Example: `fulldepth measure MODEL --data text.txt --measures displacement,jump_rate --output out/`
 

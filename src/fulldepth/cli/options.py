@@ -1,8 +1,8 @@
 """Options of a command, generated from the settings class of its verb.
 
-A setting's name, type, default and help are stated once, in the class: its docstring is the help, a last sentence part
-`None = ...` is the default, and the class's `options` say which settings have an option of their own, by panel. All
-others are reached with `--set name=value`, and so are these.
+A setting's name, type, default and help are stated once, in the class: its docstring is the help, a final `None = ...`
+is the default, and the class's `options` list the settings that have an option of their own, by panel. Every setting
+can also be set with `--set name=value`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fulldepth.settings import Settings, assignments, layer, merge, names, read
 
 Command = TypeVar("Command", bound=Callable[..., None])
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
-"""The end of a docstring that says what None stands for."""
+"""The end of a docstring that states the meaning of None."""
 
 Assignments = Annotated[
     list[str] | None,
@@ -49,17 +49,17 @@ def command(
 ) -> Callable[[Command], Command]:
     """Add a function to a program as a command.
 
-    The function's parameter `settings`, if it has one, is no option: it gets an instance of the settings class, layered
-    from defaults, recipe, options and `key=value`; or, where it is annotated as a mapping, only what was given. The
-    options stand in the help where `settings` stands among the parameters.
+    The function's parameter `settings`, if present, is not an option: it receives an instance of the settings class,
+    layered from defaults, recipe, options and `key=value`; or, if annotated as a mapping, only the given values. The
+    help lists the generated options at the position of `settings` among the parameters.
 
     Args:
-        app: the program, or a group of it.
+        app: the program, or one of its groups.
         name: of the command.
         settings: the class whose fields become options.
-        recipes: the verb whose recipes the command reads: its argument `recipe`, if the function has such a parameter,
-            which `KEY=VALUE` arguments may follow, else the option `--recipe`. None = the command has no recipes.
-        without: fields that get no option here.
+        recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
+            follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
+        without: fields that get no option.
     """
 
     def add(function: Command) -> Command:
@@ -108,7 +108,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple[FieldInfo, str]]:
-    """The settings that have an option, each with its panel."""
+    """Name -> (field, panel) of the settings that have an option."""
     left_out = set(without)
     return {
         name: (settings.model_fields[name], panel)
@@ -119,14 +119,14 @@ def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple
 
 
 def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:
-    """The annotation that Typer makes an option of; `negatable` where the recipe decides what no option says."""
+    """Annotation of a Typer option; `negatable` if a recipe may set the default, so that `--no-...` is needed."""
     kind, flag = _kind(field), f"--{name.replace('_', '-')}"
     flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and (negatable or field.default is not False) else flag]
     return Annotated[kind | None, typer.Option(*flags, help=_help(field), rich_help_panel=panel)]
 
 
 def _kind(field: FieldInfo) -> Any:
-    """The type of the words on the command line: a list or a choice of types is written as text."""
+    """The type on the command line: lists and unions are given as text."""
     kinds = _kinds(field.annotation)
     return kinds.pop() if len(kinds) == 1 and kinds <= {bool, int, float} else str
 
@@ -157,7 +157,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _value(name: str, field: FieldInfo, value: Any) -> Any:
-    """What was given, as the setting has it: a comma-separated list as a list."""
+    """The given value in the setting's type: a comma-separated list becomes a list."""
     if not isinstance(value, str) or list not in _kinds(field.annotation):
         return value
     inner = next(get_args(part)[0] for part in _parts(field.annotation) if get_origin(part) is list)

@@ -1,4 +1,4 @@
-"""`fulldepth compare`, `report` and `demo`: from results to pages."""
+"""`fulldepth compare`, `report` and `demo`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compare_command(
         list[Path],
         typer.Argument(metavar="FOLDERS", help="Two or more result folders; the first is the baseline."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
     settings: CompareSettings,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
@@ -47,7 +47,7 @@ def report_command(
         list[Path],
         typer.Argument(
             metavar="FOLDERS",
-            help="A result folder; or several of `fulldepth skip` about one model, for one page together.",
+            help="A result folder, or several of `fulldepth skip` about one model for a combined page.",
         ),
     ],
     output: Annotated[
@@ -81,9 +81,9 @@ def demo_command(
         int, typer.Option(show_default=False, help="With --train: training steps of each model. [default: 160]")
     ] = 160,
 ) -> None:
-    """Measure a trained model, remove the attention blocks that it needs least, and time what is left.
+    """Measure a trained model, remove the attention blocks that it needs least, and time the result.
 
-    About five minutes on two cores. An interrupted demo goes on where it stopped. --train compares a tiny Llama with a
+    About five minutes on two cores. An interrupted demo resumes. --train compares a tiny Llama with a
     tree residual and with JREG instead, at equal steps.
     """
     from fulldepth.demo import COMPARISON, demo, train_demo

@@ -1,7 +1,7 @@
-"""The command line: the program, its general options, and how it ends.
+"""The command line: the program, its general options, and its exit.
 
-Commands are a thin layer: they parse, show progress, call one function of a verb, and say where the page is. Verbs are
-imported when called, so that `--help` needs no torch.
+Commands are a thin layer: they parse, show progress, call one function of a verb, and print the path of the page. Verbs
+are imported when called, so that `--help` needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
 
 
 class Program(typer.core.TyperGroup):
-    """The group of all commands; an error of usage quotes a long argument in part only."""
+    """The group of all commands; usage errors shorten long arguments."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """The context of the program, from its general options."""
@@ -31,7 +31,7 @@ class Program(typer.core.TyperGroup):
             return super().make_context(*args, **kwargs)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name; its name may be of two words."""
+        """The command that the arguments name; the name may consist of two words."""
         if len(args) > 1 and f"{args[0]} {args[1]}" in self.commands:
             args = [f"{args[0]} {args[1]}", *args[2:]]
         return super().resolve_command(ctx, args)
@@ -47,7 +47,7 @@ def _short_usage_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        usage: Any = error  # of typer's own click, which has no public name for it
+        usage: Any = error  # of typer's bundled click, which has no public name for it
         if hasattr(usage, "format_message") and isinstance(getattr(usage, "message", None), str):
             usage.message = one_line(usage.message, 300)
         raise
@@ -70,21 +70,21 @@ DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
 
 ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
-"""Exit code of a signal -> what to say."""
+"""Exit code of a signal -> message."""
 PATIENCE = 3.0
-"""Seconds that a process other than the first waits before it tells of an error."""
+"""Seconds that a process other than the first waits before it reports an error."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL", "gloo")
-"""Parts of what torch.distributed says when another process has ended."""
+"""Parts of torch.distributed's messages when another process has ended."""
 MOST_DIGITS = 19
-"""Longest whole number in a list."""
+"""Maximum number of digits of an integer in a list."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-"""Of every command: it may also stand after the command's name."""
+"""Option of every command; it may also follow the command's name."""
 
 
-def _print_version(asked: bool) -> None:
-    """The whole work of `--version`: it runs before a command is looked for."""
-    if asked:
+def _print_version(requested: bool) -> None:
+    """Print the version and exit; runs before the command is resolved."""
+    if requested:
         from fulldepth import __version__
 
         typer.echo(f"fulldepth {__version__}")
@@ -95,7 +95,7 @@ def _print_version(asked: bool) -> None:
 def options(
     debug: Debug = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Options of every command."""
@@ -116,13 +116,13 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Earlier results are never overwritten unasked."""
+    """Raise if the folder holds results and `overwrite` is not set."""
     if not overwrite and (folder / "results.json").exists():
         raise FulldepthError(f"{folder} already holds results. Choose another --output, or replace with --overwrite.")
 
 
 def refuse_held(folder: Path) -> None:
-    """Results never go into a folder where another command keeps its own."""
+    """Raise if the folder belongs to another command."""
     from fulldepth.results import holder
 
     if content := holder(folder):
@@ -130,12 +130,12 @@ def refuse_held(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line; whatever goes wrong ends with exit code 2 and one message."""
+    """Run the command line; every error ends with one message and exit code 2."""
     try:
         with ending_cleanly():
             _check_arguments(sys.argv[1:])
             app(standalone_mode=True)
-    except SystemExit as leaving:  # typer turns an interruption into 130 and says nothing
+    except SystemExit as leaving:  # typer turns an interruption into 130 without a message
         if leaving.code in ENDINGS and console.is_main():
             typer.echo(f"{ENDINGS[leaving.code]}; the same command goes on where it stopped.", err=True)
         raise
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def _check_arguments(arguments: list[str]) -> None:
-    """Refuse names that no result, page or log could hold.
+    """Check that the arguments can be written to results, pages and logs.
 
     Raises:
         FulldepthError: if an argument is not UTF-8.
@@ -160,10 +160,10 @@ def _check_arguments(arguments: list[str]) -> None:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the program as an exit does, so that temporary files are removed.
+    """Turn SIGTERM and SIGHUP into a regular exit, so that temporary files are removed.
 
-    A signal that is ignored (`nohup`) or handled already stays so. Of several processes under torchrun only the first
-    writes files; the others may wait for it inside a library, which no handler would interrupt, and die at once.
+    Signals that are ignored (`nohup`) or handled already are left alone. Under torchrun only the first process writes
+    files; the others keep the default handler and end at once, as a Python handler could not interrupt a library call.
     """
     signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     if threading.current_thread() is not threading.main_thread() or not console.is_main():
@@ -183,12 +183,12 @@ def ending_cleanly() -> Iterator[None]:
 
 
 def _message(error: BaseException) -> str:
-    """What to tell the person at the keyboard."""
+    """The message that is printed for an error."""
     if isinstance(error, FulldepthError):
         return str(error)
     if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
         return "Out of memory. Try a smaller --batch-size, --sequence-length or model, or --device-map auto."
-    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # of pathlib, before Python 3.13
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # raised by pathlib before Python 3.13
         return f"{one_line(error, 800)}: the link leads to itself."
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
@@ -203,11 +203,11 @@ def _message(error: BaseException) -> str:
 
 
 def _fail(message: str, error: BaseException) -> None:
-    """Print one readable message and leave with 2; with `--debug` show where it came from."""
+    """Print one message and exit with status 2; with `--debug`, raise the error with its traceback."""
     if DEBUG["on"]:
         raise error
     if not console.is_main():
-        # What is wrong for all processes, the first one says; torchrun ends this one as soon as that one has left.
+        # The first process reports errors that all processes share; torchrun ends this one as soon as the first exits.
         time.sleep(PATIENCE)
         message = f"process {launch.rank()}: {message}"
     console.error(brief(message))

@@ -1,4 +1,4 @@
-"""`fulldepth skip`: find blocks that do not pay, and ship the model without them."""
+"""`fulldepth skip`: finds blocks that contribute little, and exports the model without them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fulldepth.settings.search import FORMATS, SearchSettings
 
 skip = typer.Typer(
     name="skip",
-    help="Remove the attention blocks that do not pay (Hopscotch), heal with scalars, ship a checkpoint.\n\n"
-    "First `skip search`, which writes a plan; then `skip apply`, which makes a checkpoint of it. `skip curve` shows "
-    "how many blocks can go, `skip bench` what was won, `skip quantise` what quantisation adds.",
+    help="Remove the attention blocks that contribute least (Hopscotch), heal with scalars, export a checkpoint.\n\n"
+    "First `skip search`, which writes a plan; then `skip apply`, which makes a checkpoint from it. `skip curve` shows "
+    "how many blocks can be removed, `skip bench` what that saves, `skip quantise` the effect of quantisation.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -27,17 +27,17 @@ DATA, LOADING = "Data", "Loading the model"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
-Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; made if absent.")]
+Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")]
 Data = Annotated[
     str,
     typer.Option(
         "--data",
         help="Rows with prompt + response or messages (.jsonl, .parquet; the loss is on responses), plain text, a Hub "
-        "data set, or corpus:builtin. The same as in the search for the same held-out tokens.",
+        "data set, or corpus:builtin. Use the data of the search for the same held-out tokens.",
     ),
 ]
 Heldout = Annotated[
-    str | None, typer.Option(help="Data that blocks are scored with. [default: a seeded fifth]", rich_help_panel=DATA)
+    str | None, typer.Option(help="Data that blocks are scored on. [default: a seeded fifth]", rich_help_panel=DATA)
 ]
 Device = Annotated[
     str | None,
@@ -46,9 +46,7 @@ Device = Annotated[
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.", rich_help_panel=LOADING)]
 RemoteCode = Annotated[
     bool,
-    typer.Option(
-        "--trust-remote-code", help="Run modelling code that the checkpoint carries.", rich_help_panel=LOADING
-    ),
+    typer.Option("--trust-remote-code", help="Run modelling code from the checkpoint.", rich_help_panel=LOADING),
 ]
 
 
@@ -56,25 +54,25 @@ RemoteCode = Annotated[
 def search_command(
     model: Model,
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for plan.json; made if absent.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for plan.json; created if absent.")],
     settings: SearchSettings,
     heldout: Heldout = None,
     generate_responses: Annotated[
         int | None,
-        typer.Option(help="Let the model answer this many prompts first, as the paper does.", rich_help_panel=DATA),
+        typer.Option(help="First let the model answer this many prompts, as in the paper.", rich_help_panel=DATA),
     ] = None,
     temperature: Annotated[
         float, typer.Option(help="Temperature of these responses; 0 = greedy.", rich_help_panel=DATA)
     ] = 0.0,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens of such a response, at most.", rich_help_panel=DATA)
+        int, typer.Option(help="Maximum number of tokens of a response.", rich_help_panel=DATA)
     ] = 256,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted search stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted search.")] = False,
 ) -> None:
     """Find the blocks whose removal costs least on held-out data, and train scalars that heal the rest.
 
-    Greedy: block after block, everything measured anew after each removal. The plan is one JSON file; `fulldepth skip
-    apply` makes a checkpoint of it.
+    Greedy: one block at a time, with all candidates measured again after each removal. The plan is one JSON file;
+    `fulldepth skip apply` makes a checkpoint from it.
 
     Example: `fulldepth skip search MODEL --data pairs.jsonl --blocks 4 --output out/`
 
@@ -124,15 +122,15 @@ def apply_command(
     ] = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
-    shard_size: Annotated[str, typer.Option(help="Most bytes of one file of weights, as 2GB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of one weight file, such as 2GB.")] = "5GB",
 ) -> None:
-    """Make a checkpoint of a plan, load it in a fresh process, compare its logits, and only then give it its name.
+    """Make a checkpoint from a plan, and rename it into place after its logits were checked in a fresh process.
 
     Example: `fulldepth skip apply out/plan.json MODEL --format fast --output fast/`
     """
     from fulldepth.skip import export
 
-    made = export(
+    exported = export(
         plan,
         model,
         format,
@@ -147,12 +145,12 @@ def apply_command(
     )
     console.table(
         [
-            ("format", made.format),
-            ("parameters", f"{made.parameters:,}"),
-            ("size", f"{made.bytes / 2**20:.1f} MiB"),
-            ("logit error", f"{made.logit_error:.1e} (relative, loaded again in a fresh process)"),
+            ("format", exported.format),
+            ("parameters", f"{exported.parameters:,}"),
+            ("size", f"{exported.bytes / 2**20:.1f} MiB"),
+            ("logit error", f"{exported.logit_error:.1e} (relative, loaded again in a fresh process)"),
         ]
     )
-    for note in made.notes:
+    for note in exported.notes:
         typer.echo(f"Note: {note}")
     typer.echo(f"Checkpoint: {output}")

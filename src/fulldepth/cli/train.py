@@ -22,34 +22,34 @@ def train_command(
         str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe (see --list), or a YAML file of settings.")
     ] = None,
     settings: dict[str, Any],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; made if absent.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; created if absent.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on after the last whole checkpoint in the run folder.")
+        bool, typer.Option("--resume", help="Resume from the last complete checkpoint in the run folder.")
     ] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the recipes and leave.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the time it will take, and leave."),
+        typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the estimated time, and exit."),
     ] = False,
 ) -> None:
     """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned training.
 
-    RECIPE holds the numbers; options and `KEY=VALUE` change some of them. A default below holds where the recipe says
-    nothing. The run folder gets checkpoints, `settings.yaml`, `results.parquet` (losses, penalties, displacement and
-    jump rates at every evaluation) and `report.html`; look at the checkpoints with `fulldepth measure RUN --data
-    text.txt --output out/`, and at several runs on one page with `fulldepth compare RUN RUN --output out/`.
+    RECIPE holds the settings; options and `KEY=VALUE` override them. The defaults below apply to settings that the
+    recipe does not set. The run folder gets checkpoints, `settings.yaml`, `results.parquet` (losses, penalties,
+    displacement and jump rates at every evaluation) and `report.html`. Measure the checkpoints with `fulldepth measure
+    RUN --data text.txt --output out/`, and compare several runs with `fulldepth compare RUN RUN --output out/`.
 
     Example: `fulldepth train tiny-jreg --steps 300 objective.jump.alpha=0.3 --output jreg-run/`
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth train tiny-jreg --output jreg-run/`
 
-    An ordinary checkpoint out of a run: `fulldepth train export jreg-run/ --output model/` (`train export --help`).
+    An ordinary checkpoint from a run: `fulldepth train export jreg-run/ --output model/` (`train export --help`).
     """
     if listing:
         console.table([(name, read(name, "train").get("about", "")) for name in names("train")])
         return
     if recipe is None:
-        raise FulldepthError(f"Which recipe? {', '.join(names('train'))}, or a YAML file.")
+        raise FulldepthError(f"A recipe is required: {', '.join(names('train'))}, or a YAML file.")
     from fulldepth import report
     from fulldepth.training import TrainSettings, dry_run_lines, train
 
@@ -58,7 +58,7 @@ def train_command(
         console.table(dry_run_lines(resolved))
         return
     if output is None:
-        raise FulldepthError("Where to? Name a run folder: --output RUN.")
+        raise FulldepthError("A run folder is required: --output RUN.")
     with console.watching() as watcher:
         results = train(
             resolved,
@@ -79,7 +79,7 @@ def train_export_command(
         Path | None,
         typer.Option("--output", "-o", help="Folder of the model; must not exist. [default: in place]"),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint. [default: the last whole one]")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. [default: the last complete one]")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; with --output. [default: the checkpoint's]")
     ] = None,
@@ -90,11 +90,11 @@ def train_export_command(
         ),
     ] = False,
 ) -> None:
-    """Make an ordinary checkpoint (config, tokenizer, safetensors) of a run's, whether it is in shards or not.
+    """Make an ordinary checkpoint (config, tokenizer, safetensors) from one of a run, sharded or not.
 
-    Runs with `fsdp=true` write their weights in shards. With --output, the model of one checkpoint goes into a folder
-    of its own. Without, the shards are put together in place: the checkpoint can be measured, and the run still goes
-    on from it. A run puts its last checkpoint together itself when it ends.
+    Runs with `fsdp=true` write their weights in shards. With --output, the model of one checkpoint is written to a
+    separate folder. Without, the shards are merged in place: the checkpoint can be measured, and the run can still be
+    resumed from it. A run merges its last checkpoint itself when it ends.
 
     Example: `fulldepth train export jreg-run/ --step 1000 --dtype bfloat16 --output model/`
     """

@@ -1,4 +1,4 @@
-"""`fulldepth compare`: measurements side by side."""
+"""`fulldepth compare`: differences between measurements, or between training runs."""
 
 from fulldepth.comparison.run import compare
 from fulldepth.settings.compare import CompareSettings

@@ -1,4 +1,4 @@
-"""Which number of the baseline stands at the depth of a number of another model."""
+"""Aligns layers of models of different depth and computes differences from the baseline."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ Array = NDArray[np.float64]
 KEYS = ["measure", "site", "statistic"]
 PAIR = ("layer", "other")
 FROM_THE_END = frozenset({"jump_rate"})
-"""Measures whose layer says how many layers from the last one they cover: zeta_L meets zeta_L at any depth."""
+"""Measures whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
 
 
 def differences(table: pd.DataFrame, layers: int, baseline: pd.DataFrame, baseline_layers: int, depth: Depth) -> Array:
     r"""Value minus the baseline's value at the same depth, for every row of `table`.
 
-    With `depth="layer"`, layer l meets layer l. With `depth="relative"`, layer l of L meets position
-    :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear between its layers, bilinear for pairs of layers
-    (linear along the diagonal, so that a layer's similarity to itself stays 1), and its first layer where the
-    position comes before it. `jump_rate` is counted from the last layer. Rows without a layer meet directly.
+    With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to
+    position :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for
+    pairs of layers (linear along the diagonal, so that a layer's similarity to itself stays 1); positions before
+    the first layer use the first layer. `jump_rate` is counted from the last layer. Rows without a layer are compared
+    directly.
 
     Args:
         table: rows of one model.
         layers: its number of layers L.
         baseline: rows of the baseline.
         baseline_layers: the baseline's number of layers.
-        depth: how layers meet.
+        depth: how layers are aligned.
 
     Returns:
-        `[len(table)]`, in each row's unit; NaN where the baseline has nothing at that depth.
+        `[len(table)]`, in each row's unit; NaN where the baseline has no value at that depth.
     """
     grids = {key: _grid(rows, baseline_layers) for key, rows in _series(baseline)}
     result = np.full(len(table), np.nan)
@@ -57,7 +58,7 @@ def _series(table: pd.DataFrame) -> list[tuple[tuple[str, ...], pd.DataFrame]]:
 
 
 def _grid(rows: pd.DataFrame, layers: int) -> Array:
-    """[layer, other] values of one series, NaN where there is none; an axis of size 1 where there is no layer."""
+    """[layer, other] values of one series, NaN where missing; an axis has size 1 if the rows have no such layer."""
     places = [rows[column].fillna(0).to_numpy(np.int64) for column in PAIR]
     shape = [
         max(layers, int(at.max())) + 1 if rows[column].notna().any() else 1
@@ -65,19 +66,19 @@ def _grid(rows: pd.DataFrame, layers: int) -> Array:
     ]
     grid = np.full(shape, np.nan)
     grid[places[0], places[1]] = rows["value"].to_numpy(np.float64)
-    if shape[0] == shape[1]:  # measures of pairs are symmetric, and may have been written once per pair
+    if shape[0] == shape[1]:  # measures of pairs are symmetric and may be stored once per pair
         grid = np.where(np.isnan(grid), grid.T, grid)
     return grid
 
 
 def _clamp(grid: Array, axis: int, position: Array) -> Array:
-    """Positions moved to the nearest layer that the series has."""
+    """Positions clamped to the layers of the series."""
     present = np.flatnonzero(np.isfinite(grid).any(axis=1 - axis))
     return position.clip(present[0], present[-1]) if len(present) else position
 
 
 def _interpolate(grid: Array, first: Array, second: Array) -> Array:
-    """[N] bilinear values of `grid` at N places; NaN outside, and where a corner with any weight is NaN."""
+    """[N] bilinear values of `grid` at N positions; NaN outside, and where a neighbour of non-zero weight is NaN."""
     padded = np.pad(grid, ((0, 1), (0, 1)), constant_values=np.nan)
     t, u = first - np.floor(first), second - np.floor(second)
     diagonal = (first == second) & (grid.shape[0] == grid.shape[1])
@@ -91,6 +92,6 @@ def _interpolate(grid: Array, first: Array, second: Array) -> Array:
 
 
 def _index(position: Array, step: int, size: int) -> NDArray[np.int64]:
-    """Index of the layer below (or, with `step` 1, above) each place; `size`, the padding, where there is none."""
+    """Index of the layer below (with `step` 1, above) each position; `size`, the padding, if there is none."""
     index = np.floor(position).astype(np.int64) + step
     return np.where((index >= 0) & (index < size), index, size)

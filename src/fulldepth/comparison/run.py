@@ -1,4 +1,4 @@
-"""Reads measurements or training runs, puts them under one another, and says how each differs from the baseline."""
+"""Compares measurements or training runs: one table of all rows with their differences from the baseline."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def compare(
 
     The table holds the rows of every model, labelled in the column `model`; the column `difference` is the value minus
     the baseline's value at the same depth, in the row's unit (NaN for the baseline itself, and where it has no such
-    row). For the mean displacement that is the redundancy change
+    row). For the mean displacement this is the redundancy change
 
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
-    which is positive where a layer does more than in the baseline. Training runs keep their column `step`, and their
-    differences are taken at equal steps: see `fulldepth.comparison.training.compare_runs`.
+    which is positive where a layer does more than in the baseline. Training runs keep their column `step` and are
+    compared at equal steps: see `fulldepth.comparison.training.compare_runs`.
 
     Args:
-        results: two or more result folders, or `Results`. A series of checkpoints enters with its last step. Training
-            runs cannot be mixed with measurements.
+        results: two or more result folders, or `Results`. Of a series of checkpoints, the last step is compared.
+            Training runs cannot be mixed with measurements.
         names: one label for each; by default the folders' names, made unique.
         baseline: position or label of the measurement that the others are compared with.
         depth: `"layer"` compares equal layer numbers; `"relative"` equal shares l/L of the depth, interpolating the
@@ -44,12 +44,12 @@ def compare(
             numbers of layers differ.
 
     Returns:
-        Results of kind `comparison`, with one sentence for each headline difference, and a warning wherever data, token
-        policy or sequence length make the numbers incomparable.
+        Results of kind `comparison`, one sentence for each headline difference, and a warning if data, token policy
+        or sequence length makes the numbers incomparable.
 
     Raises:
-        FulldepthError: for fewer than two results, a folder that holds none, a comparison among them, training runs
-            mixed with measurements, runs without a step in common, repeated or too few names, or an unknown baseline.
+        FulldepthError: for fewer than two results, a folder without results, a comparison as input, training runs mixed
+            with measurements, runs without a common step, repeated or too few names, or an unknown baseline.
 
     Source: "JREG: final-layer jumps", Eq. 7.
     """
@@ -77,7 +77,7 @@ def compare(
 def _compare_measurements(
     measured: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The table, and what the document says of it."""
+    """The table and the entries of the document."""
     table = _table(measured, labels, first, depth)
     models = [
         _entry(results.meta, label, label == labels[first]) for results, label in zip(measured, labels, strict=True)
@@ -87,7 +87,7 @@ def _compare_measurements(
 
 
 def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
-    """The rows of every model under one another, with `model` and `difference`."""
+    """The rows of all models, with the columns `model` and `difference`."""
     baseline = measured[first]
     tables = []
     for index, (results, label) in enumerate(zip(measured, labels, strict=True)):
@@ -103,7 +103,7 @@ def _depth(results: Results) -> int:
 
 
 def _readable(item: Results | str | Path) -> Results:
-    """Loads a measurement or a training run, and refuses anything else."""
+    """Load a measurement or a training run; raise for other kinds."""
     results = item if isinstance(item, Results) else Results.load(item)
     where = "The result" if isinstance(item, Results) else str(item)
     if results.is_comparison:
@@ -115,37 +115,37 @@ def _readable(item: Results | str | Path) -> Results:
 
 
 def _are_runs(loaded: list[Results], labels: list[str]) -> bool:
-    """Whether all are training runs; refuses runs beside measurements."""
+    """Whether all are training runs; raises if runs and measurements are mixed."""
     runs = [label for results, label in zip(loaded, labels, strict=True) if results.meta["kind"] == "training"]
-    others = [label for label in labels if label not in runs]
-    if runs and others:
+    measured = [label for label in labels if label not in runs]
+    if runs and measured:
         raise FulldepthError(
             f"Training runs cannot be compared with measurements: {', '.join(runs)} {_is(runs, 'a training run')}, "
-            f"{', '.join(others)} {_is(others, 'a measurement')}. Compare runs with runs, or measure the runs first: "
-            "fulldepth measure RUN --data ... --output ..."
+            f"{', '.join(measured)} {_is(measured, 'a measurement')}. Compare runs with runs, or measure the runs "
+            "first: fulldepth measure RUN --data ... --output ..."
         )
     return bool(runs)
 
 
-def _is(names: list[str], what: str) -> str:
-    return f"is {what}" if len(names) == 1 else f"are {what.removeprefix('a ')}s"
+def _is(names: list[str], kind: str) -> str:
+    return f"is {kind}" if len(names) == 1 else f"are {kind.removeprefix('a ')}s"
 
 
 def _last_step(series: Results) -> Results:
-    """A series as a measurement of its last checkpoint, which it says in its warnings."""
+    """A series as a measurement of its last checkpoint, with a warning that says so."""
     if not series.is_series:
         return series
     step = series.table["step"].max()
     last: dict[str, Any] = next((entry for entry in series.meta.get("steps") or [] if entry["step"] == step), {})
     note = f"a series of checkpoints; the last one, step {step}, is compared."
-    known = {key: value for key, value in last.items() if value is not None}
-    known["model"] = series.meta["model"] | {k: v for k, v in known.get("model", {}).items() if v is not None}
-    meta = {**series.meta, **known, "warnings": [*(series.meta.get("warnings") or []), note]}
+    stated = {key: value for key, value in last.items() if value is not None}
+    stated["model"] = series.meta["model"] | {k: v for k, v in stated.get("model", {}).items() if v is not None}
+    meta = {**series.meta, **stated, "warnings": [*(series.meta.get("warnings") or []), note]}
     return Results(series.table[series.table["step"] == step], meta)
 
 
 def _labels(results: Sequence[Results | str | Path], names: list[str] | None) -> list[str]:
-    """The given names, or as little of the end of each path as tells them apart."""
+    """The given names, or the shortest endings of the paths that are unique."""
     if names is not None:
         if len(names) != len(results):
             raise FulldepthError(f"{len(names)} names were given for {len(results)} results.")
@@ -178,7 +178,7 @@ def _position(baseline: int | str, labels: list[str]) -> int:
 
 
 def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any]:
-    """What the comparison keeps of a measurement beside its rows."""
+    """Entry of a measurement in the comparison's document."""
     return {
         "label": label,
         "baseline": is_baseline,
@@ -195,11 +195,11 @@ def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any
 
 
 def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
-    """What each measurement warned of, under its label."""
+    """The warnings of each measurement, prefixed with its label."""
     lines = []
     for results, label in zip(measured, labels, strict=True):
         if not results.meta.get("complete", True):
-            what = "run" if results.meta["kind"] == "training" else "measurement"
-            lines.append(f"{label}: the {what} is not complete.")
+            kind = "run" if results.meta["kind"] == "training" else "measurement"
+            lines.append(f"{label}: the {kind} is not complete.")
         lines += [f"{label}: {warning}" for warning in results.meta.get("warnings") or []]
     return lines

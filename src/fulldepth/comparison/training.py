@@ -1,4 +1,4 @@
-"""Training runs at equal steps: their rows, their numbers at the last step that all have, and what sets them apart."""
+"""Compares training runs at equal steps: all rows, the numbers at the last common step, and the differences."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fulldepth.errors import FulldepthError
 from fulldepth.results import COLUMNS, Finding, Results
 
 WINDOWED = ("train_loss", "penalty", "throughput")
-"""Means since the previous evaluation: they differ meaningfully only where that evaluation was at the same step."""
+"""Means since the previous evaluation: comparable only if that evaluation was at the same step."""
 
 
 def compare_runs(
     runs: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Several runs under one another, each against run number `first` at equal steps.
+    """Compare several runs with run number `first` at equal steps.
 
-    Every row's `difference` is its value minus the baseline's at the same step and depth; NaN where the baseline was
-    not evaluated at that step, and for means since the previous evaluation where that one was at another step. The
-    numbers of `models` and `headline` are those at the last step at which every run was evaluated (`step`); time per
-    step is the median, over the intervals between evaluations up to that step, of training time over steps; time,
+    Every row's `difference` is its value minus the baseline's at the same step and depth; NaN if the baseline was not
+    evaluated at that step, and for means since the previous evaluation if that evaluation was at another step. The
+    numbers of `models` and `headline` are those at the last step at which every run was evaluated (`step`). Time per
+    step is the median, over the intervals between evaluations up to that step, of training time over steps. Time,
     memory and parameters are given as ratios to the baseline.
 
     Args:
         runs: results of kind `training`.
-        labels: one for each.
+        labels: one per run.
         first: position of the baseline.
-        depth: how layers meet, see `fulldepth.comparison.align.differences`.
+        depth: how layers are aligned, see `fulldepth.comparison.align.differences`.
 
     Returns:
         The table with `step`, `model` and `difference`, and the entries `of`, `step`, `models`, `headline`,
@@ -107,7 +107,7 @@ def _depth(run: Results) -> int:
 
 
 def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
-    """What the comparison keeps of a run beside its rows; `headline` holds its numbers at the common step."""
+    """Entry of a run in the comparison's document; `headline` holds its numbers at the common step."""
     meta = run.meta
     parts = {key: meta.get(key) or {} for key in ("model", "data", "settings")}
     return {
@@ -126,7 +126,7 @@ def _size(model: dict[str, Any]) -> Entry:
 
 
 def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
-    """The numbers of one run at a step; those that it has not are left out."""
+    """The numbers of one run at a step; missing ones are left out."""
     so_far = table[table["step"] <= step]
     at_step = table[table["step"] == step]
     numbers = {
@@ -143,7 +143,7 @@ def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
 
 
 def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.DataFrame:
-    """The finite rows of a measure; of one layer of the residual stream where it is given."""
+    """The finite rows of a measure; if `layer` is given, those of that layer of the residual stream."""
     rows = table[(table["measure"] == measure) & np.isfinite(table["value"])]
     if layer is not None:
         rows = rows[(rows["layer"] == layer).fillna(False).astype(bool) & (rows["site"] == "residual")]
@@ -161,7 +161,7 @@ def _middle(table: pd.DataFrame, measure: str) -> float | None:
 
 
 def time_per_step(table: pd.DataFrame) -> float | None:
-    """Seconds: median over the intervals between evaluations, so that one disturbed interval does not count."""
+    """Seconds per step: median over the intervals between evaluations, which is robust to disturbed intervals."""
     rows = _rows(table, "elapsed").drop_duplicates("step", keep="last")
     steps, clock = (np.r_[0.0, rows[rows["step"] > 0][name].to_numpy(np.float64)] for name in ("step", "value"))
     return float(np.median(np.diff(clock) / np.diff(steps))) if len(steps) > 1 else None

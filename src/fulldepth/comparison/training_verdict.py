@@ -1,4 +1,4 @@
-"""What a comparison of training runs says first: losses at equal steps, costs as ratios, and what makes them unfair."""
+"""Findings of a comparison of training runs (losses at equal steps, ratios of costs) and reasons to distrust them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fulldepth.comparison.verdict import Entry
 from fulldepth.results import Finding
 
 LEVEL = {"nats": 0.0005, "%": 0.05}
-"""Differences below this are not shown: they would print as zero."""
+"""Differences below this are omitted because they would print as zero."""
 COSTS = {"time_per_step": "Time per step", "peak_memory": "Peak memory"}
 
 NOT_COMPARABLE = (
@@ -18,16 +18,16 @@ NOT_COMPARABLE = (
     ("the sequence lengths differ", "settings", "sequence_length"),
     ("the numbers of validation targets differ", "", "targets"),
 )
-"""What makes two validation losses not of the same text in the same units, see `verdict.unlike`."""
+"""Differences that make two validation losses incomparable, see `verdict.unlike`."""
 UNEQUAL_STEPS = (
     ("the batch sizes differ", "settings", "global_batch_size"),
     ("the learning-rate schedules are of different length", "settings", "steps"),
 )
-"""Settings that give a step another weight."""
+"""Settings whose differences make equal steps unequal training."""
 
 
 def headline(models: list[Entry], step: int) -> dict[str, Finding]:
-    """The best run in one sentence, then how every run's loss and costs stand to the baseline's."""
+    """The best run in one sentence, then every run's loss and costs compared with the baseline's."""
     baseline, others = verdict.baseline_of(models)
     each = {f"{name}:{model['label']}": entry for model in others for name, entry in _against(model, baseline, step)}
     return {**_best(models, baseline, step), **_calmest(models, baseline), **_cost(others, baseline), **each}
@@ -42,7 +42,7 @@ def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Finding]
     losses = [(value, model) for model in models if (value := _value(model, "validation_loss")) is not None]
     loss, best = min(losses, key=lambda pair: pair[0])
     base, rivals = _value(baseline, "validation_loss"), [pair for pair in losses if pair[1] is not baseline]
-    assert base is not None  # the common step is one at which every run has it
+    assert base is not None  # every run has a validation loss at the common step
     rival_loss, rival = min(rivals, key=lambda pair: pair[0])
     name, other = f"the baseline, {baseline['label']}", rival["label"]
     if abs(base - rival_loss) < LEVEL["nats"]:
@@ -59,7 +59,7 @@ def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Finding]
 
 
 def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Finding]:
-    """The run whose last layer jumps least."""
+    """Finding on the run with the smallest jump of the last layer."""
     rates = [(value, model["label"]) for model in models if (value := _value(model, "zeta_L")) is not None]
     base = _value(baseline, "zeta_L")
     if base is None:
@@ -75,7 +75,7 @@ def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Finding]:
 
 
 def _cost(others: list[Entry], baseline: Entry) -> dict[str, Finding]:
-    """For time and memory, the range of the ratios to the baseline in one sentence."""
+    """One finding each for time and memory: the range of the ratios to the baseline."""
     findings = {}
     for name, title in COSTS.items():
         ratios = [(ratio, model["label"]) for model in others if (ratio := _ratio(model, baseline, name)) is not None]
@@ -110,7 +110,7 @@ def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Fi
 
 
 def warnings(models: list[Entry], step: int) -> list[str]:
-    """One line for each reason to distrust a difference, and for runs that went on past the common step."""
+    """One line for each reason to distrust a difference, and for runs trained past the common step."""
     baseline, others = verdict.baseline_of(models)
     lines = []
     if step == 0:

@@ -1,4 +1,4 @@
-"""What a comparison says first: a few differences with one plain sentence each, and what makes them unfair."""
+"""Headline differences of a comparison, one sentence each, and reasons to distrust them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = {
     "median_saturation": "Median saturation layer",
     "effective_depth": "Effective depth",
 }
-"""Headline numbers of a measurement -> how a sentence calls them."""
+"""Headline number of a measurement -> its name in sentences."""
 
 
 NOT_COMPARABLE = (
@@ -29,7 +29,7 @@ NOT_COMPARABLE = (
     ("the sequence lengths differ", "data", "sequence_length"),
     ("the numbers of sequences differ", "data", "sequences"),
 )
-"""What makes two measurements not of the same thing, see `unlike`."""
+"""Differences that make two measurements incomparable, see `unlike`."""
 OTHER_REASONS = (
     ("the precisions differ", "model", "dtype"),
     ("the seeds differ", "run", "seed"),
@@ -39,9 +39,9 @@ OTHER_REASONS = (
     ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
     ("the versions of fulldepth differ", "versions", "fulldepth"),
 )
-"""What else decides the numbers of a measurement."""
+"""Other differences that affect the numbers of a measurement."""
 Entry = dict[str, Any]
-"""One of the models of a comparison."""
+"""Entry of a model in a comparison's document."""
 
 
 def headline(table: pd.DataFrame, models: list[Entry]) -> dict[str, Finding]:
@@ -60,7 +60,7 @@ def headline(table: pd.DataFrame, models: list[Entry]) -> dict[str, Finding]:
 
 
 def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
-    """The redundancy change (JREG, Eq. 7): difference of the mean displacements, mean over layers and greatest."""
+    """The redundancy change (JREG, Eq. 7): difference of the mean displacements, its mean over layers and maximum."""
     rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
     change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"]
     change = change[np.isfinite(change.to_numpy(np.float64))]
@@ -109,17 +109,17 @@ def _amount(entry: Entry, model: Entry) -> str:
 
 
 def _difference(value: float, of: float) -> str:
-    """A difference with its sign; what is left by rounding is none."""
+    """A difference with its sign; differences of the size of rounding errors count as zero."""
     return f"{value:+.3g}" if abs(value) > 1e-9 * abs(of) else "no difference"
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """A number with its sign, and zero without one where it rounds to zero."""
+    """A number with its sign; no sign if it rounds to zero."""
     return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
 
 def _word(value: float, positive: str, negative: str, zero: str) -> str:
-    """The word for a sign, at the precision at which the number is printed."""
+    """The word for the sign of a number at its printed precision."""
     rounded = round(value, 2)
     return positive if rounded > 0 else negative if rounded < 0 else zero
 
@@ -148,7 +148,7 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
 
 
 def depth_warning(model: Entry, baseline: Entry) -> list[str]:
-    """The line on models of unequal depth; none where they are equal."""
+    """A line on models of unequal depth; no line if the depths are equal."""
     layers = [entry["model"]["num_layers"] for entry in (model, baseline)]
     if layers[0] == layers[1]:
         return []
@@ -161,13 +161,13 @@ def depth_warning(model: Entry, baseline: Entry) -> list[str]:
 def unlike(
     model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False
 ) -> Iterator[str]:
-    """Each cause that sets two models apart, with what each of the two has, if that tells them apart.
+    """Text of each cause in which two models differ, with both values if these can be told apart.
 
     Args:
         model: a model.
-        baseline: the one that it is compared with.
-        causes: text, part of the entry (empty for the entry itself), key, and the key to show if it is another one.
-        where_stated: whether a value counts only where both state it.
+        baseline: the model that it is compared with.
+        causes: text, part of the entry (empty = the entry itself), key, and the key to show if it is a different one.
+        where_stated: whether to compare a value only if both entries state it.
     """
     for text, part, *keys in causes:
         parts = [(entry.get(part) or {}) if part else entry for entry in (model, baseline)]

@@ -1,4 +1,4 @@
-"""Data: text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
+"""Text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
 from fulldepth.data.cache.order import ORDER, ShuffledSampler
 from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack

@@ -1,6 +1,6 @@
-"""Reads `.zip` archives that anyone may have made: bounded before anything is decompressed, nothing is extracted.
+"""Reads untrusted `.zip` archives: sizes are checked before decompression, and nothing is extracted to disk.
 
-Whatever is wrong with an archive or a member is a `FulldepthError` that names it.
+Any problem with an archive or a member is a `FulldepthError` that names it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MOST_MEMBER_BYTES = 256 << 20
 """Bytes of one member, decompressed."""
 MOST_MEMBERS = 5_000_000
 SPARE_BYTES, EXPANSION = 1 << 30, 200
-"""All members together may have `SPARE_BYTES`, and `EXPANSION` times the archive's size."""
+"""Limit of all members together: `SPARE_BYTES` plus `EXPANSION` times the archive's size."""
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
-"""Kinds of compression that need little memory, whatever the archive says."""
+"""Compression methods whose decoders need little memory for any archive."""
 
 
 def open_archive(path: Path) -> zipfile.ZipFile:
-    """An archive whose directory holds what can be read within bounds."""
+    """Open an archive and check its members against the limits."""
     if not path.is_file():
         raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     with reading(path):
@@ -60,7 +60,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
-    """What is wrong with a member, if anything; `names` are those of the members before it."""
+    """The problem with a member, or None; `names` are those of the members before it."""
     path = PurePosixPath(info.filename)
     if not info.filename:
         return "has no name"
@@ -78,7 +78,7 @@ def _problem(info: zipfile.ZipInfo, names: set[str]) -> str | None:
 
 
 def read_member(archive: zipfile.ZipFile, member: str) -> bytes:
-    """The content of a member, at most as long as the archive's directory says."""
+    """The content of a member, whose size must be that in the archive's directory."""
     with reading(f"the image {archive.filename}/{one_line(member, 200)}"):
         size = archive.getinfo(member).file_size
         with archive.open(member) as file:

@@ -21,22 +21,22 @@ class Example:
 
     input_ids: Tensor
     labels: Tensor
-    """The token itself where it is predicted (the model or `Task` shifts), -100 elsewhere; of a causal model always at
-    position 0. Of a masked model the token that is masked."""
+    """The token itself where it is predicted, -100 elsewhere. Causal: unshifted (the model or `Task` shifts), -100 at
+    position 0; masked: the true token at masked positions."""
     document: int = 0
-    """Index of the row or document that it comes from; those of a held-out file count on their own."""
+    """Index of the row or document of origin; a held-out file has its own numbering."""
     masked_ids: Tensor | None = None
     """`input_ids` with the mask token in place of every labelled token; None unless the task is `masked-lm`."""
     types: Tensor | None = None
     """`token_type_ids`; None if the tokenizer gives none."""
     words: Tensor | None = None
-    """Index of the word whose last token is here, -1 elsewhere; None if no words are asked for."""
+    """Index of the word that ends at each position, -1 elsewhere; None if no words are searched for."""
     class_index: int = IGNORE
-    """Of the whole sequence, -100 where unknown."""
+    """Class of the sequence, -100 if unknown."""
 
     @classmethod
     def of(cls, ids: Sequence[int], start: int = 0, stop: int = 0, **entries: object) -> Example:
-        """An example whose tokens `start` up to `stop` are predicted; other `entries` as they are."""
+        """An example whose tokens `start` up to `stop` are predicted; `entries` are further fields."""
         input_ids = torch.tensor(ids, dtype=torch.int64)
         labels = torch.full_like(input_ids, IGNORE)
         labels[start:stop] = input_ids[start:stop]
@@ -47,15 +47,15 @@ class Example:
 
     @property
     def predicted(self) -> int:
-        """Tokens that the loss is on."""
+        """Number of predicted tokens."""
         return int((self.labels != IGNORE).sum())
 
 
 def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Right-padded batches for `model(**batch)`, the longest sequences first, equals in their order.
+    """Right-padded batches for `model(**batch)`, the longest sequences first; the order of equal lengths is kept.
 
     Args:
-        examples: what to batch; every one comes once.
+        examples: examples to batch, each once.
         batch_size: sequences in a batch; the last may have fewer.
         pad_id: token id of padding, which must exist in the model; it is masked and has no label.
 
@@ -78,7 +78,7 @@ def grouped(examples: Sequence[Example], batch_size: int) -> list[list[Example]]
 
 
 def in_batches(items: Sequence[T], batch_size: int) -> list[list[T]]:
-    """The items in their order, `batch_size` in each list but perhaps the last.
+    """The items in order, in lists of `batch_size`; the last may be shorter.
 
     Raises:
         FulldepthError: if `batch_size` is less than 1.

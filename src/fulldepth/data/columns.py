@@ -1,6 +1,6 @@
-"""Columns that are read: their usual names, the choice among those of a row, and cells that must hold text.
+"""Column names, selection of the columns of a row, and validation of text cells.
 
-A row without the column, or a cell of another kind, is a `FulldepthError` that says where it stands.
+A row without the column, or a cell of another kind, is a `FulldepthError` that names its location.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fulldepth.errors import FulldepthError, names_of, unknown
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
-"""Rows, each after the words that say where it stands (`a.jsonl line 3`), for messages."""
+"""Pairs of location (`a.jsonl line 3`, for messages) and row."""
 
 IMAGE_COLUMNS = ("image", "img")
 TEXT_COLUMNS = ("text", "sentence")
@@ -36,7 +36,7 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Columns(NamedTuple):
-    """The columns that hold what we read; `kind` is `text`, `pairs` or `images`."""
+    """The columns to read; `kind` is `text`, `pairs` or `images`."""
 
     kind: str
     first: str
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 
 
 def choose_columns(names: Iterable[str], where: str) -> Columns:
-    """Which of the columns `names` to read."""
+    """Choose the columns to read from `names`."""
     have = list(names)
     label = next((name for name in LABEL_COLUMNS if name in have), None)
     for name in IMAGE_COLUMNS:
@@ -66,7 +66,7 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
 
 
 def text_column(names: Iterable[str], column: str | None, where: str) -> str:
-    """The column that holds the text: `column`, or where that is None `text` or `sentence`."""
+    """Name of the text column: `column`, or if None `text` or `sentence`."""
     have = list(names)
     if column is not None:
         if column not in have:
@@ -81,7 +81,7 @@ def text_column(names: Iterable[str], column: str | None, where: str) -> str:
 
 
 def column_texts(rows: Rows, column: str | None = None) -> Iterator[str]:
-    """The text of each row; without `column`, the first row decides which it is, as `text_column` does."""
+    """The text of each row; without `column`, `text_column` chooses it from the first row."""
     for where, row in rows:
         column = text_column(row, None, where) if column is None else column
         require_columns(row, [column], where)
@@ -96,17 +96,17 @@ def require_columns(row: Mapping[str, Any], columns: Iterable[str | None], where
 
 
 def text_value(value: Any, where: str) -> str:
-    """A cell that must hold text, ready for a tokenizer; `where` says where it stands."""
+    """The cleaned text of a cell; `where` is its location, for messages."""
     if not isinstance(value, str):
         raise FulldepthError(f"{where} is {kind_of(value)}, expected text.")
     return clean_text(value)
 
 
 def clean_text(text: str) -> str:
-    """`text` with halves of surrogate pairs (JSON can hold them, UTF-8 and tokenizers cannot) replaced by U+FFFD."""
+    """`text` with lone surrogates (possible in JSON, but not in UTF-8 and tokenizers) replaced by U+FFFD."""
     return SURROGATES.sub("\ufffd", text)
 
 
 def kind_of(value: Any) -> str:
-    """What a cell holds, for a message."""
+    """Kind of a cell's value, for a message."""
     return "empty (null)" if value is None else f"of type {type(value).__name__}"

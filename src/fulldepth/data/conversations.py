@@ -1,4 +1,4 @@
-"""`conversations`: prompts with responses, and chats, as the data sets that TRL's `SFTTrainer` takes."""
+"""`conversations`: prompts with responses, and chats, as data sets for TRL's `SFTTrainer`."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
     "bot": "assistant",
     "model": "assistant",
 }
-"""Role as written -> role as chat templates call it."""
+"""Role in the data -> role in chat templates."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
 TABLES = tuple(suffix for suffix in ROWS if suffix != ".txt")
 """Suffixes of files whose rows have columns."""
 CHUNK = 1000
-"""Rows that are Python objects at a time; the rest are Arrow."""
+"""Rows held as Python objects before they are converted to Arrow."""
 
 Message: TypeAlias = dict[str, str]
 Prompt: TypeAlias = str | list[Message]
-"""Plain text, or all messages before the response."""
+"""Plain text, or the messages before the response."""
 
 
 class _Shape(NamedTuple):
-    """How rows are read and written; the first row and the tokenizer decide."""
+    """How rows are read and written, determined by the first row and the tokenizer."""
 
     chat: str | None
-    """Column of messages, None where rows are pairs."""
+    """Column of messages; None if rows are pairs."""
     pair: tuple[str, str]
     context: str | None
-    """Column of a text that belongs to the prompt (Alpaca's `input`)."""
+    """Column of further text of the prompt (Alpaca's `input`)."""
     template: bool
-    """Whether pairs become messages, for the tokenizer's chat template."""
+    """Whether pairs become messages for the tokenizer's chat template."""
     per_response: bool
 
 
@@ -59,26 +59,26 @@ def conversations(
 
     Args:
         data: as for `open_data`, without plain text. Rows hold `messages` (a list of `role` and `content`; ShareGPT's
-            `conversations` with `from` and `value` also), or a prompt and a response in any of the pairs of columns
+            `conversations` with `from` and `value` also), or a prompt and a response in one of the pairs of columns
             that `fulldepth measure` reads (`prompt` + `response`, ...).
-        tokenizer: with a chat template, a pair becomes two messages; chats need one. None = not known yet: pairs stay
-            plain text.
+        tokenizer: with a chat template, which chats need, a pair becomes two messages. None = not known yet: pairs
+            stay plain text.
         config: configuration of a Hub data set.
         split: split of a Hub data set, None = `train`.
-        limit: the first so many rows, and of a Hub data set only those are fetched; None = all.
-        per_response: make each response of a chat an example of its own, with all that was said before it as the
-            prompt: the loss is then on responses under any chat template. Otherwise a chat is one example, and TRL's
+        limit: number of rows to read, the first ones; of a Hub data set only these are downloaded. None = all.
+        per_response: make each response of a chat an example of its own, with all messages before it as the prompt:
+            the loss is then on responses under any chat template. Otherwise a chat is one example, and TRL's
             `assistant_only_loss` needs a template that marks responses (`{% generation %}`).
-        watcher: told how many rows have no response and are left out.
+        watcher: receives the number of rows that are dropped because they have no response.
 
     Returns:
-        Columns `messages`, or `prompt` and `completion` (TRL then counts the loss on the completion alone): both
-        texts, or both lists of messages. Between plain texts stands white space, a line end if there is none, so that
-        the prompt's tokens are the same with and without the response.
+        Columns `messages`, or `prompt` and `completion` (TRL then computes the loss on the completion alone): both
+        texts, or both lists of messages. White space separates plain texts, a line end if there is none, so that the
+        prompt's tokens are the same with and without the response.
 
     Raises:
-        FulldepthError: if there is nothing to read, rows are of another kind, a role is not known, no row has a
-            response, or chats meet a tokenizer without chat template.
+        FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
+            or the data are chats and the tokenizer has no chat template.
     """
     opened = open_data(data, config=config, split=split, limit=limit, suffixes=TABLES)
     chunks: list[datasets.Dataset] = []
@@ -102,9 +102,9 @@ def conversations(
 def read_conversations(
     rows: Rows, tokenizer: Any = None, *, per_response: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The examples that `conversations` makes of each row, after where it stands; none if the row has no response.
+    """Location of each row, and the examples that `conversations` makes of it; none if the row has no response.
 
-    The first row decides how all are read. Arguments and errors are those of `conversations`.
+    The first row determines how all rows are read. Arguments and errors are those of `conversations`.
     """
     shape = None
     for where, row in rows:
@@ -118,10 +118,10 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
 
 
 def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
-    """The prompt of each row, after where it stands: messages for a chat template, else text that ends in white space.
+    """Location and prompt of each row: messages for a chat template, else text that ends in white space.
 
-    The first row decides how all are read. Responses are not read and may be missing: of a chat, all before its last
-    response is the prompt. Errors are those of `conversations`.
+    The first row determines how all rows are read. Responses are not read and may be missing; the prompt of a chat ends
+    before a final response. Errors are those of `conversations`.
     """
     shape = None
     for where, row in rows:
@@ -137,7 +137,7 @@ def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prom
 def _shape(
     row: Mapping[str, Any], where: str, tokenizer: Any, *, per_response: bool = False, answered: bool = True
 ) -> _Shape:
-    """How to read rows like this one; `answered`: it must have a column of responses."""
+    """How to read rows like this one; if `answered`, it must have a column of responses."""
     template = tokenizer is not None and bool(tokenizer.chat_template)
     chat = next((column for column in CHAT_COLUMNS if column in row), None)
     pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row and (not answered or pair[1] in row)), None)
@@ -155,7 +155,7 @@ def _shape(
 
 
 def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
-    """The examples of a row: one, or as many as responses, or none."""
+    """The examples of a row: one, one per response, or none."""
     if shape.chat is None:
         return _pair(row, where, shape)
     messages = _chat(row, where, shape.chat)

@@ -1,4 +1,4 @@
-"""The built-in corpus of public-domain novels (see CORPUS.md), and a small tokenizer trained on it or on other text."""
+"""The built-in corpus of public-domain novels (see CORPUS.md), and training of small tokenizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fulldepth.errors import unknown
 
 PARTS = ("train", "heldout")
 END_OF_TEXT = "<|endoftext|>"
-"""Ends a document; also pads."""
+"""End-of-text and padding token."""
 
 
 class Novel(NamedTuple):
@@ -30,7 +30,7 @@ class Novel(NamedTuple):
 
 @cache
 def novels() -> tuple[Novel, ...]:
-    """Every novel of the built-in corpus, in its order of publication within its part."""
+    """The novels of the built-in corpus, by part and in order of publication."""
     packed = files(__package__).joinpath("corpus.txt.xz").read_bytes()
     documents = []
     for document in lzma.decompress(packed).decode("utf-8").split("\f")[1:]:
@@ -41,7 +41,7 @@ def novels() -> tuple[Novel, ...]:
 
 
 def builtin_texts(part: str = "train") -> list[str]:
-    """The novels of one part of the built-in corpus, each one text.
+    """The texts of the novels in one part of the built-in corpus.
 
     Args:
         part: `train` (19 novels, 9.5 MB) or `heldout` (2 novels by other authors, 0.8 MB).
@@ -55,14 +55,14 @@ def builtin_texts(part: str = "train") -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (as GPT-2's: no unknown tokens, no text changed) trained on `texts`.
+    """Train a byte-level BPE tokenizer like GPT-2's (no unknown tokens, text is not normalised) on `texts`.
 
     Args:
-        texts: documents to learn the merges from; the same texts give the same tokenizer.
-        vocab_size: tokens at most, at least 257: the 256 bytes and `<|endoftext|>`.
+        texts: documents to learn the merges from; the result is deterministic.
+        vocab_size: most tokens; at least 257, the 256 bytes and `<|endoftext|>`.
 
     Returns:
-        The tokenizer; `<|endoftext|>` (id 0) ends and pads, nothing is added at the beginning.
+        The tokenizer; `<|endoftext|>` (id 0) is its eos and padding token, and it adds no special tokens.
 
     Raises:
         ValueError: if `vocab_size` is too small.

@@ -1,4 +1,4 @@
-"""`open_documents`: training text of any size, as documents in units that can be read alone."""
+"""`open_documents`: training text of any size, as documents in units that can be read independently."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ COMMIT = re.compile(r"@([0-9a-f]{40})\b")
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts in a fixed order, read as they are needed; iterate as often as you like."""
+    """Texts in a fixed order, read lazily; can be iterated repeatedly."""
 
     name: str
     identity: Mapping[str, Any] = field(repr=False)
-    """What tells this text from any other, in JSON: files with sizes and times, or a data set with its revision."""
+    """JSON values that identify the text: files with sizes and times, or a data set with its revision."""
     units: Sequence[Unit] = field(repr=False)
-    """The documents in parts that can be read alone; numbers of documents count through them in this order."""
+    """Parts that can be read independently; documents are numbered through them in this order."""
     length: int | None = None
-    """Number of documents, where it is known without reading them."""
+    """Number of documents, if known without reading them."""
     size: int | None = None
-    """Bytes of the files that hold them, where they are files."""
+    """Bytes of the files; None for other sources."""
     portable: bool = False
     """Whether the units can be sent to other processes."""
 
@@ -56,16 +56,16 @@ def open_documents(
     """Open text for training.
 
     Args:
-        data: as for `open_data`; `corpus:builtin` is its training part. A row of a table is a document. Plain text is
-            cut so that parts of it can be held out, by `text_pieces`: every novel of the built-in corpus and every
-            `.txt` file is one document or several. `Documents` are returned as they are.
+        data: as for `open_data`; `corpus:builtin` is its training part. A row of a table is a document. Plain text
+            (novels of the built-in corpus, `.txt` files) is cut into one or more documents by `text_pieces`, so that
+            parts of it can be held out. `Documents` are returned unchanged.
         column: column that holds the text; None = `text` or `sentence`.
         config: configuration of a Hub data set.
         split: split of a Hub data set, None = `train`; part of the built-in corpus.
-        streaming: read a Hub data set as it arrives instead of downloading it first.
+        streaming: read a Hub data set as a stream instead of downloading it first.
 
     Raises:
-        FulldepthError: if there is nothing to read there, or it is not what its name promises.
+        FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """
     if isinstance(data, Documents):
         return data
@@ -73,7 +73,7 @@ def open_documents(
 
 
 def documents_of(opened: Opened, column: str | None = None) -> Documents:
-    """The documents in data that are open; `column` and errors as for `open_documents`."""
+    """The documents of opened data; `column` and errors as for `open_documents`."""
     if opened.path is not None:
         return _from_files(opened, opened.path, column)
     if opened.table is not None:
@@ -109,7 +109,7 @@ def _from_files(opened: Opened, path: Path, column: str | None) -> Documents:
 
 
 def _from_table(opened: Opened, table: Any, column: str | None) -> Documents:
-    """The rows of a data set of the Hub, or of one that a program made, which its fingerprint names."""
+    """The rows of a data set from the Hub, or of one made by a program, identified by its fingerprint."""
     with reading(opened.name):
         names = table.column_names or list(next(iter(table), {}))
     chosen = text_column(names, column, opened.name)
@@ -131,11 +131,11 @@ def _from_table(opened: Opened, table: Any, column: str | None) -> Documents:
 
 
 def _revision(data: Any, repository: str) -> str | None:
-    """The commit of a Hub data set, from what was downloaded or by asking; None where neither says."""
+    """The commit of a Hub data set, from its download or from the Hub; None if unknown."""
     for address in data.info.download_checksums or ():
         if match := COMMIT.search(address):
             return match.group(1)
     try:
         return HfApi().dataset_info(repository).sha
-    except Exception:  # whatever the network says: the name must do
+    except Exception:  # any network error: identify the data by name only
         return None

@@ -1,4 +1,4 @@
-"""Records into token sequences, one recipe per task and kind of text."""
+"""Converts records to token sequences, by task and kind of text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most, by what is asked and what the model can take."""
+        """Most tokens of a sequence, by `sequence_length` and the model's positions."""
         return min(self.sequence_length, self.max_positions or self.sequence_length)
 
 
@@ -40,7 +40,7 @@ Encoded = tuple[list[Example], list[str]]
 def encode(
     source: Source, order: Sequence[int], labels: Sequence[int], task: str, tokenizer: Any, limits: Limits
 ) -> Encoded:
-    """Examples of the records in `order`, with their `labels`, and warnings about what was left out."""
+    """Examples of the records in `order`, with their `labels`, and warnings about omitted text."""
     records = [source.records[i] for i in order]
     if source.kind == "pairs":
         return _pairs(records, tokenizer, limits)
@@ -57,12 +57,12 @@ def encode(
 
 
 def _causal_labels(ids: Tensor) -> Tensor:
-    """[T] labels of a causal model: every token but the first, which nothing predicts."""
+    """[T] labels of a causal model: every token but the first, which has no context."""
     return torch.cat([torch.full_like(ids[:1], IGNORE), ids[1:]])
 
 
 def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limits) -> Encoded:
-    """Full windows of plain text; a masked model's carry its special tokens around each."""
+    """Full windows of plain text; for a masked model each has special tokens around it."""
     length = limits.sequence_length
     check_positions(length, limits.max_positions)
     texts = [text for record in records for text in (record.text, record.second) if text]
@@ -92,20 +92,20 @@ def cut_windows(
     count: int,
     separator: int | None = None,
 ) -> tuple[list[list[int]], int]:
-    """Cut the stream of texts, joined by `separator`, into windows.
+    """Cut texts, joined by `separator`, into windows.
 
-    Training (`pack`) frames and ends every document instead, and keeps all ids on disk; here the first few are enough.
+    Unlike `pack`, which adds special tokens to every document and saves all ids, this reads only the text it needs.
 
     Args:
-        texts: documents, read only as far as the windows need.
+        texts: documents, read lazily.
         tokenise: (text, needed) -> its first `needed` or more token ids, or all of them.
         window: tokens of a window.
-        count: windows at most.
+        count: most windows.
         separator: token id between two documents, unless the first already ends with it.
 
     Returns:
-        Full windows, or one short window if the whole text is shorter than one; and how many tokens at the end of the
-        text did not fill another (0 if text is left).
+        Full windows, or one short window if the whole text is shorter; and the number of tokens at the end of the text
+        that did not fill a window (0 if the text was not read to its end).
     """
     needed = window * count
     stream: list[int] = []
@@ -126,7 +126,7 @@ def cut_windows(
 def _one_by_one(
     records: Sequence[Record], labels: Sequence[int], tokenizer: Any, limits: Limits, *, pieces: bool
 ) -> Encoded:
-    """One text (or two), one sequence, with special tokens. What is too long is cut off or, with `pieces`, cut up."""
+    """One sequence per text or pair of texts, with special tokens. Long texts are cut off or, with `pieces`, split."""
     texts = [record.text or "" for record in records]
     frame, typed = Frame.of(tokenizer, texts), _has_types(tokenizer, texts[0])
     room = limits.longest - len(frame)
@@ -154,7 +154,7 @@ def _one_by_one(
 
 
 def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Mapping[str, Any], bool]:
-    """Two texts as the tokenizer joins them, the longer one cut where they do not fit; and whether it was."""
+    """Two texts as the tokenizer joins them, the longer one truncated if necessary; and whether it was."""
     joined = encode_texts(tokenizer, first, second)
     is_cut = len(joined["input_ids"]) > longest
     if is_cut:
@@ -167,7 +167,7 @@ def _no_room(length: int, frame: Frame) -> str:
 
 
 def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded:
-    """Prompt and response tokenised apart, so that every target is a token of the response."""
+    """Prompts and responses, tokenised separately so that every target is a token of the response."""
     frame = Frame.of(tokenizer, (record.prompt or "" for record in records))
     examples, lengths = [], []
     for record in records[: limits.max_sequences]:
@@ -177,7 +177,7 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
         if not response:
             continue
         lengths.append(len(ids))
-        start = max(1, len(prompt))  # nothing predicts the first token
+        start = max(1, len(prompt))  # the first token has no context
         examples.append(Example.of(ids[: limits.longest], start, len(prompt) + len(response)))
     too_long = sum(length > limits.longest for length in lengths)
     if not too_long:
@@ -193,7 +193,7 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
 
 
 def _masked(example: Example, index: int, tokenizer: Any, seed: int) -> Example:
-    """The example with what a masked language model is asked."""
+    """The example with masked tokens and their labels."""
     ids = example.input_ids.numpy()
     special = np.isin(ids, tokenizer.all_special_ids)
     masked_ids, labels = mask_tokens(ids, special, tokenizer.mask_token_id, seed=seed, index=index)

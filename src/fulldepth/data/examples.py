@@ -1,4 +1,4 @@
-"""`read_examples`: pairs, chats or text as token ids with labels, to fit scalars on and to score blocks with."""
+"""`read_examples`: pairs, chats or text as token ids with labels, for fitting scalars and scoring blocks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 
 HELDOUT_SHARE = 5
-"""One document or pair in so many is held out where no file is."""
+"""One in so many documents or pairs is held out if there is no held-out file."""
 DEFAULT_LENGTH = 256
 SPREAD = 20
-"""Documents that a limited number of windows comes from, where there are so many."""
+"""Fewest documents that a limited number of windows comes from, if there are as many."""
 EXPECTED = "prompt + response, messages, or text"
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Data of a search."""
+    """Training and held-out data of a search."""
 
     train: list[Example]
-    """To fit scalars on."""
+    """Examples for fitting scalars."""
     heldout: list[Example]
-    """To score blocks with."""
+    """Examples for scoring blocks."""
     meta: dict[str, Any] = field(default_factory=dict)
     """`hash` of both parts, names, kinds, counts, `warnings`: plain values for a plan's `data`."""
 
@@ -62,28 +62,28 @@ def read_examples(
 ) -> Examples:
     """Examples with the loss on response tokens (pairs, chats) or on every token but a window's first (text).
 
-    Nothing is deduplicated and no pair is cut. A chat gives an example for each response, with all that was said
-    before it as the prompt, rendered by the tokenizer's template as the model would see it when it answers. Text is
-    cut into windows, none across two documents.
+    Nothing is deduplicated and no pair is truncated. A chat gives an example for each response, with all messages
+    before it as the prompt, rendered by the tokenizer's template as for generation. Text is cut into windows within
+    documents.
 
     Args:
-        data: rows with a prompt and a response or with messages (all that `fulldepth.data.conversations` reads), rows
-            with `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a
-            list of texts or of mappings. Long plain text is several documents (`fulldepth.data.documents.text_pieces`).
-            None = held-out data only, nothing to fit on.
+        data: rows with a prompt and a response or with messages (as `fulldepth.data.conversations` reads), rows with
+            `text` or `sentence`, `.txt` files, `corpus:builtin` (its held-out part) or `corpus:builtin/train`, a list
+            of texts or of mappings. Long plain text is several documents (`fulldepth.data.documents.text_pieces`). None
+            = held-out data only.
         tokenizer: the model's; its chat template, if it has one, is used for pairs too.
-        max_positions: what the model can take, None = any length.
-        heldout: the same kinds of data, to score with; None = a seeded fifth of the rows or documents of `data`.
-        seed: of that fifth.
-        sequence_length: tokens of a window of text, None = 256 or the model's positions if these are fewer; and, if
-            given, of a pair at most.
-        limit: of each source the first so many rows; of text so many windows at most, of the first documents and of
-            20 of them at least, where there are so many. None = all.
+        max_positions: most tokens that the model can read; None = any length.
+        heldout: data for scoring, of the same kinds; None = a seeded fifth of the rows or documents of `data`.
+        seed: seed of that fifth.
+        sequence_length: tokens of a window of text, None = 256 or the model's positions if fewer; if given, also the
+            most tokens of a pair.
+        limit: number of rows to read of each source, the first ones; of text, most windows, from the first documents
+            and from at least 20 if there are as many. None = all.
         vocab_size: rows of the model's embedding; None = not checked.
 
     Raises:
         FulldepthError: if there is nothing to read or to hold out, a row lacks prompt or response, pairs are too long
-            (says which), or tokens are not in the vocabulary, or there is no tokenizer.
+            (the message names them), tokens are not in the vocabulary, or there is no tokenizer.
     """
     _check_settings(max_positions, sequence_length, limit)
     longest = sequence_length or max_positions
@@ -122,7 +122,7 @@ def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: in
     if tokenizer is None:
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     if isinstance(data, str) and data == f"{CORPUS}builtin":
-        data = f"{CORPUS}builtin/heldout"  # as for `measure`: what a trained model has not seen
+        data = f"{CORPUS}builtin/heldout"  # as for `measure`: unseen by models trained on the corpus
     opened = None if isinstance(data, Documents) else open_data(data)
     if opened is None or opened.is_plain:
         documents = data if opened is None else documents_of(opened)
@@ -143,7 +143,7 @@ def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: in
 
 
 def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, limit: int | None) -> list[Example]:
-    """Windows of at most `length` tokens; with a limit, those at the beginning of at least `SPREAD` documents."""
+    """Windows of at most `length` tokens; with a limit, from the beginnings of at least `SPREAD` documents."""
     share = None if limit is None else max(1, limit // SPREAD)
     preferred: list[Example] = []
     later: list[Example] = []
@@ -160,14 +160,14 @@ def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, l
 
 
 def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]:
-    """The windows of one document; the last may be shorter, and is left out if it is a single token."""
+    """The windows of one document; the last may be shorter, and is dropped if it is a single token."""
     ids = Frame.of(tokenizer, [text]).wrap(plain_ids(tokenizer, text)) if text.strip() else []
     windows = [ids[start : start + length] for start in range(0, len(ids) - 1, length)]
     return [Example.of(window, 1, len(window), document=document) for window in windows]
 
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
-    """An example for each response, the labels on its tokens."""
+    """An example for each response, with labels on its tokens."""
     examples, too_long = [], []
     for document, (where, conversation) in enumerate(rows):
         for prompt, response in _turns(conversation, where):
@@ -175,7 +175,7 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")
-            start = max(1, len(before))  # nothing predicts the first token
+            start = max(1, len(before))  # the first token has no context
             if start >= len(before) + len(answer):
                 raise FulldepthError(f"The response of {where} has no token that can be predicted.")
             ids = [*before, *answer, *after]
@@ -190,7 +190,7 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
 
 
 def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any, Any]]:
-    """Prompts with their responses, both texts, or messages and a message."""
+    """(prompt, response) of each response: two texts, or messages and a message."""
     for row in conversation:
         if "messages" not in row and isinstance(row["prompt"], str):
             if not row["prompt"].strip():
@@ -212,7 +212,7 @@ def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any
 
 
 def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to fit on, and those of a seeded fifth of the documents, one at least."""
+    """(training, held-out) examples: held out is a seeded fifth of the documents, at least one."""
     documents = list(dict.fromkeys(example.document for example in part.examples))
     if len(documents) < 2:
         raise FulldepthError(
@@ -247,7 +247,7 @@ def _overlap(train: Sequence[Example], heldout: Sequence[Example]) -> list[str]:
 
 
 def _hash(train: Sequence[Example], heldout: Sequence[Example]) -> str:
-    """Over token ids and labels of both parts, in their order."""
+    """Hash of the token ids and labels of both parts, in order."""
     fingerprint = Fingerprint("fulldepth examples 1")
     for part in (train, heldout):
         fingerprint.add(str(len(part)).encode())

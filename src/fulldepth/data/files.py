@@ -1,7 +1,7 @@
-"""Rows of files, one by one: .txt, .jsonl, .tsv, .parquet. Nothing in a file is ever executed or unpickled.
+"""Readers of the rows of .txt, .jsonl, .tsv and .parquet files. Nothing in a file is executed or unpickled.
 
-A file that cannot be read, is empty, not of its kind or out of bounds is a `FulldepthError` that names the file and the
-place, raised when the reading gets there.
+A file that cannot be read, is empty, malformed or beyond the limits is a `FulldepthError` that names the file and the
+location, raised when reading reaches it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fulldepth.files import reading, reading_each
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
 LONGEST_LINE = 64 << 20
-"""Bytes of a line of text, or of a row of a table."""
+"""Most bytes of a line of text or of a row of a table."""
 SPARE_BYTES, EXPANSION = 1 << 30, 200
-"""A compressed file may hold `SPARE_BYTES`, and `EXPANSION` times its own size."""
+"""Limit of a decompressed file: `SPARE_BYTES` plus `EXPANSION` times its compressed size."""
 BATCH_ROWS, NESTED_BATCH_ROWS = 1024, 16
-"""Rows of a parquet file that are decoded at a time; fewer where columns hold lists or mappings."""
+"""Rows of a parquet file that are decoded at a time; the second if columns hold lists or mappings."""
 
 
 def path_of(name: str | Path) -> Path:
-    """The path that a name of data stands for, whether or not it exists; `~` is the home folder."""
+    """The path of a data argument, which need not exist; `~` is the home folder."""
     with reading(one_line(name)):
         path = Path(name).expanduser()
         path.exists()
@@ -63,7 +63,7 @@ def _byte_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def next_line(path: Path, byte: int) -> int:
-    """Where the first line begins that does not begin before `byte`, or the end of the file."""
+    """Position of the first line that begins at `byte` or later, or the end of the file."""
     if byte <= 0:
         return 0
     line = next(reading_each(path, _byte_lines(path, byte - 1)), b"")
@@ -71,9 +71,9 @@ def next_line(path: Path, byte: int) -> int:
 
 
 def next_paragraph(path: Path, byte: int, limit: int) -> int:
-    """Where text goes on behind the first empty line from `byte` on, or behind the line that makes `limit` bytes.
+    """Position after the first empty line from `byte` on, or after the line that reaches `limit` bytes.
 
-    The place depends only on the bytes from `byte - 1` on, and never falls when `byte` rises.
+    The position depends only on the bytes from `byte - 1` on, and is non-decreasing in `byte`.
     """
     start = position = next_line(path, byte)
     if start == 0:
@@ -118,7 +118,7 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise FulldepthError(f"{where} is not valid JSON: {error.msg} at column {error.colno}.") from error
-        except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        except (RecursionError, ValueError) as error:  # too deep nesting, or a number of thousands of digits
             raise FulldepthError(f"{where} cannot be read as JSON: {one_line(error)}.") from error
         if not isinstance(row, dict):
             raise FulldepthError(
@@ -128,7 +128,7 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
 
 
 def tsv_rows(path: Path) -> Rows:
-    """The lines of a `.tsv` file below its header. Quotation marks mean themselves: GLUE's files quote nothing."""
+    """The lines of a `.tsv` file below its header. Quotation marks are literal: GLUE's files quote nothing."""
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
         where, cells = f"{path.name} line {number}", line.removesuffix("\n").split("\t")
@@ -147,7 +147,7 @@ def parquet_shape(path: Path) -> tuple[list[str], int]:
 
 
 def parquet_groups(path: Path, column: str) -> list[int]:
-    """Decoded bytes of a column in each row group of a `.parquet` file, as the file says."""
+    """Uncompressed bytes of a column in each row group of a `.parquet` file, from its metadata."""
     sizes = []
     with reading(path), _open_parquet(path) as file:
         for number in range(file.metadata.num_row_groups):
@@ -158,10 +158,10 @@ def parquet_groups(path: Path, column: str) -> list[int]:
 
 
 def parquet_rows(path: Path, names: list[str] | None = None, groups: range | None = None) -> Rows:
-    """The rows of a `.parquet` file, of some columns (`names`) and row groups only if these are given.
+    """The rows of a `.parquet` file, optionally only some columns (`names`) and row groups.
 
-    A file of a few kilobytes can stand for terabytes: a value is stored once, however many rows have it. So repeated
-    values stay shared until their row is read, and what all rows hold is bounded.
+    A file of a few kilobytes can represent terabytes, as repeated values are stored once. Repeated values therefore
+    stay shared until their row is read, and the total decoded size is limited.
     """
     number, budget = _rows_before(path, groups.start) if groups else 0, 0
     for batch in reading_each(path, _parquet_batches(path, names, groups)):
@@ -207,7 +207,7 @@ def _parquet_batches(path: Path, names: list[str] | None, groups: range | None =
 
 
 def _decoded_bytes(column: pyarrow.Array) -> int:
-    """Bytes that a column takes when values that rows share are written out."""
+    """Bytes of a column with shared values counted in every row."""
     if not pyarrow.types.is_dictionary(column.type):
         return int(column.nbytes)
     lengths = pyarrow.compute.binary_length(column.dictionary).cast("int64").take(column.indices)
@@ -220,4 +220,4 @@ ROWS: dict[str, Callable[[Path], Rows]] = {
     ".tsv": tsv_rows,
     ".parquet": parquet_rows,
 }
-"""Suffix -> reader of one row after another, for files of any size."""
+"""Suffix -> reader that yields rows lazily, for files of any size."""

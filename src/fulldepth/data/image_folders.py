@@ -20,7 +20,7 @@ from fulldepth.files import reading
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
-"""Names of splits; where none is asked for, the first of these that exists: the labels of `test` may be hidden."""
+"""Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
 
 
 class Pictures(NamedTuple):
@@ -41,7 +41,7 @@ def has_images(path: Path) -> bool:
 def folder_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
     """The images below a folder; class sub-folders give the labels, in sorted order of their names.
 
-    Without `split`, the first of `SPLITS` that exists; with a `limit`, so many images, spread evenly over all.
+    Without `split`, the first of `SPLITS` that exists; with `limit`, at most so many images, spread evenly over all.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
     return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit)
@@ -69,7 +69,7 @@ def _pictures(
     limit: int | None,
 ) -> Pictures:
     images, chosen = _arrange(name, files, split)
-    if limit is not None and limit < len(images):  # sorted by class: take them evenly, not the first classes only
+    if limit is not None and limit < len(images):  # sorted by class: spread evenly to cover all classes
         images = [images[i * len(images) // limit] for i in range(limit)]
     classes = tuple(sorted({label for _, label in images if label is not None}))
     index = {label: i for i, label in enumerate(classes)}
@@ -93,7 +93,7 @@ def _arrange(
         and _folder(images[0], 0) not in SPLITS
         and all(len(f.parts) > 2 for f in images)
     ):
-        depth = 1  # one folder around everything
+        depth = 1  # a single folder contains everything
     splits = {folder for f in images if (folder := _folder(f, depth)) in SPLITS}
     if split is None:
         split = next((s for s in SPLITS if s in splits), None)
@@ -106,5 +106,5 @@ def _arrange(
 
 
 def _folder(file: PurePosixPath, depth: int) -> str | None:
-    """Lower-case name of the folder at `depth` on the way to `file`, None if the file itself stands there."""
+    """Lower-case name of the folder at `depth` in the path of `file`; None if that part is the file itself."""
     return file.parts[depth].lower() if len(file.parts) > depth + 1 else None

@@ -1,6 +1,6 @@
-"""Images: decoded when they are used, within bounds, from files, archives, bytes or Python objects.
+"""Images from files, archives, bytes or Python objects, decoded on use and within limits.
 
-An image that is corrupt, cut short, too large or of a format that is not read is a `FulldepthError` that names it.
+An image that is corrupt, truncated, too large or of an unsupported format is a `FulldepthError` that names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_bytes
 
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
-"""Formats whose decoders only decode; Pillow would run other programs for some of the rest."""
+"""Supported formats. For some others Pillow would run external programs."""
 
 MOST_IMAGE_BYTES = 256 << 20
 """Largest image file."""
@@ -29,16 +29,16 @@ MOST_RATIO = 200
 """Long edge over short edge."""
 
 ImageLoader = Callable[[], Image.Image]
-"""Decodes an image, in RGB; a `StoredImage` also knows the image's content without decoding it."""
+"""Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An image that is decoded when called, in RGB."""
+    """An image that is decoded to RGB when called."""
 
     decode: ImageLoader
     content: Callable[[], bytes]
-    """The image as it is stored: bytes that decide every pixel."""
+    """Returns the stored bytes, which determine every pixel."""
 
     def __call__(self) -> Image.Image:
         """The decoded image."""
@@ -61,9 +61,9 @@ def image_value(value: Any, where: str) -> ImageLoader:
 
 
 def _rgb(image: Image.Image, where: str) -> Image.Image:
-    """The image in RGB; one that would take too much memory is refused before it is decoded.
+    """The image in RGB; one that would need too much memory is refused before it is decoded.
 
-    A thin strip is too: a processor that scales its short edge up would make its long edge endless.
+    So is a thin strip: a processor that enlarges its short edge would make its long edge extremely long.
     """
     width, height = image.size
     if width * height > MOST_PIXELS or not 1 <= max(width, height) <= MOST_RATIO * min(width, height):
@@ -84,7 +84,7 @@ def _unreadable(where: str, error: Exception) -> FulldepthError:
 
 
 def image_content(load: ImageLoader) -> bytes:
-    """Bytes that decide every pixel of an image: as it is stored, or its pixels if nothing is known of that."""
+    """Bytes that determine every pixel of an image: the stored bytes if available, else its pixels."""
     if isinstance(load, StoredImage):
         return load.content()
     image = load()
@@ -106,5 +106,5 @@ def decode_image(data: bytes, where: str) -> Image.Image:
                 return _rgb(image, where)
     except FulldepthError:
         raise
-    except Exception as error:  # a decoder of a damaged file raises whatever its parser meets
+    except Exception as error:  # decoders raise any exception on damaged files
         raise _unreadable(where, error) from error

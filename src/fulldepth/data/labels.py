@@ -1,4 +1,4 @@
-"""Class labels in the model's numbering, and samples that give every class its turn."""
+"""Class labels in the model's numbering, and class-balanced samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fulldepth.targets import IGNORE
 
 
 class Labels(NamedTuple):
-    """Of all records: class indices (-100 = none), number of classes (None = no labels), their names, warnings."""
+    """Labels of all records: class indices (-100 = none), number of classes (None = no labels), names, warnings."""
 
     ids: list[int]
     num_classes: int | None
@@ -26,7 +26,7 @@ class Labels(NamedTuple):
 def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
     """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
 
-    Names that all occur in `label2id`, in whatever case, are numbered as there; other labels keep their numbers.
+    If all names occur in `label2id`, ignoring case, they are numbered as there; otherwise labels keep their numbers.
     """
     raw, names, warnings = [record.label for record in source.records], source.class_names, []
     model = {int(index): name for name, index in (label2id or {}).items()}
@@ -58,7 +58,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def sample(labels: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Indices of at most `limit` items: all in order if they are no more, else seeded, taking the classes in turn."""
+    """Indices of at most `limit` items: all if there are no more, else a seeded sample, the classes in turn."""
     if len(labels) <= limit:
         return list(range(len(labels)))
     shuffled = np.random.default_rng(seed).permutation(len(labels)).tolist()

@@ -7,7 +7,7 @@ import numpy as np
 from fulldepth.targets import IGNORE
 
 MASKED_SHARE = 0.15
-"""Share of the ordinary tokens that is masked, as in BERT; all of them become the mask token, none a random one."""
+"""Share of the ordinary tokens that is masked, as in BERT; always by the mask token, never by a random one."""
 
 
 def mask_tokens(
@@ -19,9 +19,9 @@ def mask_tokens(
         ids: `[T]` token ids.
         special: `[T]` bool, positions that are never masked.
         mask_id: id of the mask token.
-        seed: with `index`, decides which positions, so that batching and order change nothing.
+        seed: determines the positions together with `index`, independently of batching and order.
         index: index of the sequence in the whole data set.
-        share: share of the ordinary tokens, rounded to whole tokens, one at least where there is one.
+        share: share of the ordinary tokens, rounded; at least one token if there is any.
 
     Returns:
         `[T]` ids with masks, and `[T]` targets: the true token where masked, -100 elsewhere.

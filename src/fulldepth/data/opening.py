@@ -1,7 +1,7 @@
-"""`open_data`: the one reader of a data argument. Every verb makes what it needs of the rows that it gives.
+"""`open_data`: opens the data argument of every command, as rows.
 
-`sources` makes records of them for measuring, `documents` training text, `conversations` prompts with responses, and
-`examples` token ids for the search.
+`sources` converts rows to records for measuring, `documents` to training text, `conversations` to prompts with
+responses, and `examples` to token ids for the search.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 DATASETS = datasets.Dataset | datasets.IterableDataset
 SPLIT_DATASETS = datasets.DatasetDict | datasets.IterableDatasetDict
 Choice = Callable[[Iterable[str], str], Sequence[str]]
-"""(names of the columns, where they stand) -> the columns to read."""
+"""(names of the columns, location for messages) -> the columns to read."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Data that exist, in one of three forms: `files`, a `table`, or `items`."""
+    """Opened data in one of three forms: `files`, a `table`, or `items`."""
 
     name: str
     """For messages and results."""
@@ -47,13 +47,13 @@ class Opened:
     table: Any = field(default=None, repr=False)
     """One split, a `Dataset` or `IterableDataset`."""
     repository: str | None = None
-    """Of a table from the Hub."""
+    """Repository of a table from the Hub."""
     items: Sequence[Any] = field(default=(), repr=False)
     """Texts or mappings."""
     labels: tuple[str, ...] = ()
     """Names of the classes in the column `label` of `items`."""
     limit: int | None = None
-    """Rows that are read at most."""
+    """Most rows to read; None = all."""
 
     @property
     def is_corpus(self) -> bool:
@@ -62,16 +62,16 @@ class Opened:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the data are texts without columns (of a folder: its first file)."""
+        """Whether the data are texts without columns (for a folder, by its first file)."""
         if self.files:
             return self.files[0].suffix.lower() == ".txt"
         return self.table is None and bool(self.items) and isinstance(self.items[0], str)
 
     def rows(self, choose: Choice | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The rows one by one, read anew by each call, each after where it stands; a text is a row with `text`.
+        """(location, row) pairs, read anew by each call; a text is a row with `text`.
 
         Args:
-            choose: the columns to read of tables that are stored by column; None = all.
+            choose: selects the columns to read of tables that are stored by column; None = all.
         """
         if self.files:
             rows: Rows = (row for file in self.files for row in _file_rows(file, choose))
@@ -83,7 +83,7 @@ class Opened:
         return islice(iter(rows), self.limit)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
-        """Names of the classes that a column holds the numbers of; empty where they have none."""
+        """Names of the classes whose indices a column holds; empty if they have none."""
         feature = (self.table.features or {}).get(column) if self.table is not None else None
         return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else self.labels
 
@@ -99,7 +99,7 @@ def open_data(
     images: bool = False,
     suffixes: Sequence[str] = tuple(ROWS),
 ) -> Opened:
-    """Find what a data argument names; rows are read later.
+    """Open a data argument; rows are read lazily.
 
     Args:
         data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
@@ -107,13 +107,13 @@ def open_data(
             `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
-        limit: rows to read at most: the first, of folders of images some spread evenly over all. Of a Hub data set only
-            those are fetched.
-        streaming: read a Hub data set as it arrives instead of downloading it first.
+        limit: most rows to read: the first ones; of folders of images, spread evenly over all. Of a Hub data set only
+            these are downloaded.
+        streaming: read a Hub data set as a stream instead of downloading it first.
         held_out: without `split`, take the validation or test split and the corpus's held-out part where there is one,
             instead of the training split and part.
-        images: take a `.zip` of images, or a folder that holds any, too.
-        suffixes: of the files to read.
+        images: also accept a `.zip` or a folder of images.
+        suffixes: suffixes of the files to read.
 
     Raises:
         FulldepthError: if there is nothing of that name, or `limit` is less than 1.
@@ -150,14 +150,14 @@ def open_data(
 
 
 def _pictures(path: Path, split: str | None, limit: int | None) -> Pictures | None:
-    """The images of a `.zip` or of a folder that holds any."""
+    """The images of a `.zip` or a folder; None if the path is neither or holds none."""
     if path.is_dir():
         return folder_images(path, split, limit) if has_images(path) else None
     return zip_images(path, split, limit) if path.suffix.lower() == ".zip" else None
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
-    """The file itself, or the files in a folder and its sub-folders by path; none whose path has a hidden part."""
+    """The file itself, or the files in a folder and its sub-folders, sorted by path; hidden ones are ignored."""
     if not path.is_dir():
         if path.suffix.lower() in suffixes:
             return [path]
@@ -191,7 +191,7 @@ def _opened_corpus(name: str, default: str, limit: int | None) -> Opened:
 
 
 def _opened_table(name: str, table: Any, repository: str | None, limit: int | None) -> Opened:
-    """A table whose images stay as they are stored: `datasets` would hand them to any decoder that Pillow has."""
+    """A table whose images are not decoded by `datasets`, which would use any decoder of Pillow."""
     if isinstance(table, datasets.IterableDataset) or table.format["type"] is None:
         for column, feature in (table.features or {}).items():
             if isinstance(feature, datasets.Image):
@@ -210,7 +210,7 @@ def _load(name: str, config: str | None, split: str | None, streaming: bool, exp
     full = ":".join(filter(None, [repository, config]))
     try:
         data = datasets.load_dataset(repository, config, split=split, streaming=streaming)
-    except Exception as error:  # whatever the network, the repository's files and their readers raise
+    except Exception as error:  # any exception of the network, or of readers of the repository's files
         offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
         raise FulldepthError(
             f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
@@ -247,7 +247,7 @@ def _table_rows(name: str, table: Any, choose: Choice | None) -> Rows:
 
 
 def _image_rows(name: str, table: datasets.Dataset, image: str, label: str | None = None) -> Rows:
-    """Rows whose images are read one by one, when they are used."""
+    """Rows whose images are read on use."""
     labels = table[label] if label else [None] * len(table)
     for index, value in enumerate(labels):
         arguments = table, index, image
@@ -264,7 +264,7 @@ def _table_content(table: datasets.Dataset, index: int, column: str) -> bytes:
 
 
 def _table_loader(table: datasets.Dataset, index: int, column: str) -> ImageLoader:
-    """The loader for the image of a row, as the data set gives it: stored, or decoded if it changes its rows."""
+    """Loader of the image of a row: stored, or decoded if the data set transforms its rows."""
     where = f"in row {index + 1} of the data set"
     with reading(f"the image {where}"):
         value = table[index][column]

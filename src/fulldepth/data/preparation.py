@@ -1,4 +1,4 @@
-"""`prepare`: a source made ready for one task and one model."""
+"""`prepare`: prepares a source for one task and one model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "image-classification": ("images",),
     "representation": ("text", "labelled-text", "images"),
 }
-"""Task -> kinds of data that it can use."""
+"""Task -> supported kinds of data."""
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
 
 
@@ -47,14 +47,14 @@ def prepare(
     truncate: bool = False,
     seed: int = 0,
 ) -> Sequences:
-    """Tokenise, pack or cut, mask, sample and label: everything between the data and the model.
+    """Tokenise, pack or cut, mask, sample and label the records of a source.
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
-    If the tokenizer has no mask token there is neither, and `Sequences.no_targets` says so.
+    If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
 
     Plain text fills whole windows for language models (the first `max_sequences` of them); elsewhere one text, one
     prompt with its response or one image is one sequence. A representation cuts a long plain text into several.
-    Labelled data and images beyond `max_sequences` are sampled: seeded, the classes in turn.
+    Of more than `max_sequences` labelled texts or images a seeded sample is taken, the classes in turn.
 
     Args:
         source: from `open_source`.
@@ -63,15 +63,15 @@ def prepare(
         processor: for images.
         max_sequences: at most this many sequences.
         sequence_length: tokens of a window, and at most of any sequence; special tokens included.
-        max_positions: what the model can take; None = no limit.
+        max_positions: most tokens that the model can read; None = no limit.
         vocab_size: rows of the model's embedding; None = not checked.
         label2id: the model's classes; labels follow it where the names agree.
-        words: words whose positions are wanted (`Batch.words`).
+        words: words to locate (`Batch.words`).
         truncate: cut prompts with responses that are too long instead of refusing them.
-        seed: of the sample and the masks.
+        seed: seed of the sample and the masks.
 
     Raises:
-        FulldepthError: if task, data and model do not fit each other, or nothing is left.
+        FulldepthError: if task, data and model do not match, or no sequence remains.
     """
     if task not in TASKS:
         raise unknown("task", task, TASKS)
@@ -137,7 +137,7 @@ def _texts(
 
 
 def _targets(task: str, tokenizer: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the head predicts at each position, from labels; None if it predicts no tokens."""
+    """Function from labels to what the head predicts at each position; None if it predicts no tokens."""
     if task == "causal-lm":
         return next_targets
     return torch.clone if task == "masked-lm" and tokenizer.mask_token_id is not None else None

@@ -12,7 +12,7 @@ from fulldepth.errors import FulldepthError
 
 
 def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
-    """A prompt in the form of `conversation_prompts`; messages without a chat template are a `FulldepthError`."""
+    """A prompt in the form of `conversation_prompts`; `FulldepthError` for messages without a chat template."""
     if tokenizer.chat_template:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(prompt, str):
@@ -30,10 +30,10 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> 
 def encode_pair(
     tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair"
 ) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of the prompt, of the response, and of what the tokenizer puts behind, where no loss is.
+    """Token ids of the prompt, the response, and the special tokens after it, which have no loss.
 
-    Prompt and response are tokenised apart, so that the prompt is what the model sees when it answers. Under a chat
-    template the response ends with the end of the turn that the template writes, white space behind it left out.
+    Prompt and response are tokenised separately, so that the prompt is the same as for generation. Under a chat
+    template the response includes the end-of-turn token, without white space after it.
 
     Raises:
         FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
@@ -47,7 +47,7 @@ def encode_pair(
     full = _render(tokenizer, [*prompt, response], where, answer=False)
     pairs = enumerate(zip(opening, full, strict=False))
     start = next((i for i, (a, b) in pairs if a != b), min(len(opening), len(full)))
-    if start < len(opening):  # templates that open the answer in another way than they write it down
+    if start < len(opening):  # the generation prompt differs from the rendered answer
         if start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
             raise FulldepthError(
                 f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
@@ -67,7 +67,7 @@ def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool
 
 
 def _to_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Without the white space after the end of the turn, which a model that stops there never writes."""
+    """`ids` without white space after the end-of-turn token, where generation stops."""
     if tokenizer.eos_token_id not in ids:
         return ids
     last = len(ids) - ids[::-1].index(tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""`Sequences`: prepared data, which `batches` turns into padded `Batch`es."""
+"""`Sequences`: prepared data; its method `batches` yields padded `Batch`es."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Batch:
     labels: Tensor | None = None
     """[B] int64 class, -100 where unknown; None where the data have none."""
     targets: Tensor | None = None
-    """[B, T] int64, what the head should say at each position (causal: the next token; masked: the true token, given
-    `masked_inputs`), -100 = nothing."""
+    """[B, T] int64, the head's target at each position (causal: the next token; masked: the true token, given
+    `masked_inputs`), -100 = none."""
     words: Tensor | None = None
-    """[B, T] int64: index of the word whose last token is here, -1 elsewhere; None if no words are asked for."""
+    """[B, T] int64: index of the word that ends at each position, -1 elsewhere; None if no words are searched for."""
     token_ids: Tensor | None = None
     """[B, T] int64: the tokens, with the padding token where there is padding; None for images."""
     masked_inputs: dict[str, Tensor] | None = None
@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass
 class Picture:
-    """One prepared image: decoded when called."""
+    """One prepared image, decoded by `load`."""
 
     load: Callable[[], Image.Image]
     class_index: int = IGNORE
@@ -55,15 +55,14 @@ class Picture:
 
 @dataclass
 class Sequences:
-    """Everything that goes through the model, in order. `batches` hands it out."""
+    """All prepared sequences, in order."""
 
     name: str
     kind: str
-    """Of the source: `text`, `pairs`, `labelled-text` or `images`."""
+    """Kind of the source: `text`, `pairs`, `labelled-text` or `images`."""
     task: str
     hash: str
-    """`sha256:...` over what is prepared (tokens, masked tokens, targets, labels; pixels, processor), whatever the
-    batching."""
+    """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""
     examples: Sequence[Any]
     collate: Callable[[Sequence[int]], Batch] = field(repr=False)
     lengths: list[int]
@@ -77,9 +76,9 @@ class Sequences:
     """What a batch may hold without changing the model's numbers: sequences of any length, padded; of `equal` length;
     or a `single` one."""
     warnings: list[str] = field(default_factory=list)
-    """What was cut, dropped or not found, one plain sentence each."""
+    """One sentence for each kind of data that was cut, dropped or not found."""
     no_targets: str | None = None
-    """Why no position has a target although the task has a head that predicts tokens."""
+    """Reason why no position has a target although the task's head predicts tokens; None otherwise."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -100,7 +99,7 @@ class Sequences:
         return len(set(self.lengths)) == 1
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`, whoever asks.
+        """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`.
 
         Raises:
             FulldepthError: if `batch_size` is less than 1.
@@ -130,7 +129,7 @@ def collate_texts(
 
     Args:
         examples: all examples.
-        indices: of the chosen ones.
+        indices: indices of the chosen examples.
         pad_id: token id of padding.
         targets: what the head predicts at each position, from the labels `[B, T]`; None if it predicts no tokens.
     """
@@ -154,7 +153,7 @@ def collate_texts(
 
 
 def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
-    """Decode the chosen images and run the processor (anyone's) on them; a `FulldepthError` names what fails."""
+    """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
     chosen = [examples[i] for i in indices]
     images = [example.load() for example in chosen]
     with reading(f"images with a {type(processor).__name__}"):

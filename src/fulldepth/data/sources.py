@@ -1,4 +1,4 @@
-"""`open_source`: data as records of one kind, for measuring."""
+"""`open_source`: opens data as records of one kind, for measuring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_CLASSES = 10**6
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One example. A text (perhaps with a second one beside it), a prompt with its response, or an image."""
+    """One example: a text or a pair of texts, a prompt with its response, or an image."""
 
     text: str | None = None
     second: str | None = None
@@ -28,21 +28,21 @@ class Record:
     prompt: str | None = None
     response: str | None = None
     image: ImageLoader | None = None
-    """Decodes the image, in RGB, when called."""
+    """Loader that decodes the image to RGB."""
     label: int | None = None
     """Class index, None where unknown."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where sequences come from: a name to show, and records of one kind."""
+    """Named records of one kind."""
 
     name: str
     kind: str
     """`text`, `pairs` (prompt and response), `labelled-text` or `images`."""
     records: Sequence[Record]
     class_names: tuple[str, ...] = ()
-    """Name of each class index; empty where classes have none."""
+    """Name of each class index; empty if classes have no names."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -57,10 +57,10 @@ def open_source(data: Any, *, split: str | None = None, limit: int | None = None
             + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as it is.
         split: which split of an image folder, of the built-in corpus or of a Hub data set; by default the validation
             or test split where there is one.
-        limit: read at most this many records: the first, of images in folders some spread evenly over all.
+        limit: most records to read: the first ones; of images in folders, spread evenly over all.
 
     Raises:
-        FulldepthError: if there is nothing to read there, or it is not what its name promises.
+        FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """
     if isinstance(data, Source):
         return data
@@ -75,7 +75,7 @@ def _columns_to_read(names: Iterable[str], where: str) -> list[str]:
 
 
 def _source(opened: Opened) -> Source:
-    """The records of all rows. The first row decides which columns are read."""
+    """The records of all rows. The first row determines which columns are read."""
     columns: Columns | None = None
     values: list[tuple[Any, Any]] = []
     labels: list[tuple[str, Any]] = []
@@ -104,7 +104,7 @@ def _source(opened: Opened) -> Source:
 def _class_indices(
     labels: Sequence[tuple[str, Any]], class_names: Sequence[str] = ()
 ) -> tuple[list[int | None], tuple[str, ...]]:
-    """Class indices and class names of raw labels (each with where it stands): whole numbers, digits or names.
+    """Class indices and class names of raw labels (each after its location): integers, digits or names.
 
     Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order.
     """
@@ -135,9 +135,9 @@ def _class_index(where: str, label: Any) -> int:
 
 
 def content_hash(data: Source | Sequences) -> str:
-    """sha256 over everything that is read of some data: texts, labels, images as they are stored; no names of files.
+    """SHA-256 of the content of data: texts, labels, and images as stored, without file names.
 
-    Two sources are the same data if and only if it is equal.
+    Two sources have equal hashes if and only if their content is equal.
 
     Args:
         data: from `open_source` or `prepare`.

@@ -1,4 +1,4 @@
-"""Text to token ids: the tokenizer's own special tokens, long texts read from the front only, words found again."""
+"""Text to token ids: special tokens, beginnings of long texts, checks against the model, and search for words."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
 
 MARGIN = 16
-"""Tokens next to a cut through a text may differ from those of the whole text; this many are thrown away."""
+"""Tokens discarded before a cut through a text, where they may differ from those of the whole text."""
 
 
 def encode_texts(tokenizer: Any, *texts: str | list[str], **options: Any) -> Mapping[str, Any]:
     """The tokenizer's result for a text, a pair of texts or a list of texts; `options` are the tokenizer's.
 
-    Its files may come from anyone: if it fails, or gives anything but token ids, a `FulldepthError` names it.
+    If the (untrusted) tokenizer fails, or returns anything but token ids, a `FulldepthError` names it.
     """
     with reading(f"text with {_name(tokenizer)}"):
         encoded: Mapping[str, Any] = tokenizer(*texts, verbose=False, **options)
@@ -34,7 +34,7 @@ def decode_ids(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
     """The text of token ids; `options` are the tokenizer's.
 
     Raises:
-        FulldepthError: if the tokenizer fails, or gives anything but text; names the tokenizer.
+        FulldepthError: if the tokenizer fails or returns anything but text; the message names it.
     """
     with reading(f"token ids with {_name(tokenizer)}"):
         text = tokenizer.decode(list(ids), **options)
@@ -44,7 +44,7 @@ def decode_ids(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
 
 
 def _name(tokenizer: Any) -> str:
-    """The tokenizer, for a message."""
+    """Name of the tokenizer, for a message."""
     return f"the tokenizer {one_line(getattr(tokenizer, 'name_or_path', None) or type(tokenizer).__name__, 200)}"
 
 
@@ -54,7 +54,7 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def leading_ids(tokenizer: Any, text: str, needed: int) -> list[int]:
-    """The first `needed` or more token ids of `text`, all where there are fewer; reads little more than that takes."""
+    """The first `needed` or more token ids of `text`, all if there are fewer; tokenises little more than necessary."""
     size = 8 * (needed + MARGIN)
     while size < len(text):
         ids = plain_ids(tokenizer, text[:size])
@@ -94,7 +94,7 @@ def check_positions(length: int, max_positions: int | None) -> None:
 
 @dataclass(frozen=True)
 class Frame:
-    """The special tokens that a tokenizer puts before and after a text; both may be empty."""
+    """The special tokens that a tokenizer adds before and after a text; both may be empty."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: Any, texts: Iterable[str]) -> Frame:
-        """The frame, read off the first of `texts` that has tokens, with and without special tokens."""
+        """The frame, found by comparing the first non-empty text with and without special tokens."""
         for text in texts:
             sample = text[:200]
             plain, full = plain_ids(tokenizer, sample), list(encode_texts(tokenizer, sample)["input_ids"])
@@ -119,9 +119,9 @@ class Frame:
 
 
 class WordFinder:
-    """Finds words among token ids, as the tokenizer writes them with and without a space in front.
+    """Finds words among token ids, as encoded with and without a leading space.
 
-    A word that the tokenizer cannot write is never found.
+    A word that the tokenizer cannot encode is never found.
     """
 
     def __init__(self, tokenizer: Any, words: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ class WordFinder:
         self.lengths = sorted({len(ids) for ids in self.variants}, reverse=True)
 
     def find(self, ids: Sequence[int]) -> list[int]:
-        """For each position, the index of the word whose last token stands there (the longest one), -1 elsewhere."""
+        """For each position, the index of the longest word that ends there, -1 elsewhere."""
         indices = [-1] * len(ids)
         for end in range(1, len(ids) + 1):
             for length in self.lengths:

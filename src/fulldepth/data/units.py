@@ -1,4 +1,4 @@
-"""Parts of a source of documents that can be read alone, in any order, by any process."""
+"""Units: parts of a source that can be read independently, in any order, by any process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fulldepth.errors import FulldepthError, one_line
 PIECE = 8192
 """Characters after which a long plain text is cut at the next empty line."""
 UNIT_BYTES = 2**27
-"""Text in a unit, about. A `.txt` file is cut into documents anew after every so many bytes."""
+"""Approximate size of a unit. The cutting of a `.txt` file into documents restarts after every so many bytes."""
 UNIT_ROWS = 2**16
 """Rows of a Hub data set in a unit."""
 
@@ -36,9 +36,9 @@ class Unit:
     """Consecutive documents of a source."""
 
     read: Callable[[int], Iterator[str]] = field(repr=False)
-    """All documents of the unit but the first so many."""
+    """(skip) -> all documents of the unit but the first `skip`."""
     size: int | None = None
-    """Bytes of text, about; None = not known."""
+    """Approximate bytes of text; None = unknown."""
 
 
 class Span(NamedTuple):
@@ -48,14 +48,14 @@ class Span(NamedTuple):
     start: int
     stop: int | None
     size: int
-    """Bytes of text, about."""
+    """Approximate bytes of text."""
 
 
 def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
-    """Plain text, line by line, cut into documents of at least `piece` characters; joined, they are the text again.
+    """Cut plain text, given as lines, into documents of at least `piece` characters, whose concatenation is the text.
 
-    A document ends at the first empty line after `piece` characters; where there is none, at the first line end after
-    twice as many. A line that holds only `<|endoftext|>` also ends one, and is left out.
+    A document ends at the first empty line after `piece` characters, or at the first line end after twice as many. A
+    line with only `<|endoftext|>` also ends a document, and is dropped.
     """
     parts: list[str] = []
     size = 0
@@ -123,7 +123,7 @@ def _row_groups(path: Path, sizes: list[int]) -> Iterator[Span]:
 
 
 def read_spans(spans: Sequence[Span], column: str | None, skip: int) -> Iterator[str]:
-    """The documents of several parts of files, but the first `skip`."""
+    """The documents of several parts of files, without the first `skip`."""
     return islice((text for span in spans for text in _read_span(span, column)), skip, None)
 
 
@@ -133,11 +133,11 @@ def _read_span(span: Span, column: str | None) -> Iterator[str]:
         start, stop = (byte and next_paragraph(path, byte, 2 * PIECE) for byte in (span.start, span.stop))
         yield from text_pieces(text_lines(path, start or 0, stop))
         return
-    if suffix == ".parquet":  # of its columns only the one is read
+    if suffix == ".parquet":  # reads only the text column
         column = text_column(parquet_shape(path)[0], column, path.name)
         rows = parquet_rows(path, [column], None if span.stop is None else range(span.start, span.stop))
     elif suffix == ".jsonl" and (span.start or span.stop is not None):
-        if column is None:  # as the first row of the file says
+        if column is None:  # chosen by the first row of the file
             where, row = next(jsonl_rows(path))
             column = text_column(row, None, where)
         start, stop = (byte and next_line(path, byte) for byte in (span.start, span.stop))
@@ -154,7 +154,7 @@ def read_rows(data: Any, column: str, name: str, start: int, stop: int, skip: in
 
 
 def read_stream(data: Any, column: str, name: str, skip: int) -> Iterator[str]:
-    """The texts of a `datasets.IterableDataset`, but the first `skip`."""
+    """The texts of a `datasets.IterableDataset`, without the first `skip`."""
     return _read(data.skip(skip), column, name, skip)
 
 
@@ -165,7 +165,7 @@ def _read(rows: Iterable[Any], column: str, name: str, number: int) -> Iterator[
             yield text_value(row[column], f"{name} row {number}, {column!r}")
     except FulldepthError:
         raise
-    except Exception as error:  # whatever the network and the readers of the repository's files raise
+    except Exception as error:  # any exception of the network, or of readers of the repository's files
         raise FulldepthError(
             f"Reading {name} stopped after {number} documents: {one_line(error).rstrip('.')}. "
             "Start again to go on from there."

@@ -1,4 +1,4 @@
-"""`fulldepth demo`: the whole tool on a real model, or on three that it trains."""
+"""`fulldepth demo`: all commands on a trained model, or on three models that it trains."""
 
 from fulldepth.demo.model import demo
 from fulldepth.demo.training import COMPARISON, train_demo

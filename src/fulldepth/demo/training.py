@@ -53,7 +53,7 @@ def train_demo(output: str | Path, *, steps: int = 160, seed: int = 0, watcher: 
 
 
 def _demo(folder: Path, steps: int, seed: int, watcher: Watcher) -> Results:
-    """`demo` in a folder that no other process writes into."""
+    """`train_demo` in a locked folder."""
     for name, recipe in RECIPES.items():
         watcher.say(f"{name} ({recipe})")
         period = -(-steps // CHECKPOINTS)
@@ -72,7 +72,7 @@ def _demo(folder: Path, steps: int, seed: int, watcher: Watcher) -> Results:
 
 
 def _measure(folder: Path, settings: TrainSettings, seed: int, watcher: Watcher) -> None:
-    """Measure every checkpoint of a model, and write the page."""
+    """Measure every checkpoint of a model and write the page."""
     length = settings.sequence_length
     chosen = MeasureSettings(
         max_sequences=64,

@@ -1,4 +1,4 @@
-"""Runs a model and hands out activations by site name: the only reader of activations. Reads weights, too."""
+"""Runs models and captures activations by site name; also reads weights. No other package hooks models."""
 
 from fulldepth.execution.hooks import COEFFICIENTS, SITES, Activations, capture
 from fulldepth.execution.lens import TopTokens, read_layers, top_tokens

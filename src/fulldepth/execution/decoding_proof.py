@@ -1,4 +1,4 @@
-"""Proves that a layer runner with a cache decodes as the model does, also where layers are left behind."""
+"""Verifies that a layer runner with a cache decodes as the model does, also if some layers run later."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from fulldepth.execution.trace import reason_of
 from fulldepth.hf import Anatomy
 
 STEPS = 3
-"""Decoding steps of the proof."""
+"""Number of decoding steps compared."""
 PADDING = 2
 """Positions of left padding in the second sequence."""
 SHORTEST = 8
-"""Tokens of each sequence, at least."""
+"""Minimum number of tokens per sequence."""
 
 
 @torch.no_grad()
 def decoding_runner(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> LayerRunner:
-    """A layer runner that is proven to decode with a cache as the model does.
+    """A layer runner that is verified to decode with a cache as the model does.
 
-    Two sequences, the second padded on the left, and the first alone, are decoded by the model's own forward pass: a
-    prefill and three steps. Three runs of the layers must give the same logits: layer after layer, token by token; the
-    first half of the layers token by token, then the rest of them on the three tokens at once; the same again after
-    both were taken back.
+    Two sequences, the second padded on the left, and then the first alone, are decoded by the model's own forward pass:
+    a prefill and three steps. Three runs of the layers must give the same logits: all layers, token by token; the first
+    half of the layers token by token, then the others on the three tokens at once; the latter again after the cache
+    was cropped back.
 
     Args:
-        anatomy: a proven decoder in evaluation mode, with a language-model head.
-        batch: `input_ids` and `attention_mask`, `[B, T]` on the model's device; their first tokens are read.
+        anatomy: a verified decoder in evaluation mode, with a language-model head.
+        batch: `input_ids` and `attention_mask`, `[B, T]` on the model's device; their first tokens are used.
 
     Raises:
-        FulldepthError: if the model does not decode so (recurrent states, layers that share keys and values or read
-            more than one earlier state, a decoder that uses no cache), with the reason.
+        FulldepthError: if the model decodes differently (recurrent states, layers that share keys and values or read
+            more than one earlier state, a decoder without a cache), with the reason.
     """
     kind = type(anatomy.model).__name__
     runner = LayerRunner(anatomy, batch)
     try:
         runner.new_cache()
         pair = _pair(batch)
-        for inputs in (pair, {name: tensor[:1] for name, tensor in pair.items()}):  # masks may be left out unpadded
+        for inputs in (pair, {name: tensor[:1] for name, tensor in pair.items()}):  # masks of ones may be dropped
             _prove(runner, inputs)
     except Exception as error:
         raise FulldepthError(f"{kind} cannot be decoded layer by layer: {one_line(reason_of(error))}") from error
@@ -54,7 +54,7 @@ def decoding_runner(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> LayerRunne
 
 
 def _prove(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> None:
-    """Compare every run of the layers with the model's own decoding."""
+    """Compare the logits of every run of the layers with those of the model's own decoding."""
     expected = _decode(runner.anatomy, inputs)
     if not bool(torch.isfinite(expected).all()):
         raise FulldepthError("its own logits are not finite for a sequence that is padded on the left")
@@ -78,12 +78,12 @@ def _part(inputs: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tenso
 
 
 def _real(logits: list[Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-    """[N, V] logits at positions that are no padding."""
+    """[N, V] logits at the positions that are not padding."""
     return torch.cat(logits, dim=1)[inputs["attention_mask"] != 0]
 
 
 def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
-    """[N, V] the model's own logits: a prefill and single steps with the cache that it makes itself."""
+    """[N, V] the model's own logits: a prefill and single steps with the cache that the model creates."""
     length = inputs["input_ids"].shape[1]
     parameters = inspect.signature(anatomy.model.forward).parameters
     cache, logits, before = None, [], 0
@@ -99,7 +99,7 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_cache(anatomy: Anatomy, cache: object, length: int) -> None:
-    """Refuse a model that keeps anything but keys and values of each layer."""
+    """Raise an error unless the cache holds only keys and values, at all positions of every layer."""
     if not isinstance(cache, DynamicCache):
         raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
     other = {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}
@@ -114,7 +114,7 @@ def _check_cache(anatomy: Anatomy, cache: object, length: int) -> None:
 
 
 def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name of a run -> `[N, V]` its logits."""
+    """Name of a run -> its logits `[N, V]`."""
     length, num_layers = inputs["input_ids"].shape[1], runner.anatomy.num_layers
     half, start = max(1, num_layers // 2), length - STEPS
     early, late = range(1, half + 1), range(half + 1, num_layers + 1)
@@ -145,7 +145,7 @@ def _begin(runner: LayerRunner, inputs: Mapping[str, Tensor], start: int, end: i
 
 
 def _check_lengths(cache: LayerCache, expected: list[int]) -> None:
-    """Refuse layers that write other keys and values than their own."""
+    """Raise an error if the layers wrote other cache entries than their own."""
     if cache.lengths != expected:
         raise FulldepthError(
             f"its layers leave {cache.lengths} positions in the cache where {expected} were run: they share keys and "

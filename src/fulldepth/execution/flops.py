@@ -1,8 +1,8 @@
-"""Floating-point operations of models and of their parts, counted from shapes: nothing is run.
+"""Floating-point operations of models and of their parts, counted from shapes without running the model.
 
-Matrix products are counted, a multiplication and an addition as two operations, as
-`torch.utils.flop_counter.FlopCounterMode` counts them. Not counted: norms, softmax, rotary embeddings, activation
-functions, sums, and experts of which a token uses only some.
+Only matrix products are counted, with a multiplication and an addition as two operations, as in
+`torch.utils.flop_counter.FlopCounterMode`. Not counted: norms, softmax, rotary embeddings, activation functions, sums,
+and the experts of mixture-of-experts layers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from transformers.pytorch_utils import Conv1D
 from fulldepth.hf import Anatomy, Classifier, is_offloaded
 
 TRAINING = 3
-"""A training step over a forward pass: the backward pass multiplies by weights and by activations, twice as much."""
+"""Cost of a training step relative to a forward pass; the backward pass costs twice as much as the forward pass."""
 KEPT_BYTES = 60
-"""Bytes that autograd keeps of one token in one block for each channel of the state, about: 58 in a bfloat16 Llama
-with an MLP of 3.5 times the width, 82 in a float32 one, without the scores of eager attention."""
+"""Approximate bytes that autograd keeps per token, block and channel of the state: 58 in a bfloat16 Llama with an MLP
+of 3.5 times the width, 82 in a float32 one, without the scores of eager attention."""
 MAX_KEPT_BYTES = 4 << 30
-"""Bytes that autograd may keep of all blocks before their activations are computed again in the backward pass."""
+"""Bytes that autograd may keep for all blocks; above this, gradient checkpointing is used."""
 
 Variant = frozenset[int]
-"""A variant of a model: its 1-based layers whose part is skipped."""
+"""A variant of a model: the 1-based layers whose part is skipped."""
 
 
 def weight_products(module: nn.Module | None) -> float:
-    """2 * inputs * outputs of a linear layer, packed by GPTQ or AWQ or not; 0 of anything else."""
+    """2 * inputs * outputs of a linear layer, also if packed by GPTQ or AWQ; 0 for other modules."""
     if isinstance(module, nn.Linear | Conv1D):  # both hold one matrix
         return 2.0 * module.weight.numel()
     if hasattr(module, "qweight"):
@@ -42,7 +42,7 @@ def weight_products(module: nn.Module | None) -> float:
 
 
 def head_channels(config: PreTrainedConfig, attention: nn.Module | None = None) -> int:
-    """d_h: channels of one attention head, as the attention module or else the configuration says."""
+    """d_h: channels of one attention head, from the attention module or else the configuration."""
     heads = getattr(config, "num_attention_heads", None)
     channels = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
     if isinstance(channels, int):
@@ -51,7 +51,7 @@ def head_channels(config: PreTrainedConfig, attention: nn.Module | None = None) 
 
 
 def key_value_heads(config: PreTrainedConfig) -> int:
-    """H_kv: heads of keys and values; as many as there are heads unless the configuration says otherwise."""
+    """H_kv: number of key/value heads; the number of attention heads if the configuration has no other."""
     return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 0
 
 
@@ -60,30 +60,30 @@ class TokenFlops:
     """Operations of one token in a forward pass, averaged over the positions of a sequence."""
 
     linear: float
-    """Linear layers but the head: 2 * inputs * outputs each."""
+    """Linear layers except the head: 2 * inputs * outputs each."""
     head: float
     """Output head: 2 D V."""
     attention: float
-    """Scores and weighted values over the keys that a causal model may see: 4 H d_h (T + 1) / 2 a layer (fewer keys
-    with a sliding window). Kernels that skip the masked half do just this."""
+    """Scores and weighted values over the keys visible to a causal model: 4 H d_h (T + 1) / 2 per layer (fewer keys
+    with a sliding window), as in kernels that skip the masked half."""
     attention_full: float
-    """The same over the full square, 4 H d_h T a layer, as eager attention and most published counts have it."""
+    """The same over all T keys, 4 H d_h T per layer, as in eager attention and most published counts."""
     extra: float
-    """What the architecture computes besides, as its configuration says (`extra_flops`)."""
+    """Other operations of the architecture, from its configuration (`extra_flops`)."""
 
     @property
     def forward(self) -> float:
-        """Everything, attention with its causal half."""
+        """Total, with causal attention."""
         return self.linear + self.head + self.attention + self.extra
 
     @property
     def training(self) -> float:
-        """Forward and backward pass: three times the forward pass; what an architecture makes again is left out."""
+        """Forward and backward pass: three times the forward pass, without recomputation by the architecture."""
         return TRAINING * self.forward
 
     @property
     def checkpointed(self) -> float:
-        """What gradient checkpointing computes again: everything but the head."""
+        """Operations that gradient checkpointing repeats: everything except the head."""
         return self.forward - self.head
 
 
@@ -109,7 +109,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """Keys at most that each layer sees; None = all."""
+    """Maximum number of keys that each layer sees; None = all."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [getattr(config, "sliding_window", None) if "sliding" in kind else None for kind in kinds]
 
@@ -121,7 +121,7 @@ def _mean_keys(length: int, window: int | None) -> float:
 
 
 class Shape(NamedTuple):
-    """What a pass over one batch costs by: sequences, positions, and positions whose loss is read."""
+    """Shape of a batch, on which its cost depends: sequences, positions, and labelled positions."""
 
     batch: int
     length: int
@@ -134,20 +134,20 @@ class Costs:
 
     granularity: str
     attention: tuple[float, ...]
-    """Of one token in the projections of each layer's attention: 2 * inputs * outputs each."""
+    """Per token, in the projections of each layer's attention: 2 * inputs * outputs each."""
     keys: tuple[float, ...]
-    """Of one token and one key in each layer's attention: 4 H d_h."""
+    """Per token and key, in each layer's attention: 4 H d_h."""
     mlp: tuple[float, ...]
-    """Of one token in all other products of each block."""
+    """Per token, in all other products of each block."""
     head: float
-    """Of one token in the output head: 2 D V."""
+    """Per token, in the output head: 2 D V."""
     kept: float = 0.0
-    """Bytes that autograd keeps of one token in all blocks, about; infinite for a model whose weights are offloaded,
-    because autograd would keep the weights of every block, too."""
+    """Approximate bytes that autograd keeps per token in all blocks; infinite for a model with offloaded weights,
+    because autograd would also keep the weights of every block."""
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, number of layers."""
         return len(self.mlp)
 
     def block(self, layer: int, shape: Shape, skipped: bool = False) -> float:
@@ -162,25 +162,25 @@ class Costs:
         return tokens * (attention + mlp)
 
     def keys_read(self, variant: Variant) -> float:
-        """Operations of one token and one key in the attention of all layers that a variant computes."""
+        """Operations per token and key in the attention of all layers that a variant computes."""
         skipped = Variant() if self.granularity == "mlp" else variant
         return sum(keys for layer, keys in enumerate(self.keys, start=1) if layer not in skipped)
 
     def whole(self, variant: Variant, shape: Shape, *, every_position: bool = False) -> float:
-        """A plain pass of a variant; the head at labelled positions, or at all of them as in a stock model."""
+        """A forward pass of a variant; the head runs at labelled positions, or at all as in a stock model."""
         rows = shape.batch * shape.length if every_position else shape.labelled
         blocks = sum(self.block(layer, shape, layer in variant) for layer in range(1, self.num_layers + 1))
         return blocks + rows * self.head
 
     def shared(self, variants: Collection[Variant], shape: Shape) -> float:
-        """A pass of several variants at once that runs every block once for each different way to get to it."""
+        """A pass of several variants that share each block's output as long as they skip the same earlier layers."""
         layers = range(1, self.num_layers + 1)
         full = [self.block(layer, shape) for layer in layers]
         saved = [self.block(layer, shape, skipped=True) - cost for layer, cost in zip(layers, full, strict=True)]
         above = [*reversed(list(accumulate(reversed(full)))), 0.0]
         total, before = 0.0, None
         for variant in sorted(set(variants), key=lambda v: sum(1 << (self.num_layers - layer) for layer in v)):
-            # Where skipped layers are read as digits, neighbours have the most in common from the first block on.
+            # Sorted by skipped layers as binary digits, neighbours share the longest prefix of blocks.
             start = 1 if before is None else min(variant ^ before)
             total += above[start - 1] + sum(saved[layer - 1] for layer in variant if layer >= start)
             total += shape.labelled * self.head
@@ -188,7 +188,7 @@ class Costs:
         return total
 
     def checkpoints(self, shape: Shape, checkpointing: bool | None = None) -> bool:
-        """Whether a training step recomputes blocks in the backward pass; None: if autograd would keep too much."""
+        """Whether a training step recomputes blocks in the backward pass; None: above `MAX_KEPT_BYTES`."""
         return shape.batch * shape.length * self.kept > MAX_KEPT_BYTES if checkpointing is None else checkpointing
 
     def training(
@@ -196,9 +196,9 @@ class Costs:
     ) -> float:
         """A forward and a backward pass that trains scalars.
 
-        Frozen weights have no gradient of their own: their products are done twice. Products of two activations (scores
-        and weighted values) are done three times, the head too, whose logits are made again in the backward pass.
-        With gradient checkpointing the blocks run forwards once more.
+        Products with frozen weights count twice, because these have no gradient. Products of two activations (scores
+        and weighted values) count three times; so does the head, whose logits are recomputed in the backward pass. With
+        gradient checkpointing, the forward pass of the blocks counts once more.
         """
         head = shape.labelled * self.head
         scores = shape.batch * shape.length**2 * self.keys_read(variant)
@@ -208,17 +208,17 @@ class Costs:
 
     @property
     def able(self) -> tuple[int, ...]:
-        """Layers that have the part to be skipped."""
+        """Layers that have the part that `granularity` skips."""
         parts = {"attention": self.attention, "mlp": self.mlp}.get(self.granularity, self.mlp)
         return tuple(layer for layer, part in enumerate(parts, start=1) if part or self.granularity == "layer")
 
     def candidates(self, skipped: Collection[int]) -> list[Variant]:
-        """The variants that skip one layer more."""
+        """The variants that skip one more layer."""
         return [Variant(skipped) | {layer} for layer in self.able if layer not in skipped]
 
 
 def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str) -> Costs:
-    """The costs of a model with its weights, or on the meta device."""
+    """Costs of a model, which may be on the meta device."""
     attention, keys, mlp = [], [], []
     heads = getattr(anatomy.config, "num_attention_heads", None) or 0
     for layer in range(1, anatomy.num_layers + 1):

@@ -1,4 +1,4 @@
-"""The one reader of activations: names a site, runs the model, hands out tensors; always heals."""
+"""Captures activations by site name with forward hooks, which are always removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SITES = {
     "value": "value states of the attention, [B, T, key/value heads x head size]",
     "final_normed": "the final norm applied to h_L; 1 state",
 }
-"""Every site of states by name. All are `[B, T, D]` tensors, one for each layer 1..L unless said otherwise.
+"""Sites of states by name. All are `[B, T, D]` tensors, one for each layer 1..L unless stated otherwise.
 
 Where blocks hold several residual streams (Hyper-Connections), the stream is their sum, as the final norm reads it."""
 
@@ -38,13 +38,13 @@ COEFFICIENTS = {
     "they are constants: from stream i to the branch, to each stream, and from the branch to stream i",
     "mlp_mixing": "the same for the MLP",
 }
-"""Sites that hold a model's own weights of its states; only some models have them, in all layers or some."""
+"""Sites of mixing weights that a model applies to its states; some models have them, in all or some layers."""
 ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_mixing": "mlp_connection"}
-"""Site of coefficients -> the role of the module that makes them."""
+"""Site of coefficients -> role of the module that computes them."""
 
 
 class Activations:
-    """What one forward pass left at the sites: `activations["residual"]` is a list of tensors in layer order."""
+    """Activations of one forward pass by site: `activations["residual"]` is a list of tensors in layer order."""
 
     def __init__(self, anatomy: Anatomy, sites: Iterable[str]) -> None:
         self.anatomy = anatomy
@@ -54,15 +54,15 @@ class Activations:
         self._versions: dict[tuple[str, int], int] = {}
 
     def clear(self) -> None:
-        """Forget everything, before the next forward pass."""
+        """Drop all states before the next forward pass."""
         self._seen.clear()
 
     def begin(self) -> None:
-        """A forward pass of the body begins: shared blocks stand for their first layers again."""
+        """Called at the start of a forward pass: resets the call counts of shared blocks."""
         self._turns.clear()
 
     def turn(self, point: HookPoint, layers: list[int]) -> int:
-        """The 1-based layer that this call of a module is."""
+        """The 1-based layer to which this call of a module belongs."""
         if len(layers) == 1:
             return layers[0]
         turn = self._turns[point.name, layers[0]]
@@ -73,12 +73,12 @@ class Activations:
 
     @property
     def holds_the_stream(self) -> bool:
-        """Whether the states of `residual` are the model's own tensors, through which its gradients flow."""
+        """Whether the states of `residual` are the model's own tensors, so that gradients flow through them."""
         states = [state for (name, _), state in self._seen.items() if name in ("h0", "x", "y")]
         return not self.anatomy.has_streams and all(state.ndim == 3 for state in states)
 
     def record(self, site: str, layer: int, state: Tensor) -> None:
-        """Keep one state of a 1-based layer."""
+        """Store one state of a 1-based layer."""
         self._seen[site, layer] = state
         self._versions[site, layer] = 0 if state.is_inference() else state._version
 
@@ -86,7 +86,7 @@ class Activations:
         """States of a site in layer order.
 
         Raises:
-            FulldepthError: if the site was not asked for, or the forward pass did not reach every layer.
+            FulldepthError: if the site is not captured, or the forward pass did not reach every layer.
         """
         if site not in self.sites:
             raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
@@ -103,16 +103,16 @@ class Activations:
             return [self._attention_output(layer) for layer in layers]
         if site.endswith("_branch"):
             return [self._branch(site, layer) for layer in layers]
-        carried = "attention_carried" if self.anatomy.has_streams else "x"  # what attention adds to
+        carried = "attention_carried" if self.anatomy.has_streams else "x"  # the stream to which attention adds
         name = {"attention_input": "x", "attention_carried": carried}.get(site, site)
         return [self._read(name, layer) for layer in layers]
 
     def coefficients(self, site: str) -> dict[int, Tensor]:
-        """1-based layer -> what is there at a site of `COEFFICIENTS`."""
+        """1-based layer -> weights at a site of `COEFFICIENTS`."""
         return dict(zip(self.anatomy.layers_with(ROLES[site]), self[site], strict=True))
 
     def _read(self, name: str, layer: int) -> Tensor:
-        """One state, `[B, T, D]` even where a module works on `[B T, D]`; an error if it was overwritten since."""
+        """One state, `[B, T, D]` even if the module works on `[B T, D]`; raises an error if it was overwritten."""
         if (name, layer) not in self._seen:
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
@@ -123,11 +123,11 @@ class Activations:
         return state
 
     def _first(self) -> Tensor:
-        """h_0: what the first block is given, which is its x unless it adds x up of several states."""
+        """h_0: the input of the first block, which is its x unless the block sums several states to x."""
         return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
 
     def _branch(self, site: str, layer: int) -> Tensor:
-        """What a branch adds to the stream: with several streams, its output times the sum of their weights."""
+        """A branch's contribution to the stream: with several streams, its output times the sum of their weights."""
         if self.anatomy.family.sparse and self.anatomy.part(layer, site) is None:
             return torch.zeros_like(self._first())
         branch = self._read(site, layer)
@@ -136,7 +136,7 @@ class Activations:
         return branch * self._read(f"{site}_weight", layer).to(branch.dtype)
 
     def _attention_output(self, layer: int) -> Tensor:
-        """x': read where the model has it, else the sum x + A."""
+        """x': captured if the model computes it, else the sum x + A."""
         if ("attention_output", layer) in self._seen:
             return self._read("attention_output", layer)
         return self._read("x", layer) + self._branch("attention_branch", layer)
@@ -150,19 +150,19 @@ class Activations:
 
 @contextmanager
 def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> Iterator[Activations]:
-    """Hook a model so that each forward pass fills an `Activations`; on leaving, every hook is gone, whatever happened.
+    """Hook a model so that each forward pass fills an `Activations`; all hooks are removed on exit.
 
     Nothing else about the model changes: no device, dtype, mode or attribute. Recomputation under gradient
-    checkpointing does not record a second time.
+    checkpointing is not recorded.
 
     Args:
-        anatomy: the model and where its parts are.
-        sites: names out of `SITES` and `COEFFICIENTS`.
-        grad: keep the states in the graph (for losses), and record nothing while gradients are off; else they are
+        anatomy: the model and the paths of its parts.
+        sites: keys of `SITES` and `COEFFICIENTS`.
+        grad: keep the states in the graph (for losses), and record only while gradients are enabled; else states are
             detached.
 
     Raises:
-        FulldepthError: for an unknown site, or one that this family has no module for.
+        FulldepthError: for an unknown site, or a site for which this family has no module.
     """
     sites = tuple(sites)
     for site in sites:
@@ -190,33 +190,33 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
 
 
 def _reentrant(block: nn.Module) -> bool:
-    """Whether the first run of a block's inside will have no graph."""
+    """Whether a block uses reentrant checkpointing, so that its first run builds no graph."""
     function = getattr(block, "_gradient_checkpointing_func", None)
     active = block.training and getattr(block, "gradient_checkpointing", False)
     return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
 
 
 CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
-"""Branch -> the site of what it is added to."""
+"""Branch -> site of the stream to which it is added."""
 Change = Callable[[Any], Tensor]
 
 
 class HookPoint(NamedTuple):
-    """Where a state is read."""
+    """A place in the model where a state is captured."""
 
     module: nn.Module
     before: bool
-    """Whether the module's input is read, else its output."""
+    """Whether the module's input is captured; else its output."""
     name: str
-    """In the recorded activations."""
+    """Key in the recorded activations."""
     layers: tuple[int, ...]
     """The 1-based layers whose state it is."""
     change: Change
-    """The state in what the module is given or gives."""
+    """Extracts the state from the module's input or output."""
 
 
 def _merged(points: Iterable[HookPoint]) -> Iterator[HookPoint]:
-    """Each point of a module once, with all its layers: shared blocks stand for several."""
+    """The points without duplicates; points of shared blocks carry all their layers."""
     merged: dict[tuple[int, bool, str], HookPoint] = {}
     for point in points:
         key = (id(point.module), point.before, point.name)
@@ -234,7 +234,7 @@ def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
 
 
 def _points(anatomy: Anatomy, sites: set[str]) -> Iterator[HookPoint]:
-    """Where hooks have to go for some sites."""
+    """Hook points for the requested sites."""
     for layer, block in enumerate(anatomy.blocks, start=1):
         yield from _stream_points(anatomy, sites, layer, block)
         yield from _branch_points(anatomy, sites, layer)
@@ -245,7 +245,7 @@ def _points(anatomy: Anatomy, sites: set[str]) -> Iterator[HookPoint]:
 
 
 def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Module) -> Iterator[HookPoint]:
-    """The stream before the block, inside, and after it."""
+    """Points of the stream before, inside and after the block."""
 
     def stream(value: Any) -> Tensor:
         return anatomy.stream(_tensor(value))
@@ -265,7 +265,7 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
 
 
 def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
-    """The branches, and what they are added to where a connection stands around them."""
+    """Points of the branches and, with several streams, of their connections."""
     scale = anatomy.branch_scale
 
     def scaled(value: Any) -> Tensor:
@@ -279,7 +279,7 @@ def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[Ho
                 yield HookPoint(module, False, site, (layer,), scaled)
         if not anatomy.has_streams:
             continue
-        # a connection gives: the branch's input, the streams without the branch, the branch's weight in each
+        # a connection returns: the branch's input, the streams without the branch, the branch's weight in each
         connection = _required(anatomy, layer, f"{kind}_connection")
         if site in sites:
             yield HookPoint(connection, False, f"{site}_weight", (layer,), lambda value: value[2].sum(-1, keepdim=True))
@@ -289,7 +289,7 @@ def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[Ho
 
 
 def _coefficient_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
-    """The weights that a model gives its states; every layer may have them or not, one of them has to."""
+    """Points of the mixing weights; at least one layer must have them."""
     for site, role in ROLES.items():
         if site not in sites:
             continue
@@ -303,18 +303,20 @@ def _coefficient_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterat
 
 
 def _mixing(connection: Any, value: Any) -> Tensor:
-    """[..., n, n + 2] the weights of a connection for the streams that it is given, side by side."""
+    """[..., n, n + 2] the weights of a connection for its input streams, concatenated."""
     to_branch_and_streams, from_branch = connection.weights(_tensor(value))
     return torch.cat([to_branch_and_streams, from_branch[..., None]], dim=-1)
 
 
 def _needs_sum(anatomy: Anatomy, sites: set[str]) -> bool:
-    """Whether x' exists nowhere in the model (parallel residual), so that it has to be added up."""
+    """Whether the model never computes x' (parallel residual), so that it must be summed here."""
     return "attention_output" in sites and anatomy.family.design == "parallel"
 
 
 def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
-    """Where the model itself holds x': what the MLP sub-layer reads, or what the norm after attention gives."""
+    """Module at which x' is captured, and whether as its input: the MLP sub-layer's input, or in post-norm blocks the
+    output of the norm after attention.
+    """
     if anatomy.has_streams:
         return _required(anatomy, layer, "mlp_connection"), True
     if anatomy.family.design == "post":
@@ -324,7 +326,7 @@ def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
 
 
 def _mlp_input(anatomy: Anatomy, layer: int, block: nn.Module) -> nn.Module:
-    """The module that reads what the MLP sub-layer adds to: the block itself where both branches add to x."""
+    """The module whose input is the stream to which the MLP adds: the block itself if both branches add to x."""
     if anatomy.family.design == "parallel":
         return block
     reader = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "pre" else None
@@ -332,7 +334,7 @@ def _mlp_input(anatomy: Anatomy, layer: int, block: nn.Module) -> nn.Module:
 
 
 def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
-    """The module with a role, or an error that says what the family lacks."""
+    """The module with a role; raises an error if the family has none."""
     module = anatomy.part(layer, role)
     if module is None:
         raise FulldepthError(
@@ -348,14 +350,14 @@ def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: b
     def record(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputation inside backward
             return
-        if grad and not torch.is_grad_enabled():  # an evaluation in between: nothing to learn from
+        if grad and not torch.is_grad_enabled():  # an evaluation during training
             return
         layer = activations.turn(point, layers)
         if layer in point.layers:
             state = point.change(value)
             activations.record(point.name, layer, state if grad else state.detach())
 
-    if grad:  # a compiled model is compiled around the hook, not through it
+    if grad:  # torch.compile must not trace the hook
         record = torch.compiler.disable(record)
     if point.before:
         return point.module.register_forward_pre_hook(
@@ -372,7 +374,7 @@ def _hidden(kwargs: dict[str, Any]) -> Any:
 
 
 def _tensor(value: Any) -> Tensor:
-    """The state in what a module gave: a tensor (transformers 5) or the first item of a tuple (before, and T5)."""
+    """The state in a module's output: a tensor (transformers 5) or the first item of a tuple (earlier, and T5)."""
     while isinstance(value, tuple | list):
         value = value[0]
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Proves that a model is a causal language model whose parts are known."""
+"""Verifies that a model is a causal language model with a known anatomy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, device_of
 
 
 def prove(model: PreTrainedModel | Anatomy, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, Classifier]:
-    """The anatomy of a language model, proven on a batch, and its head.
+    """The anatomy of a language model, verified on a batch, and its head.
 
     Args:
         model: in evaluation mode.
-        inputs: `input_ids` and `attention_mask`, `[B, T]`; the first two sequences are read.
+        inputs: `input_ids` and `attention_mask`, `[B, T]`; the first two sequences are used.
 
     Raises:
-        FulldepthError: if it is no causal language model, or its anatomy cannot be proven.
+        FulldepthError: if it is not a causal language model, or its anatomy cannot be verified.
     """
     candidates = [model] if isinstance(model, Anatomy) else anatomy_candidates(model)
     owner = check_task(candidates[0]).model
@@ -31,10 +31,10 @@ def prove(model: PreTrainedModel | Anatomy, inputs: Mapping[str, Tensor]) -> tup
 
 
 def check_task(anatomy: Anatomy) -> Anatomy:
-    """The anatomy of a causal language model.
+    """Return the anatomy if its model is a causal language model.
 
     Raises:
-        FulldepthError: for anything else.
+        FulldepthError: for other models.
     """
     if anatomy.task != "causal-lm":
         raise FulldepthError(

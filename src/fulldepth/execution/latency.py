@@ -1,4 +1,4 @@
-"""Seconds of prefill and of a decoding step, of several models in turn."""
+"""Latency of prefill and of a decoding step, for several models in alternation."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PHASES = ("prefill", "decode")
 
 
 class Trial(NamedTuple):
-    """What one run of prompt and decoding took."""
+    """Times and results of one run of prompt and decoding."""
 
     prefill: float
     """Seconds for the prompt."""
     decode: float
     """Seconds for one token after it, the mean over all steps."""
     cache: Any
-    """What the model kept of all tokens."""
+    """The model's cache after all tokens."""
     logits: Tensor
     """[B, V] of the last step."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What times are taken on: the device, the name of the GPU or processor, and the threads that torch uses."""
+    """Description of the hardware: the device, the name of the GPU or processor, and torch's number of threads."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
 
@@ -43,8 +43,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 class Runner:
     """Runs a decoder as a server does: the prompt at once, then one token at a time with a growing cache.
 
-    The tokens are given, so that every model does the same work. Only the last position's logits are made, where the
-    model can be asked for that.
+    The decoded tokens are fixed, so that every model does the same work. Only the last position's logits are computed
+    if the model supports it.
 
     Args:
         model: in evaluation mode.
@@ -54,17 +54,17 @@ class Runner:
         names = inspect.signature(type(model).forward).parameters
         self.model = model
         self.last_only = "logits_to_keep" in names
-        """Whether the head runs at one position of a prompt."""
+        """Whether the head runs only at the last position of a prompt."""
         self._takes_positions = "position_ids" in names
         self._options: dict[str, Any] = {"use_cache": True, **({"logits_to_keep": 1} if self.last_only else {})}
 
     @torch.no_grad()
     def run(self, ids: Tensor, context: int) -> Trial:
-        """Prefill and decode, timed apart.
+        """Run prefill and decoding, timed separately.
 
         Args:
-            ids: `[B, context + N]` on the model's device; N of them are decoded, at positions `context`, ... .
-            context: tokens of the prompt.
+            ids: `[B, context + N]` on the model's device; the last N are decoded, at positions `context`, ... .
+            context: number of tokens of the prompt.
         """
         prompt, steps = ids[:, :context], ids[:, context:].split(1, dim=1)
         positions = [self._position(context + number, ids) for number in range(len(steps))]
@@ -84,10 +84,10 @@ class Runner:
 
 
 def check_positions(anatomy: Anatomy, context: int, new_tokens: int) -> None:
-    """Refuse a prompt that leaves no room for new tokens.
+    """Check that prompt and new tokens fit into the model's positions.
 
     Raises:
-        FulldepthError: if both together exceed the model's positions.
+        FulldepthError: if they do not.
     """
     limit = anatomy.max_positions
     if limit is not None and context + new_tokens > limit:
@@ -114,14 +114,14 @@ def time_in_rounds(
     seed: int,
     advance: Callable[[int], None],
 ) -> dict[tuple[str, str], list[float]]:
-    """Time every model once a round, in an order that changes, so that what the machine does besides falls on all.
+    """Time every model once per round, in changing order, so that background load affects all of them equally.
 
     Args:
-        runs: name -> a runner, and a context in which its model is timed.
+        runs: name -> a runner, and a context manager that is open while its model is timed.
         ids: as for `Runner.run`.
         context: as for `Runner.run`.
-        repeats: rounds.
-        warmup: rounds before, which do not count.
+        repeats: number of timed rounds.
+        warmup: number of untimed rounds before them.
         seed: of the order.
         advance: called after each run with 1.
 
@@ -142,9 +142,9 @@ def time_in_rounds(
 
 
 def order(count: int, number: int, seed: int) -> list[int]:
-    """The order of a round: a seeded circle that starts one further each round, backwards in odd ones.
+    """The order of a round: a seeded cyclic order, shifted by one each round and reversed in odd rounds.
 
-    So in `count` rounds each is first once, and neighbours come before as often as after each other.
+    In `count` rounds each item is first once, and neighbours precede each other equally often.
     """
     circle = np.random.default_rng(seed).permutation(count).tolist()
     start = number % count
@@ -153,7 +153,7 @@ def order(count: int, number: int, seed: int) -> list[int]:
 
 
 def _seconds(device: torch.device) -> float:
-    """The clock, once the device has done all its work."""
+    """The time in seconds, after synchronising with the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -161,7 +161,7 @@ def _seconds(device: torch.device) -> float:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage is collected while time is taken."""
+    """Disable garbage collection while timing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A key/value cache whose layers may hold different numbers of positions, and that can be cut back."""
+"""A key/value cache whose layers may hold different numbers of positions, and that can be cropped."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fulldepth.errors import FulldepthError
 
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers of a cache that hold keys and values of positions, all of them or a window, and nothing else."""
+"""Cache layers that hold nothing but keys and values, of all positions or of a window."""
 
 
 class LayerCache(DynamicCache):
     """The keys and values of a decoder, `[B, heads, positions, channels]` in each layer.
 
-    It is transformers' cache and works in the model's own forward pass. Beyond that, a layer may lag behind: while
-    tokens are run from position n on (`starting_at`), masks and positions are made for a cache of n positions, and a
-    layer that holds another number refuses to be written. Layers with a sliding window keep what leaves the window
-    until the next `crop`, so that positions can be taken back.
+    It is a transformers cache and works in the model's own forward pass. In addition, layers may hold fewer positions
+    than others: while tokens from position n on are run (`starting_at`), masks and positions are those of a cache of n
+    positions, and writing to a layer that holds another number is an error. Layers with a sliding window keep positions
+    that leave the window until the next `crop`, so that it can undo tokens.
 
     Args:
-        config: of the model; says which layers have a sliding window.
+        config: configuration of the model, with its layers' sliding windows.
 
     Raises:
         FulldepthError: if a layer keeps anything but keys and values of its own (recurrent states, another layer's).
@@ -49,15 +49,15 @@ class LayerCache(DynamicCache):
 
     @property
     def lengths(self) -> list[int]:
-        """[L] how many positions each layer has seen."""
+        """[L] number of positions that each layer has seen."""
         return [self._layer(index).get_seq_length() for index in range(len(self.layers))]
 
     @contextmanager
     def starting_at(self, start: int) -> Iterator[None]:
-        """While open, the cache has `start` positions for whoever asks, and layers with another number are not written.
+        """While open, the cache reports `start` positions, and `update` of a layer with another number is an error.
 
         Args:
-            start: the position of the first token that is run.
+            start: position of the first token that is run.
         """
         before, self._start = self._start, start
         try:
@@ -70,7 +70,7 @@ class LayerCache(DynamicCache):
         return super().get_seq_length(layer_idx) if self._start is None else self._start
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys a 0-based layer gives for `query_length` new positions, and the position of the first."""
+        """Number of keys of a 0-based layer for `query_length` new positions, and the position of the first key."""
         if self._start is None:
             return super().get_mask_sizes(query_length, layer_idx)
         visible = min(self._start, self._window(layer_idx))
@@ -79,7 +79,7 @@ class LayerCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append to a 0-based layer, and return the keys and values that the new positions may read.
+        """Append to a 0-based layer, and return the keys and values visible to the new positions.
 
         Raises:
             FulldepthError: within `starting_at`, if the layer does not end where the new positions start.
@@ -92,18 +92,18 @@ class LayerCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, length: int | Sequence[int]) -> None:
-        """Forget every position from `length` on; layers that hold fewer stay as they are.
+        """Remove all positions from `length` on; layers that hold fewer are unchanged.
 
-        With one length for each sequence, every layer must hold the same number of positions. Sequences that keep less
-        than the longest are moved to the right, as left padding does: position i of sequence b is then at
-        `i + max(length) - length[b]`, and the positions before are padding, which the attention mask must say.
+        With one length per sequence, every layer must hold the same number of positions. Sequences that keep fewer
+        positions than the longest are shifted to the right: position i of sequence b moves to
+        `i + max(length) - length[b]`, and the positions before are padding, which the attention mask must exclude.
 
         Args:
-            length: positions to keep, padding included: for all sequences, or of each.
+            length: number of positions to keep, padding included: for all sequences, or for each.
 
         Raises:
-            FulldepthError: if sequences of layers with different numbers of positions are cut differently, if a
-                sequence is to keep more than there is, or if positions that a sliding window needs are gone.
+            FulldepthError: for different lengths if the layers hold different numbers of positions or fewer than a
+                length, or if positions that a sliding window needs are no longer held.
         """
         lengths = [length] if isinstance(length, int) else list(length)
         if min(lengths, default=-1) < 0:
@@ -118,7 +118,7 @@ class LayerCache(DynamicCache):
                 self._cut(index, layer, lengths if differ else own)
 
     def _cut(self, index: int, layer: Any, ends: Sequence[int]) -> None:
-        """One layer, so that sequence b ends with position `ends[b] - 1`."""
+        """Crop one layer, so that sequence b ends with position `ends[b] - 1`."""
         dropped = layer.get_seq_length() - layer.keys.shape[-2]
         room = min(max(ends), self._window(index))
         if any(min(end, room) > end - dropped for end in ends):
@@ -140,10 +140,10 @@ class LayerCache(DynamicCache):
             layer.cumulative_length = max(ends)
 
     def _layer(self, index: int) -> Any:
-        """A 0-based layer, which is one of `KNOWN_LAYERS`."""
+        """A 0-based layer, of a type in `KNOWN_LAYERS`."""
         return self.layers[index]
 
     def _window(self, index: int) -> int:
-        """Earlier positions that a 0-based layer reads at most."""
+        """Maximum number of earlier positions that a 0-based layer reads."""
         layer = self._layer(index)
         return layer.sliding_window - 1 if layer.is_sliding else sys.maxsize

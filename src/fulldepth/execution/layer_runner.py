@@ -18,31 +18,31 @@ from fulldepth.execution.stream import check_close
 from fulldepth.hf import Anatomy, Classifier
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a block is given beside the state: positional and keyword arguments (masks, position embeddings, ...)."""
+"""Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
 
 
 class LayerRunner:
     """The layers of a model as functions of a state.
 
-    `begin` runs the model's own forward pass with its blocks replaced by what merely notes their arguments: embeddings,
-    masks and position embeddings are made, nothing is multiplied. `run` then gives any layers any state, with the
-    arguments that the model itself would give. Switches inside blocks act as they stand when a block runs.
+    `begin` runs the model's own forward pass with its blocks replaced by recorders of their arguments: embeddings,
+    masks and position embeddings are computed, the blocks are not. `run` then runs any layers on any state, with the
+    arguments that the model itself would pass. Switches inside blocks take effect when a block runs.
 
-    With a cache, layers may be left behind and run later: after layers 1..E of one token at a time,
+    With a cache, layers may run later than others: after layers 1..E of one token at a time,
 
         runner.begin(all_those_tokens, cache)
         states = runner.run(range(E + 1, L + 1), states_of_layer_E)
         logits = runner.finish(states)
         cache.crop(positions_to_keep)
 
-    runs layers E+1..L of all of them at once. `execution.decoding_proof` proves this against the model's decoding.
+    runs layers E+1..L on all of them at once. `execution.decoding_proof` verifies this against the model's decoding.
 
     Args:
-        anatomy: a model whose layers each read what the layer before gives.
-        batch: a small batch on which it is proven that the blocks, run one after another, give the model's own states.
+        anatomy: a model in which each layer reads the previous layer's output.
+        batch: a small batch on which the blocks, run one after another, are checked against the model's own states.
 
     Raises:
-        FulldepthError: if they do not: the model does something between its blocks, or in them, that is not replayed.
+        FulldepthError: if the states differ, because the model does something else between its blocks or in them.
     """
 
     def __init__(self, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> None:
@@ -52,23 +52,23 @@ class LayerRunner:
         self._cache: LayerCache | None = None
         self._start = 0
         self._extras = [0] * anatomy.num_layers
-        """What each block gives beside the state: 0 = it gives a tensor, n = a tuple of the state and n more."""
+        """Number of outputs of each block besides the state."""
         self._tuple = [False] * anatomy.num_layers
         self._prove(batch)
 
     @torch.no_grad()
     def begin(self, batch: Mapping[str, Tensor], cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] what the first block reads, h_0; from now on `run` is about these tokens.
+        """Start a batch of tokens for `run`; returns h_0, the input of the first block, `[B, T, D]`.
 
         Args:
             batch: `input_ids`, `[B, T]`, and `attention_mask` on the model's device. With a cache the mask is
-                `[B, n + T]`: it says of the n positions before these tokens, too, which are padding. Positions are
-                counted without padding, as `generate` does.
-            cache: from `new_cache`; layers that are run must hold n positions then, and hold n + T afterwards. None:
-                the tokens are whole sequences, nothing is kept.
+                `[B, n + T]` and includes the n positions before these tokens. Positions are counted without padding, as
+                in `generate`.
+            cache: from `new_cache`; a layer must hold n positions before it runs, and holds n + T afterwards. None: the
+                tokens are whole sequences, without a cache.
 
         Raises:
-            FulldepthError: if the model does not run its blocks once each, or the mask is shorter than the tokens.
+            FulldepthError: if the model does not run its blocks once each, or the mask does not fit the tokens.
         """
         self._arguments, self._first, self._cache = [], None, cache
         self._start = batch["attention_mask"].shape[1] - batch["input_ids"].shape[1]
@@ -87,16 +87,16 @@ class LayerRunner:
         return self._first
 
     def run(self, layers: int | Sequence[int], states: Tensor) -> Tensor:
-        """[B, T, D] what layers make, one after another, of the states `[B, T, D]` of the tokens that were begun.
+        """Run layers one after another on states of the tokens passed to `begin`; returns the last output, `[B, T, D]`.
 
         Models with n residual streams have states `[B, T, n, D]`.
 
         Args:
             layers: one 1-based layer, or several, such as `range(1, 5)` for 1 to 4.
-            states: what the first of them reads.
+            states: `[B, T, D]`, input of the first of them.
 
         Raises:
-            FulldepthError: if a layer does not hold in the cache exactly the positions before these tokens.
+            FulldepthError: if a layer's cache does not hold exactly the positions before these tokens.
         """
         if not isinstance(layers, int):
             for layer in layers:
@@ -108,7 +108,7 @@ class LayerRunner:
         return output[0] if isinstance(output, tuple | list) else output
 
     def finish(self, states: Tensor) -> Tensor:
-        """[B, T, V] what the final norm and the head make of states `[B, T, D]` of any layer: logits.
+        """[B, T, V] logits of the final norm and the head for states `[B, T, D]` of any layer.
 
         Raises:
             FulldepthError: if the model has no head that predicts at every position.
@@ -135,7 +135,7 @@ class LayerRunner:
         return "position_ids" in inspect.signature(self.anatomy.body.forward).parameters
 
     def _at_start(self) -> Any:
-        """What a block or the body asks of the cache is answered as of the first token that was begun."""
+        """Let the cache report the position of the first token passed to `begin`."""
         return nullcontext() if self._cache is None else self._cache.starting_at(self._start)
 
     def _body(self, batch: Mapping[str, Tensor]) -> None:
@@ -149,7 +149,7 @@ class LayerRunner:
 
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:
-        """Every block gives its input back; attributes that the model reads of them stay. Always healed."""
+        """Replace every block's forward by `_note`, and restore it on exit; other attributes of the blocks remain."""
         blocks = list(self.anatomy.blocks)
         before = [block.__dict__.get("forward") for block in blocks]
         try:
@@ -163,7 +163,7 @@ class LayerRunner:
                     block.forward = own
 
     def _note(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """In place of a block: keep its arguments, return its state in the form that the block returns."""
+        """Replacement of a block's forward: store its arguments, return its state in the block's output format."""
         state = args[0] if args else kwargs.pop("hidden_states")
         if index == 0:
             self._first = state
@@ -173,7 +173,7 @@ class LayerRunner:
 
     @torch.no_grad()
     def _prove(self, batch: Mapping[str, Tensor]) -> None:
-        """Compare the states of the model's own pass with those of its blocks run one by one."""
+        """Check the blocks, run one by one, against the states of the model's own pass."""
         kind = type(self.anatomy.model).__name__
         hooks = [block.register_forward_hook(partial(self._form, i)) for i, block in enumerate(self.anatomy.blocks)]
         try:
@@ -185,13 +185,13 @@ class LayerRunner:
                 hook.remove()
         try:
             self._compare(batch, own)
-        except (AttributeError, TypeError) as error:  # the model reads what a block gives beside its state
+        except (AttributeError, TypeError) as error:  # the model uses a block's other outputs
             raise FulldepthError(
                 f"{kind} uses what its blocks give beside the state ({error}); they cannot be run one by one."
             ) from error
 
     def _compare(self, batch: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
-        """The blocks one by one against the model's own states h_0 .. h_L."""
+        """Compare the outputs of the blocks, run one by one, with the model's own states h_0 .. h_L."""
         kind, states = type(self.anatomy.model).__name__, self.begin(batch)
         for layer in range(1, self.anatomy.num_layers + 1):
             version = states._version
@@ -209,6 +209,6 @@ class LayerRunner:
 
 
 def positions(attention_mask: Tensor) -> Tensor:
-    """[B, T] the position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
+    """[B, T] position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
     counted = attention_mask.long().cumsum(-1) - 1
     return counted.masked_fill(attention_mask == 0, 0)

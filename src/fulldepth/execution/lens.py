@@ -1,4 +1,4 @@
-"""The logit lens over all layers, in chunks: never more than a few megabytes of logits at a time."""
+"""The logit lens over all layers, in chunks that limit the logits in memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fulldepth.metrics.base import Readout
 from fulldepth.targets import IGNORE
 
 CPU_CHUNK = 128
-"""Tokens whose logits exist at once on a CPU: they stay in cache while they are reduced."""
+"""Tokens whose logits exist at once on a CPU, few enough to stay in its cache."""
 DEVICE_CHUNK_ELEMENTS = 1 << 27
-"""Logits that exist at once on an accelerator."""
+"""Number of logits that exist at once on an accelerator."""
 SAFE_EXPONENT = 60.0
 """Exponentials of logits up to this size, summed over any vocabulary, neither overflow nor vanish in float32."""
 
 
 def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Readout:
-    """Read every layer with the last layer's classifier, at the positions that have a target.
+    """Apply the last layer's classifier to every layer, at the positions that have a target.
 
     Args:
         classifier: final norm and head.
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
-        attention_mask: `[B, T]`, for heads that pool.
+        attention_mask: `[B, T]`, used by heads that pool.
     """
     origin, device = states.device, classifier.device or states.device
     states, targets, attention_mask = (tensor.to(device) for tensor in (states, targets, attention_mask))
@@ -44,7 +44,7 @@ Columns = tuple[Tensor, Tensor, Tensor]
 
 
 def _reduce_sequences(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Columns:
-    """Sequence heads: few classes, so all layers at once."""
+    """For sequence heads, which have few classes: all layers at once."""
     where = targets != IGNORE
     logits = torch.stack([classifier.sequences(layer[where], attention_mask[where]) for layer in states])
     index = torch.stack([targets[where], logits[-1].argmax(-1)], dim=1)
@@ -54,7 +54,7 @@ def _reduce_sequences(classifier: Classifier, states: Tensor, targets: Tensor, a
 
 
 def _reduce(classifier: Classifier, states: Tensor, targets: Tensor) -> Columns:
-    """Token heads: chunks of tokens; the last layer first, because all others are compared with it."""
+    """For token heads: in chunks of tokens, the last layer first, because the others are compared with it."""
     layers, tokens, _ = states.shape
     hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=states.device)
     loss = torch.empty(layers, tokens, dtype=torch.float32, device=states.device)
@@ -73,12 +73,12 @@ def _reduce(classifier: Classifier, states: Tensor, targets: Tensor) -> Columns:
 
 
 def _read(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `logits [N, V]`: `[N, 2]` whether the top class is each of `index [N, 2]` (the target; the last layer's top
+    """For `logits [N, V]`: `[N, 2]` whether the top class is each of `index [N, 2]` (the target; the last layer's top
     class), and `[N]` the cross-entropy of the target. Overwrites `logits`.
 
-    In full precision a class is the top one if its logit equals the maximum, which spares an argmax; only where all
-    logits are zero (a head or a state of zeros) do ties matter, and there the first class wins, as it does in the
-    model. Half precision has so many ties that the argmax decides everywhere.
+    In full precision a class counts as the top one if its logit equals the maximum, which avoids an argmax. Ties only
+    matter if all logits are zero (a head or a state of zeros); then the first class wins, as in the model. In half
+    precision ties are frequent, so the argmax is used.
     """
     top = logits.amax(-1)
     picked = logits.gather(1, index)
@@ -97,7 +97,7 @@ def _read(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_size(classifier: Classifier, states: Tensor) -> int:
-    """Tokens per chunk."""
+    """Number of tokens per chunk."""
     if states.device.type == "cpu":
         return CPU_CHUNK
     classes = classifier.tokens(states[-1, :1]).shape[-1]
@@ -105,14 +105,14 @@ def _chunk_size(classifier: Classifier, states: Tensor) -> int:
 
 
 class TopTokens(NamedTuple):
-    """The lens of one sequence: `[L+1, P]` each."""
+    """Top class and its probability for one sequence, `[L+1, P]` each."""
 
     token: Tensor
     probability: Tensor
 
 
 def top_tokens(classifier: Classifier, states: Tensor) -> TopTokens:
-    """Top class and its probability at every layer and position, `states: [L+1, P, D]`."""
+    """Top class and its probability at every layer and position of `states: [L+1, P, D]`."""
     tokens, probabilities = [], []
     for layer in states.to(classifier.device or states.device):
         best = classifier.tokens(layer).float().softmax(-1).max(-1)

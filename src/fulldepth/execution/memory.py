@@ -1,4 +1,4 @@
-"""Bytes of weights, of a cache, and of everything that lives while a model runs."""
+"""Memory of weights and caches, and peak memory of a run, in bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers import Cache
 
 
 def peak_bytes(model: nn.Module, inputs: Tensor, run: Callable[[], Any]) -> int:
-    """Bytes of a model's weights and of the most that lives beside them at one time of a run.
+    """Bytes of a model's weights plus the peak of other memory during a run.
 
-    On CUDA as its allocator counts. Elsewhere every tensor counts that an operation gives, for as long as it lives;
-    what an operation needs within itself does not. (The resident size of a process only grows, so it says nothing of
-    one model among several.)
+    On CUDA, from the allocator's statistics. Elsewhere, tensors returned by operations are counted while alive;
+    temporary memory inside an operation is not. (The resident size of a process only grows, so it cannot be attributed
+    to one of several models.)
 
     Args:
         model: the model.
-        inputs: what it reads, on its device; not counted.
+        inputs: its inputs, on its device; not counted.
         run: runs the model.
     """
     device = inputs.device
@@ -38,10 +38,10 @@ def peak_bytes(model: nn.Module, inputs: Tensor, run: Callable[[], Any]) -> int:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of tensors that operations give while they live.
+    """Counts the bytes of living tensors that operations have returned.
 
     Args:
-        existing: tensors that were there before, and do not count.
+        existing: tensors allocated before, which are not counted.
     """
 
     def __init__(self, existing: list[Tensor]) -> None:
@@ -72,24 +72,24 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all weights that a checkpoint keeps, tied ones once, quantised ones as they are stored."""
+    """Bytes of all weights in a checkpoint; tied weights count once, quantised ones at their stored size."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
     return sum(part.nbytes for tensor in tensors.values() for part in _plain(tensor))
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """The same with buffers that no checkpoint keeps."""
+    """Bytes of all parameters and buffers, including buffers that checkpoints omit."""
     return sum(part.nbytes for tensor in (*model.parameters(), *model.buffers()) for part in _plain(tensor))
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all keys and values in a cache; 0 for an entry that merely counts tokens."""
+    """Bytes of all keys and values in a cache; entries without them count as 0."""
     states = (getattr(entry, name, None) for entry in cache.layers for name in ("keys", "values"))
     return sum(tensor.nbytes for tensor in states if isinstance(tensor, Tensor))
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, or those that a wrapper (quantised weights) is made of."""
+    """The tensor itself, or the tensors inside a wrapper (quantised weights)."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -1,4 +1,4 @@
-"""Losses of a model and of its variants with skipped parts, sequence by sequence."""
+"""Losses of a model and of its variants with skipped parts, per sequence."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from fulldepth.hf.surgery import Switches
 from fulldepth.targets import IGNORE, next_targets
 
 CPU_LOGITS, DEVICE_LOGITS = 1 << 22, 1 << 27
-"""Logits that exist at once on a CPU and on an accelerator, while nothing but their losses is kept."""
+"""Number of logits that exist at once on a CPU and on an accelerator."""
 LOSS, SCALED, DIVERGENCE, AGREEMENT = "loss", "scaled", "kl", "greedy_agreement"
 BASE = Variant()
-"""The model as it is."""
+"""The unmodified model."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A padded batch and the positions whose losses are read."""
+    """A padded batch and its labelled positions, whose losses are computed."""
 
     inputs: Mapping[str, Tensor]
     """`input_ids` and `attention_mask`, `[B, T]`."""
     where: Tensor
-    """[B, T] bool: positions whose next token counts."""
+    """[B, T] bool: labelled positions, whose next token is a target."""
     targets: Tensor
-    """[R] those next tokens."""
+    """[R] next token of each labelled position."""
     owners: Tensor
-    """[R] the sequence, 0..B-1, of each."""
+    """[R] sequence, 0..B-1, of each labelled position."""
     documents: Sequence[int]
-    """[B] the document (of pairs and chats the row) of each sequence."""
+    """[B] document of each sequence (for pairs and chats, the row)."""
 
     @classmethod
     def of(cls, padded: Mapping[str, Tensor], documents: Sequence[int]) -> Batch:
-        """A batch for scoring out of one for training.
+        """A batch for scoring from a batch for training.
 
         Args:
-            padded: `input_ids`, `attention_mask` and `labels` (each at its own token), `[B, T]`.
+            padded: `input_ids`, `attention_mask` and `labels` (not shifted), `[B, T]`.
             documents: `[B]`.
         """
         targets = next_targets(padded["labels"])
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens that count in each sequence."""
+        """Number of labelled positions of each sequence."""
         return [int(count) for count in torch.bincount(self.owners, minlength=len(self.where))]
 
     def to(self, device: torch.device) -> Batch:
@@ -77,10 +77,10 @@ class Scorer:
 
     Args:
         anatomy: a decoder with a language-model head.
-        switches: entered by the caller; what skips parts of the model.
-        granularity: what a skipped layer lacks.
-        batch: a small batch for the proof that blocks can be run one by one.
         classifier: final norm and head.
+        switches: skip parts of the model; entered by the caller.
+        granularity: the part that a skipped layer lacks.
+        batch: a small batch on which running the blocks one by one is verified (see `LayerRunner`).
 
     Raises:
         FulldepthError: if the model's layers cannot be run one by one, or it has several residual streams.
@@ -108,12 +108,12 @@ class Scorer:
     ) -> dict[Variant, dict[str, list[float]]]:
         """Summed losses of every sequence under each variant, in nats.
 
-        What variants have in common from the first block on is run once; the head runs at labelled positions only.
+        Common prefixes of variants are run once; the head runs at labelled positions only.
 
         Args:
             batch: B sequences.
-            variants: what to skip; with `divergence` the model as it is comes with them.
-            divergence: also the divergence of each variant's predictions from the model's own.
+            variants: variants to score; `divergence` adds the unmodified model.
+            divergence: also return the divergence of each variant's predictions from the unmodified model's.
             advance: called after each variant with 1.
 
         Returns:
@@ -127,7 +127,7 @@ class Scorer:
         references: list[Tensor] | None = None
         for variant, states in self._leaves(1, self.runner.begin(batch.inputs), ordered):
             rows = states[batch.where.to(states.device)]
-            if divergence and references is None:  # the base comes first: unskipped ways are gone before skipped ones
+            if divergence and references is None:  # the base comes first: `_leaves` visits unskipped branches first
                 references = list(self._predicted(rows))
             sums[variant] = self._sums(rows, batch, kinds, references)
             advance(1)
@@ -138,13 +138,13 @@ class Scorer:
     def healed_sums(
         self, batch: Batch, variant: Variant, scalars: Scalars | Mapping[str, Any] | None, *, divergence: bool = False
     ) -> dict[str, list[float]]:
-        """What `sums` gives, for one variant with scalars (None: without).
+        """The result of `sums` for one variant with scalars (None: without).
 
         Args:
             batch: B sequences.
-            variant: what to skip.
-            scalars: made for that variant, as a module or as plain values.
-            divergence: also the divergence from the model as it is.
+            variant: the variant.
+            scalars: scalars trained for it, as a module or as plain values.
+            divergence: also return the divergence from the unmodified model.
         """
         if isinstance(scalars, Mapping):
             scalars = Scalars.from_dict(scalars, self.costs.num_layers, self.granularity)
@@ -157,35 +157,35 @@ class Scorer:
     def state_sums(
         self, states: Tensor, batch: Batch, base: Tensor | None = None, kinds: Sequence[str] | None = None
     ) -> dict[str, list[float]]:
-        """Kind -> B sums over the tokens of each sequence, of last states at the labelled positions of a batch.
+        """Kind -> B sums over the labelled positions of each sequence, from last states.
 
         Args:
-            states: `[R, D]`.
+            states: `[R, D]` last states at the labelled positions.
             batch: on the device.
-            base: `[R, D]` those of the model as it is.
-            kinds: `loss`, and with a base `kl` and `greedy_agreement` (1 where the likeliest token is the same).
+            base: `[R, D]` last states of the unmodified model.
+            kinds: `loss`, and with a base `kl` and `greedy_agreement` (1 where the most likely token is the same).
         """
         kinds = kinds or ((LOSS,) if base is None else (LOSS, DIVERGENCE))
         return self._sums(states, batch, kinds, None if base is None else self._predicted(base))
 
     def plain(self) -> None:
-        """Nothing skipped, no scalars."""
+        """Restore the unmodified model: nothing skipped, no scalars."""
         self.switches.scalars = None
         self.switches.skip(())
 
     def states(
         self, batch: Batch, variant: Variant, scalars: Scalars | None = None, *, checkpointing: bool | None = None
     ) -> Tensor:
-        """[R, D] last states of one variant at the labelled positions of a batch on the device; gradients flow.
+        """[R, D] last states of one variant at the labelled positions of a batch, differentiable.
 
-        They are where the last block is; each block brings what it is given to its own device.
+        They are on the device of the last block; each block moves its input to its own device.
 
         Args:
             batch: on the device.
-            variant: what to skip.
-            scalars: made for that variant.
-            checkpointing: whether autograd keeps the state before each block only, and runs the block again in the
-                backward pass, which must come before anything else is run; None: as `Costs.checkpoints` says.
+            variant: the variant.
+            scalars: scalars trained for it.
+            checkpointing: whether autograd keeps only the state before each block and reruns the block in the backward
+                pass, which must come before any other run; None: as in `Costs.checkpoints`.
         """
         self.plain()
         states = self.runner.begin(batch.inputs)
@@ -199,21 +199,21 @@ class Scorer:
         return states[batch.where.to(states.device)]
 
     def _checkpointed(self, layer: int, states: Tensor) -> Tensor:
-        """A block that runs again in the backward pass: to its end, so that hooks that unload its weights run, too."""
+        """Run a block with checkpointing; the rerun is complete, so that hooks that unload its weights run too."""
         after: Tensor = checkpoint(
             self.runner.run, layer, states, use_reentrant=False, preserve_rng_state=False, early_stop=False
         )
         return after
 
     def predictions(self, rows: Tensor) -> Tensor:
-        """[R, V] log-probabilities out of last states `[R, D]`, float32 (float64 for float64 models)."""
+        """[R, V] log-probabilities from last states `[R, D]`, float32 (float64 for float64 models)."""
         logits = self.classifier.tokens(rows)
         return functional.log_softmax(logits.float() if logits.dtype.itemsize < 4 else logits, dim=-1)
 
     def objective(self, rows: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
-        """Summed loss of last states `[R, D]`, or with the last states of the base their summed divergence from it.
+        """Summed loss of last states `[R, D]` or, given the base's last states, their summed divergence from the base.
 
-        Logits are made a part at a time, and again in the backward pass.
+        Logits are computed in parts, and recomputed in the backward pass.
         """
         total: Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         for at, part in self._parts(rows):
@@ -230,7 +230,7 @@ class Scorer:
     def _sums(
         self, rows: Tensor, batch: Batch, kinds: Sequence[str], references: Iterable[Tensor] | None
     ) -> dict[str, list[float]]:
-        """Sums of every sequence, of last states `[R, D]` and the base's log-probabilities, part by part."""
+        """Sums per sequence, from last states `[R, D]` and the base's log-probabilities, part by part."""
         columns: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         bases: Iterable[Tensor | None] = repeat(None) if references is None else references
         for (at, part), reference in zip(self._parts(rows), bases, strict=False):
@@ -240,11 +240,11 @@ class Scorer:
         return {kind: batch_sums(torch.cat(parts or [rows.new_zeros(0)]), batch) for kind, parts in columns.items()}
 
     def _predicted(self, rows: Tensor) -> Iterator[Tensor]:
-        """Log-probabilities out of last states `[R, D]`, part by part."""
+        """Log-probabilities from last states `[R, D]`, part by part."""
         return (self.predictions(part) for _, part in self._parts(rows))
 
     def _leaves(self, layer: int, states: Tensor, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
-        """Each variant with its last states, depth first: kept are only the states at which ways part."""
+        """Each variant with its last states, depth first; only the states at branching points are kept."""
         group = list(variants)
         while layer <= self.costs.num_layers:
             unskipped = [variant for variant in group if layer not in variant]
@@ -266,7 +266,7 @@ class Scorer:
         return self.runner.run(layer, states)
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The rows in parts whose logits may exist at once."""
+        """The rows in parts small enough for their logits to exist at once."""
         step = max(1, (CPU_LOGITS if self.device.type == "cpu" else DEVICE_LOGITS) // (self.anatomy.vocab_size or 1))
         return ((slice(start, start + step), rows[start : start + step]) for start in range(0, len(rows), step))
 
@@ -281,6 +281,6 @@ def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tenso
 
 
 def batch_sums(values: Tensor, batch: Batch) -> list[float]:
-    """The sum of each sequence of a batch, in float64, of values `[R]` at labelled positions."""
+    """Sum per sequence, in float64, of values `[R]` at the labelled positions of a batch."""
     sums = torch.zeros(len(batch.where), dtype=torch.float64)
     return [float(total) for total in sums.index_add_(0, batch.owners.cpu(), values.detach().cpu().double())]

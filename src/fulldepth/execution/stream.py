@@ -1,4 +1,4 @@
-"""Proves that a list of blocks is the residual stream: each block reads what the one before gave, to the very end."""
+"""Verifies that a list of blocks forms the residual stream: each block reads the previous block's output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fulldepth.hf.families import Pool
 from fulldepth.hf.heads import pool
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Largest error accepted, relative to the largest entry: rounding in each precision, and no more."""
+"""Largest accepted error (rounding) in each precision, relative to the largest entry."""
 LONGEST_HEAD = 4
-"""Modules of a head at most, the final norm included."""
+"""Maximum number of modules of a head, the final norm included."""
 POOLS: tuple[Pool, ...] = ("first", "last", "mean-patches", "mean")
 """Ways in which a head may pick or average positions between two modules."""
 
@@ -31,39 +31,39 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def check_close(claim: str, got: Tensor, expected: Tensor, dtype: torch.dtype | None = None, hint: str = "") -> None:
-    """Refuse states that differ by more than rounding.
+    """Raise an error if states differ by more than rounding.
 
     Args:
         claim: the beginning of the error, such as `layer 3 misses the model's own state`.
         got: any shape.
         expected: the same shape.
-        dtype: precision that was computed in; None = that of `expected`.
+        dtype: precision of the computation; None = that of `expected`.
         hint: the end of the error.
 
     Raises:
         FulldepthError: if they differ, or either has NaN.
     """
     error = relative_error(got, expected)
-    if not error <= TOLERANCE[dtype or expected.dtype]:  # NaN is no agreement
+    if not error <= TOLERANCE[dtype or expected.dtype]:  # also raises for NaN
         raise FulldepthError(f"{claim} by {error:.1e} (relative){hint}")
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Whether two states differ by no more than rounding; NaN is no agreement."""
+    """Whether two states are equal up to rounding; False for NaN."""
     if got.shape != expected.shape:
         return False
     return relative_error(got, expected) <= TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
 
 
 def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
-    """Follow the stream from block to block.
+    """Verify that each block reads the previous block's output.
 
-    Every block must run; a list whose blocks run several times (shared blocks) has one layer for each call. Each block
-    must read what the block before gave. Exceptions that the anatomy declares: trees (a block reads a sum of earlier
-    outputs) and DETR with auxiliary losses (the final norm stands between blocks).
+    Every block must run; blocks that run several times (shared blocks) have one layer for each call. The anatomy may
+    declare exceptions: trees (a block reads a sum of earlier outputs) and DETR with auxiliary losses (the final norm
+    is applied between blocks).
 
     Args:
-        anatomy: names the blocks.
+        anatomy: with the paths of the blocks.
         trace: one pass of the model.
 
     Returns:
@@ -104,10 +104,10 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
 
 
 def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
-    """No other module may be part of the stack, as in models of several stages.
+    """Raise an error if another module is part of the stack, as in models with several stages.
 
-    Such a part is of the class of a block, or a member of another list that gives states of the stream's shape before
-    the first block.
+    Such a module has the class of a block, or is a member of another list and returns states of the stream's shape
+    before the first block.
     """
     own = set(anatomy.block_list)
     kinds = {type(block) for block in own}
@@ -129,7 +129,7 @@ def _is_list_member(anatomy: Anatomy, path: str) -> bool:
 
 
 def _check_shapes(calls: list[Call], path: str, positions: tuple[int, ...] | None, dimensions: int) -> None:
-    """Every call must read and give states of one shape, and text keep its positions."""
+    """Check that all calls read and return states of one shape and, for text, with the batch's positions."""
     shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
     if len(shapes) > 1 or len(next(iter(shapes))) != dimensions:
         raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
@@ -147,17 +147,18 @@ def _listed(items: object) -> str:
 
 
 def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
-    """See that the stream ends where the body ends: `h_L`, or its final norm, is the body's last hidden state.
+    """Verify that `h_L`, or its final norm, is the body's last hidden state.
 
-    The final norm of a family that was found by structure is the module that does so; one of the table must do so.
+    For a family of the table, its final norm must give that state; for other families, the module that gives it is
+    taken as the final norm.
 
     Args:
-        anatomy: with its blocks proven.
+        anatomy: with verified blocks.
         trace: one pass of the model.
         last: h_L, `[B, T, D]`.
 
     Returns:
-        The anatomy, with the final norm that was found.
+        The anatomy, with its final norm.
 
     Raises:
         FulldepthError: if modules of unknown effect stand between the last block and the end.
@@ -165,7 +166,7 @@ def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
     end = _end(anatomy, trace)
     if anatomy.final_norm is not None and is_close(anatomy.normalise(last), end):
         return anatomy
-    if equal(last, end):  # of CLIP's vision tower the final norm reads only what is pooled
+    if equal(last, end):  # CLIP's vision tower applies the final norm only to the pooled state
         return anatomy
     if anatomy.family.final_norm is not None:
         raise FulldepthError(
@@ -178,9 +179,9 @@ def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
 
 
 def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
-    """The last hidden state: what the outermost module around the blocks gives that was called and predicts nothing.
+    """The last hidden state: the output of the outermost called module around the blocks that does not predict.
 
-    A model with a head may call parts of its body and not the body, as OPT's does.
+    A model with a head may call parts of its body instead of the body, as OPT does.
     """
     names = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list).split(".")
     around = [".".join(names[:count]) for count in range(len(names))]
@@ -192,25 +193,24 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
 
 
 def _from_body(anatomy: Anatomy, path: str) -> str:
-    """A path from the model as a path from the body."""
+    """Convert a path relative to the model to one relative to the body."""
     prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.body)
     return path.removeprefix(f"{prefix}.") if prefix else path
 
 
 def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None) -> Head | None:
-    """The shortest chain of modules that leads from `h_L` to the model's logits, found by following the tensors.
+    """The shortest chain of modules from `h_L` to the model's logits, found by following the tensors.
 
-    Between two modules a head may pick or average positions. What a head does outside of modules cannot be followed,
-    so such heads are not found.
+    Between two modules a head may select or average positions. Heads that compute outside of modules are not found.
 
     Args:
-        anatomy: with its blocks and its end proven.
+        anatomy: with verified blocks and final norm.
         trace: one pass of the model.
         last: h_L, `[B, T, D]`.
         mask: `[B, T]` of the batch; None if no position is padding.
 
     Returns:
-        A head that gives the model's logits; None if there is none.
+        A head that gives the model's logits; None if none is found.
     """
     if trace.logits is None:
         return None
@@ -231,7 +231,7 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
 
 
 class _Step(NamedTuple):
-    """Where a search for the head has come to: a state, and the modules and the pooling that made it of h_L."""
+    """A state in the search for the head, with the modules and the pooling that lead to it from h_L."""
 
     state: Tensor
     modules: tuple[str, ...]
@@ -239,14 +239,14 @@ class _Step(NamedTuple):
 
 
 def _pooled(step: _Step, mask: Tensor | None) -> Iterator[_Step]:
-    """A state of every position, picked or averaged in every known way."""
+    """A state of all positions, pooled in every way of `POOLS`."""
     if step.pool == "token" and step.state.ndim == 3:
         for way in POOLS:
             yield step._replace(state=pool(step.state, mask, way), pool=way)
 
 
 def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
-    """The state after every module that reads this one."""
+    """The output states of all modules that read this state."""
     for call in trace.readers(step.state):
         if call.path not in step.modules:
             inside = step.pool == "token" and step.state.ndim == 3 and call.gave.ndim == 2
@@ -254,7 +254,7 @@ def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
 
 
 def _head(anatomy: Anatomy, step: _Step) -> Head | None:
-    """The head that a chain of modules is; the final norm is no part of the chain."""
+    """A head from a chain of modules, without the final norm."""
     normed = anatomy.final_norm is not None and anatomy.model.get_submodule(step.modules[0]) is anatomy.final_norm
     modules = step.modules[1:] if normed else step.modules
     return Head(modules, pool=step.pool, normed=normed) if modules else None
@@ -268,7 +268,7 @@ def _predicts(anatomy: Anatomy, head: Head, trace: Trace, last: Tensor, mask: Te
 
 
 def predict(classifier: Classifier, last: Tensor, mask: Tensor | None) -> Tensor:
-    """The logits that a head gives for `h_L: [B, T, D]`, in the model's own shape."""
+    """The logits of a head for `h_L: [B, T, D]`, in the model's own shape."""
     if classifier.per_token:
         return classifier.tokens(last.flatten(0, 1)).view(*last.shape[:2], -1)
     return classifier.sequences(last, torch.ones(last.shape[:2], device=last.device) if mask is None else mask)

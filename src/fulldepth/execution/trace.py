@@ -1,4 +1,4 @@
-"""One forward pass followed from module to module: what each read and gave, in the order of the calls."""
+"""Trace of one forward pass: input and output state of each module call, in order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Call:
 
 @dataclass
 class Trace:
-    """The calls of a model's modules in the order in which they ended, without the insides of blocks."""
+    """The calls of a model's modules in the order in which they ended, without modules inside blocks."""
 
     positions: tuple[int, int] | None
     """Sequences and tokens of the batch; None for images."""
     calls: list[Call] = field(default_factory=list)
     logits: Tensor | None = None
-    """What the whole model predicts; None without a head."""
+    """Logits of the whole model; None without a head."""
 
     def of(self, modules: Iterable[nn.Module]) -> list[Call]:
         """The calls of these modules."""
@@ -45,12 +45,12 @@ class Trace:
         return next((call for call in reversed(self.calls) if call.path == path), None)
 
     def readers(self, state: Tensor) -> Iterator[Call]:
-        """The calls that were given a state."""
+        """The calls whose input is this state."""
         return (call for call in self.calls if equal(call.given, state))
 
 
 def equal(state: Tensor, other: Tensor) -> bool:
-    """Whether two states are the same numbers."""
+    """Whether two states have the same shape, dtype and values."""
     if state.shape != other.shape or state.dtype != other.dtype:
         return False
     is_view = state.data_ptr() == other.data_ptr() and state.stride() == other.stride()
@@ -58,19 +58,19 @@ def equal(state: Tensor, other: Tensor) -> bool:
 
 
 def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the body: a decoder's cache would only cost memory here."""
+    """The inputs of the body, without a decoder's cache, which would only take memory."""
     if anatomy.family.tower == "vision" and "pixel_values" in inputs:
-        inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP takes text beside it
+        inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP also takes text
     decodes = anatomy.task == "causal-lm" or getattr(anatomy.config, "use_cache", None) is True
     return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
 
 
 @torch.no_grad()
 def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
-    """Run a model once and keep what its modules read and give.
+    """Run a model once and record the inputs and outputs of its modules.
 
     Args:
-        anatomy: names the model and its body; which blocks it holds plays no role.
+        anatomy: names the model and its body; its blocks are not used.
         inputs: a small batch for the whole model, as keyword arguments.
 
     Raises:
@@ -91,10 +91,10 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
 
 
 def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """What a module gives for a small batch.
+    """The output of a module for a small batch.
 
     Raises:
-        FulldepthError: if it fails, whatever it raises; running out of memory is passed on.
+        FulldepthError: if it fails; out-of-memory errors are re-raised.
     """
     try:
         return module(**inputs)
@@ -108,26 +108,26 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Why something failed; running out of memory is passed on."""
+    """Description of an error; out-of-memory errors are re-raised."""
     if is_out_of_memory(error):
         raise error
     return str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """What a model predicts, out of its output; None without a head."""
+    """The logits in a model's output; None without a head."""
     entries = (output.get(name) for name in ("prediction_logits", "logits")) if isinstance(output, Mapping) else ()
     return next((logits for logits in entries if isinstance(logits, Tensor)), None)
 
 
 def first_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The state that a module reads: its first argument, `hidden_states`, or the first tensor among the others."""
+    """The state in a module's arguments: the first one, `hidden_states`, or the first tensor among the others."""
     named = (args[:1] or (None,))[0], kwargs.get("hidden_states"), *args, *kwargs.values()
     return next((value for value in named if isinstance(value, Tensor)), None)
 
 
 def main_state(output: Any) -> Tensor | None:
-    """The state in what a module gave: a tensor, the first of a tuple, or the last hidden state; None for logits."""
+    """The state in a module's output: a tensor, the first of a tuple, or the last hidden state; None for logits."""
     while not isinstance(output, Tensor):
         if isinstance(output, Mapping) and output:
             if "logits" in output and "last_hidden_state" not in output:
@@ -141,7 +141,7 @@ def main_state(output: Any) -> Tensor | None:
 
 
 def _is_followed(path: str) -> bool:
-    """Whether a module's calls are kept: modules outside blocks, and every member of a list.
+    """Whether a module's calls are recorded: modules outside blocks, and every member of a list.
 
     `layers.3` and `stages.0.blocks.1` are; `layers.3.mlp` is not.
     """

@@ -1,4 +1,4 @@
-"""Self-tests at load: a model whose parts do not add up is refused, never measured wrongly."""
+"""Self-tests at load: a model whose captured parts do not reproduce its own states and logits is refused."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ MOST_REASONS = 3
 
 @dataclass(frozen=True)
 class Verified:
-    """An anatomy that stood the tests, and what they found."""
+    """An anatomy that passed the tests, and the properties found by them."""
 
     anatomy: Anatomy
     width: int
     """D, channels of the residual stream."""
     chained: bool
-    """Each block reads exactly what the block before gave; else only trees and DETR's norms stand between them."""
+    """Whether each block reads exactly the previous block's output; else trees or DETR's norms are between them."""
     branches: bool
-    """Attention and MLP branches are known and add up to the block's output."""
+    """Whether attention and MLP branches are known and add up to the block's output."""
     classifier: Classifier | None
-    """The head, proven to give the model's own logits at the last layer; None without a proven head."""
+    """The head, verified to give the model's own logits at the last layer; None without a verified head."""
     positions: int
-    """Positions of the residual stream in the batch that was tried (for pictures: in every batch)."""
+    """Positions of the residual stream in the tested batch (for images: in every batch)."""
     value_width: int
-    """Channels of the value states; 0 where they are not known."""
+    """Channels of the value states; 0 if unknown."""
     routed_heads: int = 0
     """Heads of the memory routers (key/value heads); 0 without a memory."""
     num_streams: int = 1
     """Residual streams between blocks."""
     unproven: Mapping[str, str] = field(default_factory=dict)
-    """`branches`, `head`, `value` -> why this part of the model is not known and left out."""
+    """`branches`, `head`, `value` -> why this part of the model could not be verified and is left out."""
 
 
 @torch.no_grad()
 def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional: Collection[str] = ()) -> Verified:
-    """The first candidate whose pieces give the model back, on a small real batch.
+    """The first candidate whose parts reproduce the model's states and logits on a small batch.
 
-    Three things are checked. The blocks are the residual stream: each runs, reads what the one before gave, and the
-    last one (through the final norm) gives the body's last hidden state. The captured branches, put together as the
-    family's design says, equal every block's output. The classifier applied to `h_L` equals the model's own logits
-    (soft-cap, scale and bias included). The head of a family that was found by structure is found here, by following
+    Three things are checked. The blocks are the residual stream: each runs and reads the previous block's output, and
+    the last one (through the final norm) gives the body's last hidden state. The captured branches, combined by the
+    family's design, equal every block's output. The classifier applied to `h_L` equals the model's own logits
+    (soft-cap, scale and bias included). For families that are not in the table, the head is found here by following
     the tensors from `h_L` to the logits.
 
     Args:
         candidates: anatomies to try, best guess first.
         inputs: a small batch for the whole model, as keyword arguments.
-        optional: parts that need no proof, out of `branches` and `head`: a proven stream without them is accepted where
-            no candidate has them, and `unproven` says why. Parts of the table and of settings count as known.
+        optional: parts that may fail, out of `branches` and `head`: a verified stream without them is accepted if no
+            candidate has them, and `unproven` gives the reason. Parts from the table or the settings count as known.
 
     Raises:
-        FulldepthError: if the model fails or gives NaN, or no candidate stands the tests; says which failed and why.
+        FulldepthError: if the model fails or gives NaN, or no candidate passes the tests, with the reasons.
     """
     trace = _followed(candidates[0], inputs)
     failures: dict[str, str] = {}
@@ -93,7 +93,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
 
 
 def _followed(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
-    """One pass of the model; if it fails, the towers that can be measured alone are named."""
+    """One traced pass of the model; the error of a failure names the towers that can be measured alone."""
     try:
         return follow(anatomy, inputs)
     except FulldepthError as error:
@@ -105,10 +105,10 @@ def _followed(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
 
 @torch.no_grad()
 def find_anatomy(model: PreTrainedModel) -> Anatomy:
-    """Where the parts of a model are: the row of the table, or for other families what a few random inputs prove.
+    """The anatomy of a model: from the table or, for other families, verified on a small artificial batch.
 
     Raises:
-        FulldepthError: if a family that is not in the table cannot be proven.
+        FulldepthError: if a family that is not in the table cannot be verified.
     """
     candidates = anatomy_candidates(model)
     guess = candidates[0]
@@ -120,7 +120,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def _sample(anatomy: Anatomy) -> dict[str, Tensor]:
-    """Two short sequences of tokens, or two images of noise, where the model's first weights are."""
+    """Two short sequences of tokens, or two images of noise, on the device of the model's first weights."""
     placed = (weight.device for weight in anatomy.model.parameters() if weight.device.type != "meta")
     device = next(placed, torch.device("cpu"))
     if anatomy.family.modality == "text":
@@ -134,12 +134,12 @@ def _sample(anatomy: Anatomy) -> dict[str, Tensor]:
 
 
 def _proven(verified: Verified) -> tuple[bool, bool, bool]:
-    """The proven parts of a candidate, most important first."""
+    """Sort key: the verified parts of a candidate, most important first."""
     return verified.branches, "head" not in verified.unproven, "value" not in verified.unproven
 
 
 def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional: Collection[str]) -> Verified:
-    """One candidate, or an error where a part that has to be proven is not."""
+    """Verify one candidate; raises an error if a required part cannot be verified."""
     anatomy, last = prove_stream(anatomy, trace)
     last = anatomy.stream(last)
     if not bool(torch.isfinite(last).all()):
@@ -167,7 +167,7 @@ def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional:
 def _prove_head(
     anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], last: Tensor
 ) -> tuple[Anatomy, Classifier | None]:
-    """The head of the family, or the one found by following the tensors, proven against the model's logits."""
+    """The head of the family, or the one found by following the tensors, checked against the model's logits."""
     mask = inputs.get("attention_mask")
     if anatomy.head is None and anatomy.searches_head and trace.logits is not None:
         head = find_head(anatomy, trace, last, mask)
@@ -186,7 +186,7 @@ def _prove_head(
 
 
 def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> None:
-    """A model that sees the next token does not predict it: another last token must not change what stands before."""
+    """Check that the model is causal: changing the last token must not change the logits before it."""
     ids = inputs["input_ids"]
     if ids.shape[1] < 2:
         return
@@ -205,9 +205,9 @@ def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> 
 
 
 def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) -> Verified:
-    """Branches, values and routers of every layer, captured as they will be in every measurement.
+    """Capture and check branches, values and routers of every layer, as in measurements.
 
-    Measurements run the body alone, which must give the h_L that it gives within the model.
+    Measurements run the body alone, which must give the same h_L as the whole model.
     """
     family, unproven = anatomy.family, {}
     has_branches = family.attention is not None and family.mlp is not None
@@ -251,7 +251,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
 
 
 def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> None:
-    """Every block's output from its input and its branches."""
+    """Check that every block's output is the combination of its input and its branches."""
     design = anatomy.family.design
     for layer in range(1, anatomy.num_layers + 1):
         x, after, a, m, before_mlp = (
@@ -280,7 +280,7 @@ def _check_branches(anatomy: Anatomy, states: Mapping[str, list[Tensor]]) -> Non
 
 
 def check_routing(routing: Mapping[int, Tensor]) -> int:
-    """How many heads the routers have; every layer reads one source for each layer up to it."""
+    """Number of heads of the routers; checks that the router of layer l has l sources."""
     heads = {weights.shape[0] if weights.ndim == 3 else weights.shape[-2] for weights in routing.values()}
     for layer, weights in routing.items():
         sources = weights.shape[1] if weights.ndim == 3 else weights.shape[-1]
@@ -293,7 +293,7 @@ def check_routing(routing: Mapping[int, Tensor]) -> int:
 
 
 def _check_classifier(classifier: Classifier, expected: Tensor, last: Tensor, mask: Tensor | None) -> Classifier:
-    """The lens of the last layer against the model's logits."""
+    """Check the classifier, applied to the last layer, against the model's logits."""
     got = predict(classifier, last, mask)
     if got.shape != expected.shape:
         raise FulldepthError(f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(expected.shape)}")

@@ -1,4 +1,4 @@
-"""Reads weights as ordinary numbers, for the measures that look at matrices rather than at activations."""
+"""Reads weights as plain tensors, for measures of weight matrices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fulldepth.metrics import SpectralNorm
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:
-    """A module's matrix as ordinary numbers; None if it is offloaded, or packed in a way that torch cannot undo."""
+    """A module's weight as a plain tensor; None if it is offloaded, or packed in a form that cannot be dequantised."""
     return _plain(module.get_parameter("weight"))
 
 
@@ -25,18 +25,18 @@ def _plain(parameter: nn.Parameter | None) -> Tensor | None:
 
 
 def projection_names(anatomy: Anatomy) -> tuple[str, ...]:
-    """Names, inside a block, of all that `feed_projections` shows: matrices, and stacks of experts' matrices."""
+    """Names, inside a block, of the weights that `feed_projections` reads: matrices and stacks of expert matrices."""
     named = ((name, parameter) for name, _, parameter in anatomy.expert_projections())
     experts = [name for name, parameter in named if parameter is not None]
     return tuple(dict.fromkeys([*(name for name, _, _ in anatomy.projections()), *experts]))
 
 
 def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, world: int = 1) -> list[str]:
-    """Show a measure the projections of every block, those of experts as stacks `[E, m, n]`; number `i` belongs to
-    process `i % world`.
+    """Update a measure with the projections of every block, experts as stacks `[E, m, n]`; matrix `i` goes to process
+    `i % world`.
 
     Returns:
-        The names of those that cannot be read.
+        The names of projections that cannot be read.
     """
     unreadable = []
     alone = ((site, layer, module.get_parameter("weight")) for site, layer, module in anatomy.projections())

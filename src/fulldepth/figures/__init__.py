@@ -1,7 +1,7 @@
 """Plotly figures from a result table; imports neither torch nor the rest of the package.
 
-A new figure is one `Figure` in the `FIGURES` of its topic's file: `Results.figures()`, the sections of the page and the
-notes on how to read it come from that record.
+A new figure needs one `Figure` in the `FIGURES` of its topic's file: `Results.figures()`, the sections of the page and
+the notes on how to read it use that record.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ FIGURES: tuple[Figure, ...] = (
     *healing.FIGURES,
     *pareto.FIGURES,
 )
-"""Every figure, in reading order among those of the same kind of results."""
+"""All figures; those of one kind of results are in reading order."""
 
 
 def records(kind: str) -> list[Figure]:
-    """The figures of a kind of results (see `Source.kind`), those that follow from a record's curves among them.
+    """The figures of a kind of results (see `Source.kind`), including those derived from a record's curves.
 
-    A series has the figures of a single model, drawn at its last step, and those over steps.
+    A series has the figures of a single model, drawn at its last step, and figures over steps.
     """
     if kind == SERIES:
         return [*records(SINGLE), *_of_kind(SERIES)]
@@ -63,7 +63,7 @@ def _of_kind(kind: str) -> list[Figure]:
 
 
 def _derived(record: Figure) -> Iterator[Figure]:
-    """A record's curves compared between models and, if they are followed, over training."""
+    """Figures of a record's curves compared between models and, if `followed`, over training."""
 
     def draw(source: Source) -> dict[str, go.Figure]:
         return overlays(source, record.quantities(source.table))
@@ -86,15 +86,15 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """Every figure that the table has data for, in reading order.
 
     Args:
-        table: tidy rows of one model, of a series or a training run (column `step`) or of a comparison (columns
-            `model`, `difference`; with `step` too, a comparison of training runs). Any measure or statistic may be
+        table: tidy rows of one model, of a series or a training run (column `step`), of a comparison (columns `model`,
+            `difference`) or of a comparison of training runs (all three columns). Any measure or statistic may be
             missing; NaN leaves a gap.
-        meta: the document beside the table; only kind, names, depths and penalties' weights are read from it.
+        meta: the document of the table; only kind, names, depths and weights of penalties are read.
 
     Returns:
         Name -> figure. `name:variant` is another reading of the figure `name` (raw instead of centred, another
         model). A series gives the figures of its last step, then the curves over steps (`steps_...`); a training run
-        its losses and costs over steps; a comparison one line or one map a model, and what it differs by from the
+        its losses and costs over steps; a comparison one line or one map per model, and differences from the
         baseline (`difference_...`). Folders of `fulldepth skip` have figures of their own.
     """
     source = Source(table, meta)

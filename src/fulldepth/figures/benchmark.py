@@ -1,4 +1,4 @@
-"""The models of benchmarks and of quantisation: what each costs in held-out loss, time and memory."""
+"""Models of benchmarks and quantisations: held-out loss, time and memory of each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fulldepth.figures.skip_results import Part
 PHASES = ("prefill", "decode")
 SORTS = {"bench": "benchmark", "quantise": "quantisation"}
 TOLERANCE = 1e-4
-"""Losses of the original that differ by more (relative) were read on other data."""
+"""Relative difference above which losses of the original were measured on different data."""
 
 
 class Cell(NamedTuple):
-    """A place in the grid of a benchmark; None where the rows do not say."""
+    """A cell of a benchmark's grid; None if the rows do not state a coordinate."""
 
     batch: int | None
     context: int | None
 
     @property
     def name(self) -> str:
-        """For axes and tables."""
+        """Name in axes and tables."""
         if self.batch is None and self.context is None:
             return "as measured"
         return f"batch {self.batch or '?'}, context {self.context or '?'}"
@@ -42,42 +42,42 @@ class Spread(NamedTuple):
 
 LOSS = ("loss", "model", "mean")
 Numbers = dict[tuple[str, str, str], dict[Cell, float]]
-"""(measure, site, statistic) -> cell -> value, in the order of the rows; what is not finite is not there."""
+"""(measure, site, statistic) -> cell -> value, in the order of the rows; finite values only."""
 
 
 @dataclass(frozen=True)
 class BenchmarkedModel:
-    """One model, measured beside an original."""
+    """A model and the original that it is compared with."""
 
     name: str
     part: Part
     baseline: bool
     numbers: Numbers
     original: Numbers
-    """Those of the model that it is compared with."""
+    """Numbers of the original."""
     loss: float | None
-    """Held-out, in nats."""
+    """Held-out loss in nats."""
     base: float | None
-    """The original's, on the same data."""
+    """The original's loss on the same data."""
     stated: bool
-    """Whether its loss is what its plan says, rather than measured with its times."""
+    """Whether its loss comes from its plan instead of being measured with its times."""
     entry: Mapping[str, Any]
-    """What the document says of it."""
+    """Its entry in the document."""
 
     @property
     def cells(self) -> list[Cell]:
-        """Where it was timed, in the order of measuring."""
+        """Cells in which it was timed, in the order of measurement."""
         timed = (self.numbers.get((f"{phase}_time", phase, "median"), {}) for phase in PHASES)
         return list(dict.fromkeys(cell for times in timed for cell in times))
 
     def time(self, phase: str, cell: Cell) -> Spread | None:
-        """Seconds in one cell: median, least and most over the rounds."""
+        """Seconds in one cell: median, minimum and maximum over the rounds."""
         return _spread(self.numbers, f"{phase}_time", phase, cell)
 
     def relative(self, phase: str) -> Spread | None:
-        """Time as a multiple of the original's: median over the grid, and the least and most of it.
+        """Time as a multiple of the original's: median, minimum and maximum over the grid.
 
-        In one cell alone the range is that of the rounds.
+        With a single cell the range is over the rounds.
         """
         ratios = []
         for cell in self.cells:
@@ -87,7 +87,7 @@ class BenchmarkedModel:
         return ratios[0] if len(ratios) == 1 else _over([ratio.value for ratio in ratios])
 
     def over_grid(self, measure: str, statistic: str, phase: str) -> Spread | None:
-        """A number that every cell has: median over the grid, least and most."""
+        """A number of each cell: median, minimum and maximum over the grid."""
         return _over(list(self.numbers.get((measure, phase, statistic), {}).values()))
 
     def in_cell(self, measure: str, statistic: str, site: str, cell: Cell) -> float | None:
@@ -95,20 +95,20 @@ class BenchmarkedModel:
         return self.numbers.get((measure, site, statistic), {}).get(cell)
 
     def saved(self, phase: str, cell: Cell) -> Spread | None:
-        """Share of the original's time that it saves in one cell."""
+        """Time saved in one cell as a share of the original's."""
         return _spread(self.numbers, "time_saved", phase, cell)
 
     def single(self, measure: str) -> float | None:
-        """A number that the model has once, or its median over the grid."""
+        """A number of the whole model, or its median over the grid."""
         return _single(self.numbers, measure)
 
     def of_original(self, measure: str) -> float | None:
-        """The same of the model that it is compared with."""
+        """As `single`, of the original."""
         return _single(self.original, measure)
 
 
 def benchmarked_models(parts: Iterable[Part]) -> list[BenchmarkedModel]:
-    """Every model of the benchmarks, then of the quantisations; the original of each folder first."""
+    """The models of all benchmarks, then of all quantisations; the original of each folder first."""
     timed = [part for part in parts if part.kind in SORTS]
     models = [
         replace(model, name=part.named(model.name)) if sum(other.kind == part.kind for other in timed) > 1 else model
@@ -143,7 +143,7 @@ def _models(part: Part) -> list[BenchmarkedModel]:
 
 
 def _entries(part: Part) -> dict[str, Mapping[str, Any]]:
-    """Name -> what the document says of the model; the original first."""
+    """Name -> the model's entry in the document; the original first."""
     stated = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
     names = [str(name) for name in part.table["model"].dropna().unique()] if "model" in part.table.columns else []
     entries = {name: stated.get(name, {}) for name in [*(name for name in stated if name in names), *names]}
@@ -151,7 +151,7 @@ def _entries(part: Part) -> dict[str, Mapping[str, Any]]:
 
 
 def _loss(measured: Numbers, entry: Mapping[str, Any]) -> float | None:
-    """A model's loss: measured, or what the plan of the export says."""
+    """A model's loss: measured, or from the plan of the export."""
     stated = [*(entry.get("losses") or [None])[-1:], *([healed] if (healed := entry.get("healed_loss")) else [])]
     return next(iter(measured.get(LOSS, {}).values()), number(stated[-1]))
 
@@ -161,7 +161,7 @@ def _base(entry: Mapping[str, Any]) -> float | None:
 
 
 def numbers(rows: pd.DataFrame) -> Numbers:
-    """The rows of one model, by what they are."""
+    """The finite values in the rows of one model."""
     values: Numbers = {}
     keys = zip(*(rows[name].astype(str) for name in ("measure", "site", "statistic")), strict=True)
     where = map(Cell, _column(rows, "batch"), _column(rows, "context"))
@@ -178,8 +178,8 @@ def _column(rows: pd.DataFrame, name: str) -> list[int | None]:
 
 
 def _single(numbers: Numbers, measure: str) -> float | None:
-    known = [value for key, values in numbers.items() if key[0] == measure for value in values.values()]
-    return median(known) if known else None
+    values_of_measure = [value for key, values in numbers.items() if key[0] == measure for value in values.values()]
+    return median(values_of_measure) if values_of_measure else None
 
 
 def _over(values: list[float]) -> Spread | None:
@@ -187,7 +187,7 @@ def _over(values: list[float]) -> Spread | None:
 
 
 def _spread(numbers: Numbers, measure: str, site: str, cell: Cell) -> Spread | None:
-    """Median, least and most; what is missing of the range is the median."""
+    """Median, minimum and maximum; a missing end of the range is the median."""
     middle, low, high = (numbers.get((measure, site, name), {}).get(cell) for name in ("median", "min", "max"))
     if middle is None:
         return None
@@ -195,16 +195,16 @@ def _spread(numbers: Numbers, measure: str, site: str, cell: Cell) -> Spread | N
 
 
 def agree(models: Sequence[BenchmarkedModel]) -> bool:
-    """Whether all losses were read on data on which the originals' losses are the same."""
+    """Whether all losses were measured on the same data, judged by the originals' losses."""
     bases = [model.base for model in models if model.base is not None]
     return not bases or max(bases) - min(bases) <= TOLERANCE * max(map(abs, bases))
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points nothing else beats: none is at most as large in both numbers and smaller in one.
+    """The Pareto-optimal points: no other point is at most as large in both numbers and smaller in one.
 
     Returns:
-        Indices by ascending first number; points that are equal are all in or all out.
+        Indices by ascending first number; equal points are either all included or all excluded.
     """
     order = sorted(range(len(points)), key=lambda index: points[index])
     unbeaten: list[int] = []

@@ -33,9 +33,9 @@ def _depth(source: Source) -> go.Figure | None:
     }
     for prefix, (symbol, _) in TOLERANCES.items():
         depths = [tolerances(rows, prefix) for rows in source.steps.values()]
-        known = sorted({eps for found in depths for eps in found})
-        if known:
-            eps = "0.05" if "0.05" in known else known[0]
+        tolerances_used = sorted({eps for found in depths for eps in found})
+        if tolerances_used:
+            eps = "0.05" if "0.05" in tolerances_used else tolerances_used[0]
             lines[f"Effective depth, {symbol} = {eps}"] = [found.get(eps) for found in depths]
     lines = {name: values for name, values in lines.items() if any(value is not None for value in values)}
     return over_steps(
@@ -52,7 +52,7 @@ def _by_layer(values: Curve) -> dict[int, float | None]:
 
 
 def followed(source: Source, quantities: Iterable[Quantity]) -> Figures:
-    """Each quantity over steps, one line a layer."""
+    """Figures of quantities over steps, one line per layer."""
     return readings((quantity.key, _by_depth(quantity, source)) for quantity in quantities)
 
 
@@ -97,4 +97,4 @@ FIGURES = (
     Figure("steps_depth", "training", _depth, kinds=(SERIES, TRAINING), title="Depth in use over training"),
 )
 OF_TRAINING = (replace(JUMP_RATE, section="displacement", kinds=(TRAINING,)),)
-"""Stands after the displacement of a training run, rather than first."""
+"""Listed separately because it follows the displacement of a training run."""

@@ -1,4 +1,4 @@
-"""How far a layer's output is a linear image of its input, channel by channel and frequency by frequency."""
+"""Coherence: how far a layer's output is a linear image of its input, per channel and frequency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line a model over depth, and what each model differs by from the baseline."""
+"""Curves over depth, one line per model, and differences from the baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fulldepth.figures.style import Figures, axis, extremes, figure, layer_axis
 
 
 def overlays(source: Source, quantities: Iterable[Quantity], column: str = "value") -> Figures:
-    """Each quantity with a line a model; its difference from the baseline where `column` is `difference`."""
+    """Figures of quantities, one line per model; differences from the baseline if `column` is `difference`."""
     return readings((quantity.key, _overlay(quantity, source, column)) for quantity in quantities)
 
 

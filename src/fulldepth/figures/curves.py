@@ -1,4 +1,4 @@
-"""Takes curves and matrices out of the tidy table; missing rows give nothing, NaN gives a gap."""
+"""Extracts curves and matrices from the tidy table; missing rows give nothing, NaN gives a gap."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NO_FIRST = ":no-first"
 
 @dataclass(frozen=True)
 class Curve:
-    """One statistic over layers. False where no layer has a finite value."""
+    """One statistic over layers. False if no layer has a finite value."""
 
     layers: list[int]
     values: list[float | None]
     counts: list[str]
-    """Observations behind each value, ready to print; "?" where the table does not say."""
+    """Number of observations of each value as text; "?" if unknown."""
 
     def __bool__(self) -> bool:
         return any(value is not None for value in self.values)
@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One statistic over pairs of layers, symmetric. False where no pair has a finite value."""
+    """One statistic over pairs of layers, symmetric. False if no pair has a finite value."""
 
     layers: list[int]
     values: list[list[float | None]]
@@ -53,12 +53,12 @@ def number(value: Any) -> float | None:
 
 
 def counted(value: Any) -> str:
-    """A count with thousands marked; "?" where it is missing."""
+    """A count with thousands separators; "?" if missing."""
     return "?" if pd.isna(value) else f"{int(value):,}"
 
 
 def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site: str | None = None) -> pd.DataFrame:
-    """The rows of one measure, and of one statistic and site where given."""
+    """The rows of one measure, and of one statistic and site if given."""
     keep = table["measure"] == measure
     if statistic is not None:
         keep &= table["statistic"] == statistic
@@ -75,7 +75,7 @@ def curve(
     other: int | None = None,
     column: str = "value",
 ) -> Curve:
-    """A statistic by layer, ascending; to layer `other` where the rows are pairs."""
+    """A statistic by layer, ascending; `other` is the second layer if the rows are pairs."""
     rows = select(table, measure, statistic, site)
     if other is not None:
         rows = rows[(rows["other"] == other).fillna(False).astype(bool)]
@@ -88,7 +88,7 @@ def curve(
 
 
 def matrix(table: pd.DataFrame, measure: str, statistic: str, column: str = "value") -> Matrix:
-    """A statistic over all pairs of layers. A pair given in one order only holds for both."""
+    """A statistic over all pairs of layers. A pair given in one order holds for both."""
     rows = select(table, measure, statistic).dropna(subset=["layer", "other"])
     pairs: dict[tuple[int, int], tuple[float | None, str]] = {}
     for layer, other, value, count in zip(rows["layer"], rows["other"], rows[column], rows["count"], strict=True):
@@ -101,7 +101,7 @@ def matrix(table: pd.DataFrame, measure: str, statistic: str, column: str = "val
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:
-    """L, as the model says or else as the table shows."""
+    """L, from the model's entry or else from the table."""
     stated = (model or {}).get("num_layers")
     if isinstance(stated, int) and stated > 0:
         return stated

@@ -1,4 +1,4 @@
-"""How far each layer turns the residual stream, and how much that grows over the last layers."""
+"""Displacement of each layer, and jump rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures are made of: lines and bars over layers, bands, heat maps, colour keys."""
+"""Elements of figures: lines and bars over layers, bands, heat maps, colour keys."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Line:
     spread: str = ""
     """Statistic whose values are drawn as error bars."""
     state: str = ""
-    """The state of the model whose rows are meant, where rows have one."""
+    """State of the model whose rows are drawn, if rows have states."""
     bar: bool = False
-    """Whether each layer has a bar rather than a point on a line."""
+    """Whether to draw bars instead of a line."""
     trace: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the trace."""
 
     def curve(self, table: pd.DataFrame, other: int | None = None) -> Curve:
-        """The values in a table of one model at one step; to layer `other` where the rows are pairs."""
+        """The values in a table of one model at one step; `other` is the second layer if the rows are pairs."""
         if self.state and "state" in table.columns:
             table = table[(table["state"] == self.state).fillna(False).astype(bool)]
         return curve(table, self.measure, self.statistic, self.site, other)
@@ -76,18 +76,18 @@ Drawn = Sequence[tuple[Line, Curve]]
 """The lines of a figure that have values."""
 
 
-def first_line(what: str, form: str = ".3f") -> Callable[[Drawn], str]:
-    """Alternative text: where the first line is lowest and highest. `form` is a Python number format."""
+def first_line(title: str, form: str = ".3f") -> Callable[[Drawn], str]:
+    """Alternative text: at which layers the first line is lowest and highest. `form` is a Python number format."""
 
     def words(drawn: Drawn) -> str:
         values = drawn[0][1] if drawn else Curve([], [], [])
-        return extremes(what, values.layers, values.values, form)
+        return extremes(title, values.layers, values.values, form)
 
     return words
 
 
 def each_line(form: str = ".3f", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
-    """Alternative text: where every line is lowest and highest."""
+    """Alternative text: at which layers each line is lowest and highest."""
     return lambda drawn: " ".join(extremes(name(line), values.layers, values.values, form) for line, values in drawn)
 
 
@@ -107,19 +107,19 @@ def over_layers(
     dash: str = "dot",
     **layout: Any,
 ) -> go.Figure | None:
-    """Lines and bars over the layers of one model; None where the table has nothing to draw.
+    """Lines and bars over the layers of one model; None if there is nothing to draw.
 
     Args:
         table: rows of one model at one step.
         layers: L.
         lines: what is drawn; those without a finite value are left out.
         alt: see `figure`; called with the lines that are drawn.
-        yaxis: settings of the value axis, or how they follow from all values that are drawn.
+        yaxis: settings of the value axis, or a function of all drawn values that returns them.
         first: the first layer of the axis.
-        other: the second layer where the rows are pairs.
+        other: the second layer if the rows are pairs.
         read: applied to every curve before it is drawn.
-        behind: traces behind the lines; they count as something to draw.
-        after: traces after the lines; they do not.
+        behind: traces behind the lines; drawn even if there are no lines.
+        after: traces after the lines; drawn only with lines or traces in `behind`.
         level: value at which a horizontal line is drawn.
         dash: of that line.
         layout: passed on to `figure`.
@@ -138,12 +138,12 @@ def over_layers(
 
 
 def of_layers(*lines: Line, **settings: Any) -> Callable[[Source], go.Figure | None]:
-    """Draws the lines of one model, see `over_layers`."""
+    """A function that draws the lines of one model, see `over_layers`."""
     return lambda source: over_layers(source.table, source.layers, lines, **settings)
 
 
 def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
-    """Adds a thin horizontal line at a value."""
+    """Add a thin horizontal line at a value."""
     return drawn.add_hline(level, line={"color": MUTED, "width": 1, **({} if dash == "solid" else {"dash": dash})})
 
 
@@ -170,7 +170,7 @@ def line(
 def band(low: Curve, high: Curve, name: str, color: str, form: str = ".4f") -> list[go.Scatter]:
     """The area between two curves: two traces, the upper one first, the lower one filled up to it.
 
-    Empty where one of the curves has no values.
+    Empty if one of the curves has no values.
     """
     if not (low and high):
         return []
@@ -192,13 +192,13 @@ def band(low: Curve, high: Curve, name: str, color: str, form: str = ".4f") -> l
 
 
 def _hover(curve: Curve, form: str, where: str = "") -> str:
-    """Value and, unless every value stands for itself, the number of observations behind it."""
+    """Hover text: the value and, unless it is 1 or unknown everywhere, the number of observations."""
     observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
     return f"{where}%{{y:{form}}}{observed}"
 
 
 def bars(curve: Curve, name: str, color: str, form: str = ".4f", **extra: Any) -> go.Bar:
-    """One bar a layer."""
+    """One bar per layer."""
     return go.Bar(
         x=curve.layers,
         y=curve.values,
@@ -215,7 +215,7 @@ def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, **layout: Any) -> 
 
     Args:
         trace: `x`, `y`, `z`, range and hover box of the map.
-        signed: whether the colours are those of numbers below and above zero.
+        signed: whether to use the diverging colour scale.
         alt: see `figure`.
         layout: passed on to `figure`.
     """
@@ -235,7 +235,7 @@ def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: 
     """A square map over pairs of layers with a fixed range, [-1, 1] when signed, else [0, 1].
 
     Args:
-        cells: what is drawn; layer 0 at the lower left, so that depth grows upwards and to the right.
+        cells: the values; layer 0 is at the lower left, so that depth grows upwards and to the right.
         quantity: name of the number, for the colour bar and the hover box.
         signed: whether the number may be negative.
         alt: see `figure`.
@@ -270,14 +270,14 @@ def map_ticks(layers: int, first: int = 1) -> dict[str, Any]:
 
 
 def shade_key(title: str, shades: Sequence[str], low: float, high: float, stepped: bool = False) -> go.Scatter:
-    """A colour bar for traces that are told apart by their shade; draws nothing else.
+    """An invisible trace with a colour bar, for traces that differ in shade.
 
     Args:
         title: of the bar.
-        shades: from the lowest to the highest.
+        shades: colours from the lowest to the highest.
         low: value of the lower end.
         high: value of the upper end.
-        stepped: whether each shade fills an equal part of the bar, rather than blending into the next.
+        stepped: whether each shade fills an equal part of the bar instead of blending into the next.
     """
     count = len(shades)
     if stepped:
@@ -290,12 +290,12 @@ def shade_key(title: str, shades: Sequence[str], low: float, high: float, steppe
 
 
 def legend_entry(name: str | None, mode: str = "markers", **settings: Any) -> go.Scatter:
-    """A trace that draws nothing but its entry in the legend."""
+    """An invisible trace with an entry in the legend."""
     return go.Scatter(x=[None], y=[None], name=name, mode=mode, hoverinfo="skip", **settings)
 
 
 def marked_layers(layers: Iterable[int], name: str) -> tuple[list[dict[str, Any]], list[go.Scatter]]:
-    """Shapes behind a figure over layers, a grey column at each of `layers`; and their entry in the legend."""
+    """Grey columns behind a figure at each of `layers` (shapes), and their entry in the legend."""
     shapes = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "x0": layer - 0.5, "x1": layer + 0.5, "y0": 0, "y1": 1,

@@ -1,4 +1,4 @@
-"""Formulas of the notes on how to read the figures, from plain text to MathML."""
+"""Converts the formulas of the notes on figures from plain text to MathML."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LIMITS = {"_": "munder", "^": "mover", "^_": "munderover"}
 
 
 def mathml(formula: str) -> str:
-    r"""The elements inside `math`.
+    r"""The MathML elements inside `math` for a formula.
 
     Words are identifiers, text in quotes is upright, `_` and `^` set scripts (limits of a sum), braces group; `\{` and
-    `\}` are signs. There are `\frac{a}{b}`, `\bar{a}` and the spaces `\thin`, `\space` and `\quad`. All other signs
-    stand as they are.
+    `\}` are literal braces. Supported are `\frac{a}{b}`, `\bar{a}` and the spaces `\thin`, `\space` and `\quad`. All
+    other characters are kept.
     """
     return "".join(_row(TOKEN.findall(formula)[::-1]))
 

@@ -1,4 +1,4 @@
-"""Norms, entropy, weights, classes: the geometry of the representations and of the projections."""
+"""Geometry of representations and projections: norms, entropy, spectral norms, classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SITES = {"residual": "Residual stream", "value": "Value states"}
 
 
 def logarithmic(values: list[float | None], title: str) -> dict[str, object]:
-    """A log axis where every value is positive; else a linear one, so that nothing vanishes."""
+    """A log axis if every value is positive; otherwise a linear one, so that no value is hidden."""
     finite = [value for value in values if value is not None]
     if min(finite, default=0) <= 0:
         return axis(title, **ZERO)

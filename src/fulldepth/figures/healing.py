@@ -1,4 +1,4 @@
-"""What healing did: scalars per layer, distance of the states from the original's, and the weights that went."""
+"""Healing: scalars per layer, distance of the states from the original's, and norms of the removed weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Drawings = Iterable[tuple[str, go.Figure | None]]
 
 
 def _by_search(source: Source, draw: Callable[[Part, Removal | None, int, str], Drawings]) -> Figures:
-    """The figures of each search; named after it where there are several."""
+    """The figures of each search; named after it if there are several."""
     searches = [part for part in source.parts if part.kind == "skip"]
     return readings(
         (f"{part.label}:{key}" if key else part.label, drawn)
@@ -41,7 +41,7 @@ def removed(removal: Removal | None) -> tuple[int, ...]:
 
 
 def _over_layers(*arguments: Any, removal: Removal | None, **settings: Any) -> go.Figure | None:
-    """Lines over layers, with grey columns at those where a block was removed."""
+    """Lines over layers, with grey columns at layers with a removed block."""
     shapes, key = marked_layers(removed(removal), "Removed here")
     return over_layers(*arguments, shapes=shapes, after=key, height=420, showlegend=True, **settings)
 
@@ -68,9 +68,9 @@ def _scalars(part: Part, removal: Removal | None, layers: int, variant: str) -> 
 
 
 def with_gaps(values: Curve, layers: int) -> Curve:
-    """The curve at every layer 1..L, with gaps where it has none."""
-    known = dict(zip(values.layers, zip(values.values, values.counts, strict=True), strict=True))
-    points = [known.get(layer, (None, "?")) for layer in range(1, layers + 1)]
+    """The curve at every layer 1..L, with gaps at missing layers."""
+    by_layer = dict(zip(values.layers, zip(values.values, values.counts, strict=True), strict=True))
+    points = [by_layer.get(layer, (None, "?")) for layer in range(1, layers + 1)]
     return Curve(list(range(1, layers + 1)), [value for value, _ in points], [count for _, count in points])
 
 
@@ -92,7 +92,7 @@ def _mmd(part: Part, removal: Removal | None, layers: int, variant: str) -> Draw
 
 
 def groups(part: Part, removal: Removal | None) -> dict[str, list[str]]:
-    """Kind of projection (`self_attn`, `mlp`) -> its projections; what was removed comes first."""
+    """Kind of projection (`self_attn`, `mlp`) -> its projections; the removed kind comes first."""
     grouped: dict[str, list[str]] = {}
     for site in map(str, select(part.table, "spectral_norm")["site"].dropna().unique()):
         grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)

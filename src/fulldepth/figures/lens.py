@@ -1,4 +1,4 @@
-"""What the last layer's classifier reads at every layer: accuracy, loss, where predictions settle, effective depth."""
+"""Lens: accuracy and loss of the last layer's classifier at every layer, saturation, effective depth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCES = {
     "eps=": ("ε", "Accuracy ≥ 1 − ε"),
     "relative_eps=": ("relative ε", "Accuracy ≥ (1 − ε) of the last layer’s"),
 }
-"""Beginning of the statistic -> its symbol, and what it means."""
+"""Prefix of the statistic -> symbol, meaning."""
 SATURATION = (
     Line("saturation", "Settle at this layer", "share", form=".1%", bar=True),
     Line("saturation", "Settled so far", "cumulative", color=CATEGORICAL[1], form=".1%"),

@@ -1,4 +1,4 @@
-"""Models that read more than the layer before: what memory routers retrieve, how residual streams are mixed."""
+"""Retrieval weights of memory routers, and mixing of residual streams."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SITE = "routing"
 EXPECTED = Line("expected_retrieval", "Expected state", "value", SITE, form=".2f")
 HEAD = "head_"
 ROUNDING = 1e-3
-"""Differences below this come from the precision in which a model gives its weights."""
+"""Differences below this are rounding errors of the model's precision."""
 READINGS = {
     "input": ("Read", "How much of each stream the branch reads"),
     "output": ("Written", "How much of the branch each stream takes up"),
     "kept": ("Kept", "How much of each stream stays in it"),
     "given": ("Given", "How much of each stream flows into the others"),
 }
-"""Statistic of `stream_mixing` -> what the reading is called, and its subtitle; the first is the default."""
+"""Statistic of `stream_mixing` -> name of the variant, subtitle; the first is the default."""
 
 
 @dataclass
 class Grid:
-    """Cells over layers (columns) and named rows; None where there is nothing. False without a finite value."""
+    """Cells over layers (columns) and named rows; None if missing. False without a finite value."""
 
     layers: list[int]
     names: list[str]
@@ -38,15 +38,15 @@ class Grid:
     """(row, layer) -> value and count."""
 
     def __bool__(self) -> bool:
-        return bool(self.known)
+        return bool(self.finite)
 
     @property
-    def known(self) -> list[float]:
+    def finite(self) -> list[float]:
         """Every finite value."""
         return [value for value, _ in self.cells.values() if value is not None]
 
     def differs(self, other: Grid) -> bool:
-        """Whether some value is another one there, beyond rounding."""
+        """Whether some value differs from the other grid's beyond rounding."""
         pairs = [(value, other.cells.get(cell, (None, ""))[0]) for cell, (value, _) in self.cells.items()]
         return any(abs(a - b) > ROUNDING for a, b in pairs if a is not None and b is not None)
 
@@ -60,7 +60,7 @@ class Grid:
 
 def _retrieval_weight(source: Source) -> Figures:
     shares, masses = (_retrieval(source.table, statistic) for statistic in ("share", "mean"))
-    signed = shares.differs(masses)  # a router whose weights are no distribution
+    signed = shares.differs(masses)  # a router whose weights are not a distribution
     return readings(
         [
             ("share", _retrieval_map(shares, "Share of absolute weight" if signed else "") if shares else None),
@@ -82,7 +82,7 @@ def _stream_mixing(source: Source) -> Figures:
 
 
 def _grid(rows: pd.DataFrame, named_rows: Iterable[int], names: Sequence[str]) -> Grid:
-    """Values and counts of table rows, each in the named row of the grid that is its own."""
+    """Values and counts of table rows; `named_rows` gives the grid row of each."""
     grid = Grid(sorted({int(layer) for layer in rows["layer"]}), list(names))
     for row, layer, value, count in zip(named_rows, rows["layer"], rows["value"], rows["count"], strict=True):
         grid.cells[row, int(layer)] = (number(value), counted(count))
@@ -151,13 +151,13 @@ def _stream_map(grid: Grid, statistic: str) -> go.Figure:
 
 def _range(title: str, grid: Grid) -> str:
     """One sentence on the smallest and the largest value."""
-    return f"{title}: {minus(min(grid.known), '.2f')} to {minus(max(grid.known), '.2f')}."
+    return f"{title}: {minus(min(grid.finite), '.2f')} to {minus(max(grid.finite), '.2f')}."
 
 
 def _grid_map(grid: Grid, *, title: str, alt: str, **about: Any) -> go.Figure:
-    """A map with layers to the right and rows upwards; from 0 to the largest value, or as far to both sides of it."""
-    top = max(map(abs, grid.known)) or 1.0
-    signed = min(grid.known) < 0
+    """A map of layers (x) and rows (y); the range is 0 to the largest value, or symmetric if values are negative."""
+    top = max(map(abs, grid.finite)) or 1.0
+    signed = min(grid.finite) < 0
     return heat(
         {
             "x": grid.layers,

@@ -1,4 +1,4 @@
-"""Quality against time: held-out loss over prefill and decode time, and the time that was saved as predicted."""
+"""Quality against time: held-out loss over prefill and decode time, and time saved over predicted time saved."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fulldepth.figures.style import AXIS, INK, MUTED, Figures, axis, categorical
 
 SYMBOLS = {"bench": "circle", "quantise": "diamond"}
 MARKS = ("circle", "diamond", "square", "cross", "triangle-up", "x")
-"""Of exports, where marks may lie on each other."""
+"""Marker symbols of exports; different so that overlapping marks can be told apart."""
 PREDICTED = {"toggled": "By skipping in place", "flops": "By operations"}
-"""How time saved was predicted -> the name of the reading."""
+"""Method of prediction -> name of the variant."""
 
 
 def _planes(source: Source, phase: str) -> Figures:
-    """Relative to the original over the grid, then each place of each folder's grid."""
+    """Figures relative to the original over the grid, then of each cell of each folder's grid."""
     if (relative := _plane(source.benchmarked, phase, None)) is None:
         return {}
     drawings = {"": relative}
@@ -39,10 +39,10 @@ def _time_saved(source: Source, phase: str) -> Figures:
 def placed(
     models: Sequence[BenchmarkedModel], phase: str, cell: Cell | None
 ) -> list[tuple[BenchmarkedModel, Spread, float]]:
-    """(model, time, loss) of all that have both.
+    """(model, time, loss) of all models that have both.
 
-    Times are multiples of the original's, or seconds in one cell; losses are what is added to the original's where
-    the originals' losses differ. Among multiples one original stands for all.
+    Times are multiples of the original's, or seconds in one cell. If the originals' losses differ, losses are relative
+    to the original's. Of multiples, only one original is included.
     """
     same_data, points = agree(models), []
     originals = 0
@@ -68,7 +68,7 @@ def _plane(models: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) ->
     up = _range([loss for *_, loss in points])
     traces: list[Any] = [
         go.Scatter(
-            # What is attainable lies above and to the right of this staircase, which goes on to the edges.
+            # The staircase bounds the attainable region above and to the right; it extends to the edges.
             x=[points[best[0]][1].value * scale, *(points[at][1].value * scale for at in best), across[1]],
             y=[up[1], *(points[at][2] for at in best), points[best[-1]][2]],
             name="Frontier",
@@ -101,7 +101,7 @@ def _plane(models: Sequence[BenchmarkedModel], phase: str, cell: Cell | None) ->
 def _mark(
     model: BenchmarkedModel, time: Spread, loss: float, color: str, filled: bool, form: str, unit: str
 ) -> go.Scatter:
-    """A model, with a bar from its least to its most time."""
+    """The mark of a model, with a bar from its minimum to its maximum time."""
     symbol = "square" if model.baseline else SYMBOLS[model.part.kind]
     mark: dict[str, Any] = {"color": color, "size": 11, "symbol": symbol if filled else f"{symbol}-open"}
     if not filled:
@@ -120,14 +120,14 @@ def _mark(
 
 
 def _range(values: Sequence[float]) -> list[float]:
-    """An axis that shows all of them, with a margin."""
+    """Axis range of all values with a margin."""
     low, high = min(values), max(values)
     margin = 0.08 * ((high - low) or abs(high) or 1.0)
     return [low - margin, high + margin]
 
 
 def model_name(model: BenchmarkedModel, written: Callable[[object, int], str] = label, limit: int = 40) -> str:
-    """Name of a model, at most `limit` characters made safe by `written`; the original is marked."""
+    """Name of a model, shortened to `limit` characters and made safe by `written`; the original is marked."""
     name = written(model.name, limit)
     return f"{name} (original)" if model.baseline and not name.startswith("original") else name
 
@@ -154,7 +154,7 @@ def _time_axis(phase: str, cell: Cell | None, unit: str) -> dict[str, Any]:
 
 
 def _saved(models: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figure | None:
-    """Time saved over what was predicted, a mark for each cell."""
+    """Time saved over predicted time saved, one mark per cell."""
     traces: list[Any] = []
     values: list[float] = []
     for index, model in enumerate(model for model in models if not model.baseline and model.part.kind == "bench"):
@@ -164,7 +164,7 @@ def _saved(models: Sequence[BenchmarkedModel], phase: str, how: str) -> go.Figur
             if predicted is not None and (saved := model.saved(phase, cell)) is not None:
                 points.append((predicted, saved, cell.name))
         if not points or all(predicted == 0 for predicted, *_ in points):
-            continue  # it computes everything: nothing was predicted
+            continue  # it skips no blocks, so nothing was predicted
         color = categorical(index)["color"]
         predicted_shares, saved_shares, names = zip(*points, strict=True)
         traces.append(

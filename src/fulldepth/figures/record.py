@@ -1,4 +1,4 @@
-"""The record of a figure: where it stands, how to read it, of which results it is drawn, and by what function."""
+"""The record of a figure: its section, notes, kinds of results and drawing function."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fulldepth.figures.style import ZERO, Figures, categorical, label
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
 TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
 VERBS = dict.fromkeys((*KINDS, TOGETHER), SKIP)
-"""Kind of a document that has figures of its own -> the kind of results that it is, see `Source.kind`."""
+"""`kind` of a document -> kind of results, see `Source.kind`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of several models: its rows, its name as shown (unique), its depth, its line."""
+    """One of several models: its rows, displayed name (unique), depth and line style."""
 
     name: str
     table: pd.DataFrame
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Source:
-    """What figures are drawn of: a result table and the document beside it."""
+    """Source of figures: a result table and its document."""
 
     table: pd.DataFrame
     meta: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Source:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The models of a comparison in the order of `meta["models"]`; those that only the table knows come last."""
+        """The models of a comparison in the order of `meta["models"]`; models only in the table come last."""
         described = {str(entry.get("label")): entry for entry in self.meta.get("models") or []}
         labels = list(dict.fromkeys([*described, *map(str, self.table["model"].unique())]))
         names = [label(text, 40) for text in labels]
@@ -112,11 +112,11 @@ class Quantity:
     settings: dict[str, Any] = field(default_factory=lambda: ZERO)
     """Of the value axis."""
     to_last: bool = False
-    """Whether the rows are pairs, of which those with the last layer are meant."""
+    """Whether the rows are pairs, of which only those with the last layer are drawn."""
     key: str = ""
-    """Names its figure, `figure:key`, where it is not the first of its figure."""
+    """Suffix of the figure's name, `figure:key`, for all quantities of a figure but the first."""
     variant: str = ""
-    """Which reading this is, where a figure has several."""
+    """Name of the variant if a figure has several."""
 
     def curve(self, table: pd.DataFrame, layers: int, column: str = "value") -> Curve:
         """The curve of a table of one model at one step."""
@@ -125,16 +125,16 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Method:
-    """A note under “How to read the numbers”; shown where the table has one of its measures."""
+    """A note under “How to read the numbers”; shown if the table has one of its measures."""
 
     title: str
     measures: tuple[str, ...]
     text: str
     """HTML, inside a paragraph."""
     formula: str = ""
-    """In the notation of `formulas.mathml`."""
+    """Formula in the notation of `formulas.mathml`."""
     source: str = ""
-    """HTML: the publication."""
+    """HTML: the source of the formula."""
 
     @property
     def html(self) -> str:
@@ -146,29 +146,29 @@ class Method:
 
 
 Draw = Callable[[Source], "go.Figure | Mapping[str, go.Figure] | None"]
-"""One figure, several as key -> figure (`name:key`; the key "" is the figure itself), or nothing without data."""
+"""Returns one figure, several as key -> figure (`name:key`; the key "" is the figure itself), or None without data."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Everything that is known of a figure. Records of other kinds of results may have the same name."""
+    """Record of a figure. Records of other kinds of results may have the same name."""
 
     name: str
     section: str
-    """Id of the section of the page, see `report.sections`; unknown ids stand under “Further figures”."""
+    """Id of the section of the page, see `report.sections`; unknown ids go under “Further figures”."""
     draw: Draw
     kinds: tuple[str, ...] = (SINGLE,)
-    """The results that it is drawn of, see `Source.kind`."""
+    """Kinds of results that have this figure, see `Source.kind`."""
     title: str = ""
-    """Where the drawing has none of its own."""
+    """Default title, for drawings without one."""
     subtitle: str = ""
-    """How to read it, in one line; where the drawing has none of its own."""
+    """Default subtitle, for drawings without one: how to read the figure, in one line."""
     methods: tuple[Method, ...] = ()
-    """Notes of the page, in this order; a note that an earlier figure has stands there."""
+    """Notes of the page, in this order; a note that several figures share is shown once, at the first."""
     curves: tuple[Quantity, ...] | Callable[[pd.DataFrame], tuple[Quantity, ...]] = ()
-    """What of it is compared between models: figures `NAME` and `difference_NAME` of comparisons."""
+    """Curves that are compared between models: figures `NAME` and `difference_NAME` of comparisons."""
     followed: bool = False
-    """Whether the curves are drawn over training too, one line a layer: the figure `steps_NAME`."""
+    """Whether the curves are also drawn over training, one line per layer: the figure `steps_NAME`."""
 
     def quantities(self, table: pd.DataFrame) -> tuple[Quantity, ...]:
         """The curves that a table may have."""
@@ -191,6 +191,6 @@ class Figure:
 
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
-    """Key -> figure of those that have data; the first has the key "", so that it bears the figure's own name."""
+    """Key -> figure of the drawings with data; the first has the key "", so that it has the figure's own name."""
     drawn = [(key, figure) for key, figure in drawings if figure is not None]
     return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}

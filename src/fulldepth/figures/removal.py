@@ -1,4 +1,4 @@
-"""What removing more and more blocks does: held-out loss, divergence, agreement, and what each removal adds."""
+"""Removal of blocks: held-out loss, divergence and agreement by number of blocks, and loss added by each removal."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ NO_CURVE = Curve([], [], [])
 
 @dataclass(frozen=True)
 class RemovalCurve:
-    """Losses over the number of removed blocks, with the points that stand beside them."""
+    """Losses over the number of removed blocks, with the points shown beside them."""
 
     part: Part | None
-    """The folder whose rows it is of; None where only a document knows the losses."""
+    """The folder of its rows; None if the losses come from a document only."""
     removal: Removal
     mean: Curve
     healed: float | None
@@ -50,7 +50,7 @@ class RemovalCurve:
         return dict(zip(self.mean.layers, self.mean.values, strict=True)).get(0)
 
     def added(self) -> tuple[Curve, Curve, Curve]:
-        """What is added: the paired rows where there are any, else differences from the first point."""
+        """Loss added, with its interval: the paired rows if there are any, else differences from the first point."""
         if self.part is not None and self.mean and (paired := _with_range(self.part, "loss_added"))[0]:
             return paired
         values = [None if value is None or self.base is None else value - self.base for value in self.mean.values]
@@ -64,7 +64,7 @@ def _with_range(part: Part, measure: str, states: Sequence[str] = ()) -> tuple[C
 
 
 def removal_curves(parts: Sequence[Part]) -> list[RemovalCurve]:
-    """The curves of a page: those of kind `curve` first; none that runs along another one."""
+    """The curves of a page: those of kind `curve` first; none that coincides with another one."""
     curves: list[RemovalCurve] = []
     searched = [part for part in parts if part.kind in ("curve", "skip")]
     for part in sorted(searched, key=lambda part: part.kind != "curve"):
@@ -77,10 +77,10 @@ def removal_curves(parts: Sequence[Part]) -> list[RemovalCurve]:
         if not mean or (covered and healed is None and control is None):
             continue
         if covered:
-            mean = NO_CURVE  # the longer line goes through the same points
+            mean = NO_CURVE  # the longer line contains the same points
         curves.append(RemovalCurve(part, removal, mean, healed, control, low, high))
     drawn = [curve.removal for curve in curves]
-    if curves:  # a quantised model's losses stand with the other combinations
+    if curves:  # the losses of a quantised model are shown with the other combinations
         parts = [part for part in parts if part.kind != "quantise"]
     for removal in removals(part for part in parts if part.kind in ("bench", "quantise")):
         losses = [*removal.losses]
@@ -91,12 +91,12 @@ def removal_curves(parts: Sequence[Part]) -> list[RemovalCurve]:
 
 
 def _alike(removal: Removal, other: Removal) -> bool:
-    """Whether two removals go the same way as far as it is known (a benchmark does not know the data)."""
+    """Whether two removals agree as far as is known (a benchmark does not know the data)."""
     return (removal.granularity, removal.blocks) == (other.granularity, other.blocks[: len(removal.blocks)])
 
 
 def _point(part: Part, state: str, planned: float | None) -> float | None:
-    """A loss in another state, out of the rows, or else out of the plan."""
+    """The loss in another state, from the rows or else from the plan."""
     if "state" not in part.table.columns:
         return planned
     rows = select(part.table, "loss", "mean", "model")
@@ -105,7 +105,7 @@ def _point(part: Part, state: str, planned: float | None) -> float | None:
 
 
 def _base(curve: RemovalCurve, curves: Sequence[RemovalCurve]) -> float | None:
-    """Loss of the unmodified model; that of the curve it runs along where it has no points of its own."""
+    """Loss of the unmodified model; from the curve that it coincides with if it has no points of its own."""
     if curve.base is not None:
         return curve.base
     longer = (other.base for other in curves if curve.removal.starts(other.removal))
@@ -118,7 +118,7 @@ def _losses(source: Source) -> Figures:
 
 
 def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | None:
-    """Losses over the number of removed blocks, or what they are above the model's own."""
+    """Losses over the number of removed blocks, or (`added`) their increase over the unmodified model's."""
     traces: list[Any] = []
     shapes: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -158,7 +158,7 @@ def _loss(curves: Sequence[RemovalCurve], added: bool = False) -> go.Figure | No
 def _with_band(
     mean: Curve, low: Curve, high: Curve, name: str, style: dict[str, str], form: str = ".4f"
 ) -> list[go.Scatter]:
-    """A line and its band, which the subtitle explains: no entry in the legend."""
+    """A line and its band; the subtitle explains the band, so it has no entry in the legend."""
     behind = band(low, high, f"{name}, 95 %", style["color"], form)
     for trace in behind:
         trace.update(showlegend=False, legendgroup=None)
@@ -183,7 +183,7 @@ def _name(curve: RemovalCurve, single: bool) -> str:
 
 
 def _points(curve: RemovalCurve, base: float, color: str, single: bool) -> list[go.Scatter]:
-    """The healed loss and the control, as marks."""
+    """Marks of the healed loss and the control."""
     suffix = "" if single or not curve.removal.name else f" ({label(curve.removal.name, 40)})"
     return [
         go.Scatter(
@@ -229,7 +229,7 @@ def _first_and_last(name: str, mean: Curve, added: bool) -> str:
 
 
 def _steps(source: Source) -> Figures:
-    """A figure for each set of blocks: what each removal added."""
+    """A figure for each set of blocks: the loss that each removal added."""
     complete = [removal for removal in removals(source.parts) if None not in removal.added]
     return {str(at) if at else "": _step_bars(removal, len(complete) == 1) for at, removal in enumerate(complete)}
 

@@ -1,4 +1,4 @@
-"""How alike the representations of two layers are: cosine and CKA over all pairs, cosine to the last layer."""
+"""Similarity of layers: cosine and CKA over all pairs, cosine to the last layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Sourc
 from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
 
 READINGS = {"cosine": {"mean": "Centred", "mean_raw": "Raw"}, "cka": {"debiased": "Debiased", "biased": "Biased"}}
-"""Measure -> statistic -> what the reading is called; the first is the default."""
+"""Measure -> statistic -> name of the variant; the first is the default."""
 TITLES = {"cosine": "Cosine similarity of layers", "cka": "Linear CKA of layers"}
 SUBTITLES = {
     "mean": "Mean over tokens, each layer centred by its mean state",
@@ -24,7 +24,7 @@ SUBTITLES = {
 
 
 def _readings(table: pd.DataFrame, measure: str) -> Figures:
-    """The map of one model in every reading."""
+    """The map of one model in all variants."""
     return readings(
         (statistic + suffix, similarity_map(cells, measure, statistic, variant=reading + tail))
         for suffix, tail in (("", ""), (NO_FIRST, ", no first token"))
@@ -34,7 +34,7 @@ def _readings(table: pd.DataFrame, measure: str) -> Figures:
 
 
 def _of_models(source: Source, measure: str) -> Figures:
-    """The map of every model, side by side."""
+    """The maps of all models, side by side."""
     statistic = next(iter(READINGS[measure]))
     return {
         run.name: similarity_map(cells, measure, statistic, run.name, beside=True)
@@ -44,7 +44,7 @@ def _of_models(source: Source, measure: str) -> Figures:
 
 
 def _differences(source: Source, measure: str) -> Figures:
-    """What the map of every other model differs by from the baseline's."""
+    """Difference maps of all other models from the baseline."""
     statistic = next(iter(READINGS[measure]))
     return {
         run.name: layer_map(
@@ -76,7 +76,7 @@ def _largest(cells: Matrix) -> str:
 
 
 def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, beside: bool = False) -> go.Figure:
-    """The map of one model, one reading."""
+    """The map of one model in one variant."""
     return layer_map(
         cells,
         quantity="cosine" if measure == "cosine" else "CKA",
@@ -90,7 +90,7 @@ def similarity_map(cells: Matrix, measure: str, statistic: str, variant: str, be
 
 
 def _neighbours(cells: Matrix) -> str:
-    """What the map says, from its first off-diagonal and its far corner."""
+    """Alternative text: similarity of neighbouring layers, and of the first and last layer."""
     adjacent = [row[index + 1] for index, row in enumerate(cells.values[:-1])]
     finite = [value for value in adjacent if value is not None]
     far_corner = cells.values[0][-1]
@@ -117,7 +117,7 @@ def _to_last(source: Source) -> go.Figure | None:
 
 
 def _cosine_axis(values: list[float | None]) -> dict[str, Any]:
-    """From 0 to 1, or from -1 to 1 as soon as something is negative."""
+    """From 0 to 1, or from -1 to 1 if a value is negative."""
     negative = any(value is not None and value < 0 for value in values)
     return axis("Cosine", range=[-1.04 if negative else 0, 1.04])
 

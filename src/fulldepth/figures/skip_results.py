@@ -1,4 +1,4 @@
-"""What result folders of `fulldepth skip` hold, one or several: the removals that they know of, and their axes."""
+"""Content of result folders of `fulldepth skip`: their removals, and curves over the number of removed blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fulldepth.figures.style import axis, label
 KINDS = ("skip", "curve", "bench", "quantise")
 """Kinds of result folders that one page can show together, in reading order."""
 TOGETHER = "skips"
-"""Kind of several of them as one: `meta["parts"]` are their documents with a `label`, the column `folder` tells whose a
-row is."""
+"""Kind of several of them combined: `meta["parts"]` holds their documents with a `label`, the column `folder` the label
+of each row."""
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
 
@@ -25,13 +25,13 @@ class Part:
     """One result folder."""
 
     label: str
-    """Its name where there are several; empty where it is alone."""
+    """Its name if there are several; empty for a single folder."""
     kind: str
     table: pd.DataFrame
     meta: Mapping[str, Any]
 
     def named(self, text: str) -> str:
-        """`text`, with the folder's name in front where there is one."""
+        """`text`, prefixed with the folder's name if it has one."""
         return f"{self.label}: {text}" if self.label else text
 
 
@@ -47,18 +47,18 @@ def parts(table: pd.DataFrame, meta: Mapping[str, Any]) -> list[Part]:
 
 @dataclass(frozen=True)
 class Removal:
-    """Blocks in the order in which they went."""
+    """Removed blocks in the order of removal."""
 
     names: tuple[str, ...]
-    """Of the folders and models that it comes from; may be none."""
+    """Names of the folders and models that it comes from; may be empty."""
     granularity: str
     blocks: tuple[int, ...]
     losses: tuple[float, ...]
-    """Held-out, of the model itself and after each removal, not healed; empty where unknown."""
+    """Held-out losses of the unmodified model and after each removal, not healed; empty if unknown."""
     healed: float | None = None
     scalars_only: float | None = None
     data: str = ""
-    """Hash of the examples; empty where unknown."""
+    """Hash of the examples; empty if unknown."""
 
     @property
     def name(self) -> str:
@@ -73,13 +73,13 @@ class Removal:
         return [after - before for before, after in zip(self.losses, self.losses[1:], strict=False)]
 
     def starts(self, other: Removal) -> bool:
-        """Whether `other` goes the same way on the same data, as far or farther."""
+        """Whether `other` has the same data and starts with these removals."""
         alike = (self.granularity, self.data) == (other.granularity, other.data)
         return alike and self.blocks == other.blocks[: len(self.blocks)]
 
 
 def of_plan(plan: Mapping[str, Any], name: str = "") -> Removal | None:
-    """The removal of a plan; None where it has no blocks."""
+    """The removal of a plan; None if it has no blocks."""
     blocks = plan.get("blocks") or []
     if not blocks:
         return None
@@ -96,18 +96,18 @@ def of_plan(plan: Mapping[str, Any], name: str = "") -> Removal | None:
 
 
 def removals(parts: Iterable[Part]) -> list[Removal]:
-    """Every set of blocks that the folders know, once; a set in another order is another."""
-    known: dict[tuple[str, tuple[int, ...]], Removal] = {}
+    """All sequences of removed blocks in the folders, without repetition."""
+    merged: dict[tuple[str, tuple[int, ...]], Removal] = {}
     for removal in (of_plan(plan, name) for part in parts for name, plan in plans(part)):
         if removal is not None:
             key = (removal.granularity, removal.blocks)
-            earlier = known.get(key, removal)
-            known[key] = replace(earlier, names=tuple(dict.fromkeys((*earlier.names, *removal.names))))
-    return list(known.values())
+            earlier = merged.get(key, removal)
+            merged[key] = replace(earlier, names=tuple(dict.fromkeys((*earlier.names, *removal.names))))
+    return list(merged.values())
 
 
 def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:
-    """(name, plan) of every plan that a folder's document holds, or as much of it as the document has."""
+    """(name, plan) of all plans in a folder's document; plans may be incomplete."""
     meta = part.meta
     if part.kind == "bench":
         return [(str(entry.get("label", "?")), entry) for entry in meta.get("models") or []]
@@ -123,7 +123,7 @@ def planned(part: Part) -> Removal | None:
 
 
 def layers_of(parts: Iterable[Part]) -> int:
-    """L, as a document says, or else as deep as anything is known."""
+    """L, as a document states, or else the deepest known layer."""
     folders = list(parts)
     for part in folders:
         baseline = [entry.get("model") for entry in part.meta.get("models") or []][:1]
@@ -136,7 +136,7 @@ def layers_of(parts: Iterable[Part]) -> int:
 
 
 def by_removed(table: pd.DataFrame, measure: str, statistic: str = "mean", states: Sequence[str] = ()) -> Curve:
-    """A statistic by number of removed blocks, ascending; of rows in one of `states` where there are states."""
+    """A statistic by number of removed blocks, ascending; of rows in one of `states`, if rows have states."""
     if "removed" not in table.columns:
         return Curve([], [], [])
     rows = select(table, measure, statistic, "model").dropna(subset=["removed"])
@@ -151,7 +151,7 @@ def by_removed(table: pd.DataFrame, measure: str, statistic: str = "mean", state
 
 
 def removed_axis(largest: int) -> dict[str, Any]:
-    """The x axis of a figure over the number of removed blocks, 0..most."""
+    """The x axis of a figure over the number of removed blocks, 0..`largest`."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
     ticks = list(range(0, largest + 1, step))
     margin = max(0.4, largest * 0.03)
@@ -165,7 +165,7 @@ def removed_axis(largest: int) -> dict[str, Any]:
 
 
 def listed(numbers: Sequence[int], limit: int = 8) -> str:
-    """`3, 7 and 8`, shortened after so many."""
+    """`3, 7 and 8`, shortened after `limit` numbers."""
     shown = [str(number) for number in numbers[:limit]]
     if len(numbers) > limit:
         return f"{', '.join(shown)} and {len(numbers) - limit} more"

@@ -1,4 +1,4 @@
-"""Figures over training steps: one number over steps, its line, and the sentence on how it changes."""
+"""Figures over training steps: tracks, their lines, and the sentence on how they change."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STEP_AXIS: dict[str, Any] = {
     "unifiedhovertitle": {"text": "Step %{x:,}"},
 }
 MARKED = 60
-"""A line of more points than this is drawn without a mark on each."""
+"""Maximum number of points of a line with markers."""
 
 
 @dataclass(frozen=True)
 class Track:
-    """One number over steps, and how it is drawn. False where it has no finite value."""
+    """One number over steps, and how it is drawn. False if it has no finite value."""
 
     steps: list[int]
     values: list[float | None]
@@ -42,7 +42,7 @@ class Track:
         return dict(zip(self.steps, self.values, strict=True))
 
     def later(self) -> Track:
-        """The second half of the steps; nothing where too little would be left to see."""
+        """The second half of the steps; empty if too few steps would remain."""
         half = [(step, value) for step, value in self.at.items() if 2 * step >= max(self.steps)]
         half = half if 3 <= len(half) < len(self.steps) else []
         return replace(self, steps=[step for step, _ in half], values=[value for _, value in half])
@@ -56,9 +56,9 @@ def track(
     column: str = "value",
     **drawn: Any,
 ) -> Track:
-    """A row of each step as one line, ascending; of one layer where the rows have layers.
+    """One row per step as a track, ascending; of one layer if the rows have layers.
 
-    `drawn` is name, colour and dash of the line.
+    `drawn` holds name, colour and dash of the line.
     """
     rows = select(table, measure, site=site)
     if layer is not None:
@@ -71,7 +71,7 @@ def track(
 def over_steps(
     tracks: Iterable[Track], form: str, *, alt: Callable[[Sequence[Track]], str], yaxis: dict[str, Any], **layout: Any
 ) -> go.Figure | None:
-    """Lines over training steps; None where none has a finite value.
+    """Lines over training steps; None if none has a finite value.
 
     Args:
         tracks: what is drawn; those without a finite value are left out.
@@ -83,13 +83,13 @@ def over_steps(
     drawn = [track for track in tracks if track]
     if not drawn:
         return None
-    traces = [step_line(one.steps, one.values, one.name, one.color, form, one.dash) for one in drawn]
+    traces = [step_line(line.steps, line.values, line.name, line.color, form, line.dash) for line in drawn]
     return figure(traces, alt=alt(drawn), xaxis=STEP_AXIS, yaxis=yaxis, **layout)
 
 
-def first_track(what: str, form: str) -> Callable[[Sequence[Track]], str]:
+def first_track(title: str, form: str) -> Callable[[Sequence[Track]], str]:
     """Alternative text: how the first line changes. `form` is a Python number format."""
-    return lambda tracks: change(what.format(tracks[0].name), tracks[0].steps, tracks[0].values, form)
+    return lambda tracks: change(title.format(tracks[0].name), tracks[0].steps, tracks[0].values, form)
 
 
 def step_line(
@@ -126,7 +126,7 @@ def change(name: str, steps: Sequence[int], values: Sequence[float | None], form
 
 
 def thin(steps: list[int], limit: int) -> list[int]:
-    """At most `most` of the steps, evenly spread, the first and the last among them."""
+    """At most `limit` of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= limit:
         return steps
     return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]

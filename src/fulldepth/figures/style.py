@@ -1,4 +1,4 @@
-"""One visual language for every figure: colours, axes, titles, safe text. Says nothing about what is measured."""
+"""Common style of all figures: colours, axes, titles, safe text. Independent of measures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 Figures = dict[str, go.Figure]
-"""Name -> figure. `name:variant` is another reading of the figure `name`."""
+"""Name -> figure. `name:variant` is a variant of the figure `name`."""
 
 CATEGORICAL = ("#215db0", "#dd7250", "#24ab92", "#804d88", "#978400", "#b3495e")
 """Line colours. Any two differ by at least 17 in CIELAB with normal, deuteranopic and protanopic vision."""
@@ -19,7 +19,7 @@ SEQUENTIAL = (
     "#f0f2f4", "#cae0ef", "#a5ceec", "#83bae7", "#65a6de", "#4d92d2",
     "#3b7ec1", "#346aa9", "#2d5790", "#264577", "#1d345f",
 )  # fmt: skip
-"""Equal steps of CIELAB lightness, 95 to 22: nothing recedes into the page, much stands out."""
+"""Equal steps of CIELAB lightness, 95 to 22: small values are close to the page's colour, large ones stand out."""
 OPPOSITE = (
     "#f0f2f4", "#efdbc8", "#ecc4a1", "#e7ad7d", "#df955d", "#d47f43",
     "#c46a2f", "#ae5a2a", "#964b27", "#7f3d22", "#692f1d",
@@ -91,13 +91,13 @@ TEMPLATE = go.layout.Template(
         "barcornerradius": 1,
     }
 )  # fmt: skip
-"""Layout that all figures share. Axes cannot be dragged, so that a finger scrolls the page."""
+"""Layout of all figures. Axes cannot be dragged, so that touch scrolls the page."""
 
 
 def label(text: object, limit: int = 48) -> str:
-    """`text` made safe for plotly: shortened, without control or direction characters, markup shown as it is written.
+    """`text` made safe for plotly: shortened, without control or direction characters, markup shown literally.
 
-    Plotly reads a small HTML in its labels and `%{...}` in its templates; both stay plain text.
+    Plotly interprets a subset of HTML in labels and `%{...}` in templates; both are escaped.
     """
     raw = str(text)
     short = raw if len(raw) <= limit else raw[: limit - 1] + "…"
@@ -112,7 +112,7 @@ def categorical(index: int) -> dict[str, Any]:
 
 
 def by_depth(layer: int, layers: int) -> str:
-    """Colour of a layer's line: the deeper the darker. Only colours of the scale, so that they can be restyled."""
+    """Colour of a layer's line, darker for deeper layers; from the colour scale, so that it can be restyled."""
     share = layer / max(layers, 1)
     return SEQUENTIAL[2 + round(share * (len(SEQUENTIAL) - 3))]
 
@@ -146,7 +146,7 @@ def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str,
 
 
 def layer_name(layer: int, short: bool = False) -> str:
-    """What readers call a layer; 0 is the embeddings."""
+    """Displayed name of a layer; 0 is the embeddings."""
     if layer == 0:
         return "emb" if short else "Embeddings"
     return str(layer) if short else f"Layer {layer}"
@@ -169,15 +169,15 @@ def figure(
 
     Args:
         traces: what is drawn.
-        alt: what a reader sees in it, in one sentence, for those who cannot.
+        alt: alternative text, one sentence on what the figure shows.
         xaxis: settings of the x axis.
         yaxis: settings of the y axis.
-        title: what is shown; empty = that of the figure’s record.
-        subtitle: how it was counted, in one line; empty = that of the figure’s record.
-        variant: which reading this is, where there are several of the same figure.
-        beside: whether the variants belong side by side (models) rather than behind a switch (readings).
+        title: what is shown; empty = that of the figure's record.
+        subtitle: how to read it, in one line; empty = that of the figure's record.
+        variant: name of the variant if the figure has several.
+        beside: whether variants are shown side by side (models) instead of behind a switch.
         height: in pixels.
-        layout: anything else of the layout.
+        layout: further settings of the layout.
     """
     drawn = list(traces)
     return go.Figure(
@@ -196,7 +196,7 @@ def figure(
 
 
 def extremes(title: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
-    """Where a curve over layers is lowest and highest, and at how many layers it has no value."""
+    """A sentence on where a curve over layers is lowest and highest, and at how many layers it has no value."""
     points = [(value, layer) for value, layer in zip(values, layers, strict=True) if value is not None]
     if not points:
         return f"{title}: no finite value."
@@ -211,6 +211,6 @@ def extremes(title: str, layers: Sequence[int], values: Sequence[float | None], 
 
 
 def minus(value: float, form: str) -> str:
-    """The number in Python's format `form`, with a true minus sign, and with no sign where it is shown as zero."""
+    """The number in Python's format `form`, with a true minus sign, and without a sign if it prints as zero."""
     text = f"{value:{form}}"
     return text.lstrip("+-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")

@@ -1,4 +1,4 @@
-"""One training run: losses, penalties, learning rate and speed over steps, and what became of the layers."""
+"""One training run: losses, penalties, learning rate and speed over steps, and displacement profiles."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ TERMS = {
     "aligned": "Aligned loss",
     "similarity": "Similarity penalty",
 }
-"""Site of the rows `penalty` -> what the term is called."""
+"""Site of the rows `penalty` -> name of the term."""
 PROFILES = 7
-"""Steps whose displacement is drawn as a profile over layers."""
+"""Maximum number of steps whose displacement is drawn over layers."""
 LATER = "Second half"
-"""The reading of a figure that leaves the steep beginning out."""
+"""Name of the variant without the steep beginning."""
 
 
 def terms(table: pd.DataFrame) -> list[str]:
-    """The penalties that the table knows, in the order of `TERMS`, then any other."""
+    """The penalties in the table: those of `TERMS` in its order, then any others."""
     sites = [str(site) for site in select(table, "penalty")["site"].dropna().unique()]
     return [term for term in TERMS if term in sites] + [term for term in sites if term not in TERMS]
 
@@ -68,7 +68,7 @@ def _loss(tracks: Sequence[Track], variant: str) -> go.Figure | None:
 
 
 def _penalties(source: Source) -> Figures:
-    """One small figure a term: their sizes have nothing to do with one another."""
+    """One small figure per term, because their scales are unrelated."""
     logged_terms = terms(source.table)
     return readings(
         (
@@ -94,7 +94,7 @@ def penalty_figure(
     beside: bool,
     **layout: Any,
 ) -> go.Figure | None:
-    """The figure of one term; side by side with the others' where there are several."""
+    """The figure of one term; side by side with those of other terms if `beside`."""
     stated = "" if weight is None else f"weight {weight:g}"
     return over_steps(
         tracks,
@@ -112,19 +112,19 @@ def penalty_figure(
 
 
 def term_name(term: str) -> str:
-    """What readers call a term of the objective."""
+    """Displayed name of a term of the objective."""
     return TERMS.get(term) or label(term, 40)
 
 
 def _weight(meta: Mapping[str, Any], term: str) -> float | None:
-    """The term's weight where the settings state it."""
+    """The term's weight if the settings state it."""
     stated = ((meta.get("settings") or {}).get("objective") or {}).get(term)
     weight = stated.get("weight") if isinstance(stated, Mapping) else stated
     return float(weight) if isinstance(weight, int | float) and not isinstance(weight, bool) else None
 
 
 def _profiles(source: Source) -> go.Figure | None:
-    """The displacement of every layer at a few steps, the later the stronger."""
+    """The displacement of every layer at a few steps, later steps in stronger colours."""
     rows = select(source.table, "displacement", "mean", "residual")
     profiles = {step: curve(rows[rows["step"] == step], "displacement", "mean") for step in sorted(set(rows["step"]))}
     steps = [int(step) for step, profile in profiles.items() if profile]
@@ -142,7 +142,7 @@ def _profiles(source: Source) -> go.Figure | None:
 
 
 def _shade(index: int, count: int) -> str:
-    """Colour of profile number `index` of `count`: the last is the strongest."""
+    """Colour of profile number `index` of `count`; the last is the strongest."""
     first, final = 2, len(SEQUENTIAL) - 1
     return SEQUENTIAL[final if count == 1 else first + round(index * (final - first) / (count - 1))]
 

@@ -1,4 +1,4 @@
-"""Several training runs on one set of axes, at equal steps and over equal time, and what each differs by."""
+"""Comparison of training runs: curves at equal steps and over time, and differences from the baseline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JUMPS = ("Last layer", "Last two layers", "Last three layers")
 
 
 def _displacement(source: Source, column: str) -> Figures:
-    """The profiles at the common step, `meta["step"]` (default: the last one), or what they differ by."""
+    """The profiles at the common step, `meta["step"]` (default: the last one), or their differences."""
     step = source.meta.get("step", source.table["step"].max())
     at_step = Source(source.table[source.table["step"] == step], source.meta)
     drawings = overlays(at_step, PER_LAYER, column)
@@ -33,7 +33,7 @@ def _displacement(source: Source, column: str) -> Figures:
 
 
 def _extent(subject: str, values: Mapping[str, float | None], form: str) -> str:
-    """One sentence on which run is lowest and which is highest."""
+    """One sentence on the lowest and the highest run."""
     ranked = sorted((value, name) for name, value in values.items() if value is not None)
     if not ranked:
         return f"{subject}: no finite value."
@@ -44,12 +44,12 @@ def _extent(subject: str, values: Mapping[str, float | None], form: str) -> str:
 
 
 def _tracks(runs: Sequence[Run], measure: str, **rows: Any) -> list[Track]:
-    """A number of every run over steps."""
+    """One track per run."""
     return [track(run.table, measure, **rows, name=run.name, **run.style) for run in runs]
 
 
 def _at_last_common_step(form: str) -> Callable[[Sequence[Track]], str]:
-    """Alternative text: how the runs stand at the last step that all of them have."""
+    """Alternative text: values of the runs at their last common step."""
 
     def words(tracks: Sequence[Track]) -> str:
         common = set.intersection(*(set(run.steps) for run in tracks))
@@ -62,7 +62,7 @@ def _at_last_common_step(form: str) -> Callable[[Sequence[Track]], str]:
 
 
 def _losses(source: Source) -> Figures:
-    """On the validation data, of all steps and of the later ones, and on the training data."""
+    """Figures of the validation loss, over all steps and the later ones, and of the training loss."""
     validation, training = (_tracks(source.runs, measure) for measure in ("validation_loss", "train_loss"))
     subtitle = "Mean training loss since the previous evaluation, without penalties"
     return readings(
@@ -103,7 +103,7 @@ def _difference(source: Source) -> go.Figure | None:
 
 
 def _over_time(source: Source) -> go.Figure | None:
-    """Validation loss against the time that training took, in the largest unit that suits all runs."""
+    """Validation loss over training time, in the largest unit that suits all runs."""
     clocks, losses = (_tracks(source.runs, measure) for measure in ("elapsed", "validation_loss"))
     times = [value for clock in clocks for value in clock.values if value is not None]
     if not times:
@@ -131,7 +131,7 @@ def _over_time(source: Source) -> go.Figure | None:
 
 def _jump_rates(source: Source) -> Figures:
     drawn = {str(back): _jump_rate(source.runs, back) for back in range(len(JUMPS))}
-    return {key: one for key, one in drawn.items() if one is not None}
+    return {key: result for key, result in drawn.items() if result is not None}
 
 
 def _jump_rate(runs: Sequence[Run], back: int) -> go.Figure | None:
@@ -146,7 +146,7 @@ def _jump_rate(runs: Sequence[Run], back: int) -> go.Figure | None:
 
 
 def _penalties(source: Source) -> Figures:
-    """One figure a term, with the runs that log it."""
+    """One figure per term, with the runs that log it."""
     logged_terms = list(dict.fromkeys(term for run in source.runs for term in terms(run.table)))
     drawn = {}
     for term in logged_terms:

@@ -1,4 +1,4 @@
-"""The only room that knows Hugging Face's module names and files: loading, families, anatomy, heads."""
+"""Everything that depends on Hugging Face's module names and files: loading, families, anatomy, heads."""
 
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, task_of
 from fulldepth.hf.distributed_checkpoint import (

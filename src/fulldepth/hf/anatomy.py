@@ -26,8 +26,8 @@ TASKS = {
 }
 """Ending of a model's class name -> its task; every other class is a `representation`.
 
-`ForPreTraining` is a masked language model only with a head over the vocabulary: ELECTRA's and Funnel's tell replaced
-tokens from true ones, others reconstruct images or sound."""
+`ForPreTraining` is a masked language model only with a head over the vocabulary: ELECTRA's and Funnel's detect
+replaced tokens, others reconstruct images or sound."""
 
 
 def task_of(model: Any) -> str:
@@ -37,7 +37,7 @@ def task_of(model: Any) -> str:
     if name.endswith("ForPreTraining") and model.get_output_embeddings() is None:
         return "representation"
     generates = name.endswith("ForConditionalGeneration") and not model.config.is_encoder_decoder
-    return "causal-lm" if generates else task  # a decoder that may be given images beside its text
+    return "causal-lm" if generates else task  # a decoder that also accepts images
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Anatomy:
         return [layer for layer in range(1, self.num_layers + 1) if self.part(layer, role) is not None]
 
     def reader(self, layer: int) -> nn.Module:
-        """The module whose input is the x of a 1-based layer: the block, unless it adds x up of earlier states."""
+        """The module whose input is x of a 1-based layer: the block, or its attention norm where x is a sum."""
         norm = self.part(layer, "attention_norm") if self.part(layer, "input_norms") is not None else None
         return self.blocks[layer - 1] if norm is None else norm
 
@@ -198,7 +198,7 @@ class Anatomy:
     def max_positions(self) -> int | None:
         """Tokens of the longest sequence that the model has positions for; None = no limit."""
         limit = getattr(self.config, "max_position_embeddings", None)
-        if not isinstance(limit, int) or limit <= 0:  # XLNet says -1
+        if not isinstance(limit, int) or limit <= 0:  # XLNet uses -1
             return None
         for name, module in self.body.named_modules():
             # In RoBERTa and its kin positions start after the padding index.

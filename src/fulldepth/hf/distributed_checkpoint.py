@@ -61,7 +61,7 @@ def read_shards(folder: str | Path, tensors: Mapping[str, torch.Tensor], group: 
     """Fill tensors from shards, or from ordinary safetensors files; any number of processes may have written them.
 
     Args:
-        folder: that holds the files.
+        folder: with the files.
         tensors: name -> DTensor or ordinary tensor; filled in place.
         group: of all processes, with a CPU backend; None = this process reads alone.
 

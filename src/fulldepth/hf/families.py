@@ -275,7 +275,7 @@ XLNET = Family(
     mlp=None,
     sequence_first=True,
 )
-"""XLNet: its attention adds and normalises inside itself, so its branches are not modules."""
+"""XLNet: the attention module includes the residual sum and norm, so the branches are not modules."""
 
 VIT = Family(
     "vit",

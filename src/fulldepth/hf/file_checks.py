@@ -59,19 +59,19 @@ UNREAD = (r"(^|\.)position_ids$",)
 
 
 class Weights(NamedTuple):
-    """The weight files of a checkpoint, by their headers."""
+    """Summary of a checkpoint's weight files, from their headers."""
 
     dtypes: dict[str, str]
     """Name of each stored tensor -> its type as safetensors calls it, such as `F32`."""
     size: int
     """Bytes of the files."""
     elements: int
-    """Numbers in all tensors."""
+    """Elements of all tensors."""
     loads_as: torch.dtype | None = None
     """Precision that `auto` loads the weights in; None = as they are stored."""
 
     def loaded_bytes(self, dtype: torch.dtype | str) -> int:
-        """Bytes of the weights once loaded in a precision, or in `auto`, their own."""
+        """Bytes of the loaded weights in a precision; `auto` = the stored one."""
         loaded = dtype if isinstance(dtype, torch.dtype) else self.loads_as
         return self.size if loaded is None else self.elements * loaded.itemsize
 
@@ -194,7 +194,7 @@ def read_index(path: Path) -> list[str]:
 
 
 def _read_header(where: str, path: Path) -> tuple[dict[str, str], int]:
-    """Name -> type of every tensor in a weight file, and how many numbers it holds."""
+    """Name -> type of every tensor in a weight file, and the number of their elements."""
     with reading(path):
         try:
             with safe_open(path, framework="pt") as file:

@@ -133,7 +133,7 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     children = [name for name, _ in block.named_children()]
     norms = [name for name in children if NORM.search(name) and not isinstance(block.get_submodule(name), nn.Dropout)]
     branches = [name for name in children if name not in norms]
-    if sparse:  # without attention, a dropout of such a name would pass for it
+    if sparse:  # in a block without attention, a dropout may have a matching name
         branches = [name for name in branches if not isinstance(block.get_submodule(name), nn.Dropout)]
     attention = next((name for name in branches if ATTENTION.search(name)), None)
     mlp = next((name for name in branches if MLP.search(name)), None)

@@ -289,7 +289,7 @@ def _check_folder(where: str) -> None:
 
 @contextmanager
 def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
-    """Turn any exception of the libraries into one readable sentence, except that memory ran out (see `reading`)."""
+    """Turn any exception of the libraries into one readable sentence; out-of-memory errors are not changed."""
     try:
         yield
     except (FulldepthError, KeyboardInterrupt, SystemExit, GeneratorExit):

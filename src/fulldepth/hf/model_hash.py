@@ -19,7 +19,7 @@ CHUNK = 2**22
 def model_hash(model: nn.Module) -> str:
     """`sha256:...` of the weights that `save_pretrained` would write: equal for the same saved weights.
 
-    Covers all parameters and persistent buffers by name (the one in memory): name, shape, type, sha256 of the values
+    Covers all parameters and persistent buffers by their names in memory: name, shape, type, sha256 of the values
     (row-major, little-endian). Floating-point values are hashed as float32, or as float64 where float32 cannot hold
     them, so a bfloat16 checkpoint has one hash in every precision that does not round it. Weights tied to others are
     left out, as in the file. Device, offloading, sharding, configuration and non-persistent buffers (rotary

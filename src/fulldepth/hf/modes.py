@@ -1,4 +1,4 @@
-"""Evaluation mode, and frozen weights, for a while."""
+"""Context managers: evaluation mode, and frozen weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside `with`; afterwards every module has its earlier mode again."""
+    """Evaluation mode inside `with`; on leaving, the mode of every module is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -22,7 +22,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No weight asks for a gradient; afterwards each asks again that did before."""
+    """No parameter requires a gradient inside `with`; on leaving, `requires_grad` is restored."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

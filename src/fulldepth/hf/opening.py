@@ -45,26 +45,26 @@ def open_tokenizer(
         return load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer is not None:
         return tokenizer
-    place = find_tokenizer(checkpoint.name)
-    if place is None:
+    source = find_tokenizer(checkpoint.name)
+    if source is None:
         raise FulldepthError(f"{checkpoint.name} holds no tokenizer, nor does its parent; name one with --tokenizer.")
     origin = checkpoint.model.name_or_path
-    if place == checkpoint.name and not (isinstance(origin, str) and origin):
+    if source == checkpoint.name and not (isinstance(origin, str) and origin):
         raise FulldepthError("A model that is passed in needs its tokenizer: pass tokenizer=... too.")
-    return load_tokenizer(place, revision=revision, trust_remote_code=trust_remote_code)
+    return load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def find_tokenizer(name: str | Path) -> str | None:
     """Where the tokenizer of a checkpoint is: in it, one folder above, or in `tokenizer` beside it.
 
-    A Hub name is returned as it is; None stands for a folder without a tokenizer.
+    A Hub name is returned unchanged; None = a folder without a tokenizer.
     """
     where = packaged(str(name))
     folder = Path(where)
     if not folder.is_dir() or find_gguf(folder) is not None:
         return where
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        for place in (folder, folder.parent, folder.parent / "tokenizer"):
-            if (place / file).is_file():
-                return str(place)
+        for candidate in (folder, folder.parent, folder.parent / "tokenizer"):
+            if (candidate / file).is_file():
+                return str(candidate)
     return None

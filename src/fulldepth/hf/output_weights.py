@@ -54,7 +54,7 @@ class OutputWeights:
         if factor == 0.0:  # 0 times a weight would be -0 for negative ones
             return torch.full_like(weight, -self.offset)
         values = torch.empty_like(weight)
-        parts = weight if weight.ndim > 2 else weight[None]  # experts one by one: float64 takes room
+        parts = weight if weight.ndim > 2 else weight[None]  # one expert at a time, to save memory in float64
         for part, own in zip(values.view_as(parts), parts, strict=True):
             part.copy_((own.double() + self.offset) * factor - self.offset)
         return values
@@ -66,8 +66,9 @@ def find_output_weights(
     """Find the output weights of branches by running them.
 
     All parameters of a branch are set to zero; then one after the other is restored, in the order of their modules'
-    calls, if the output stays exactly 0. What is left is a smallest set, at the output. Experts in a list count as one.
-    Branches of the same modules and parameter names have the same output weights, so one of each kind is run.
+    calls, if the output stays exactly 0. Those still zero are a minimal set, nearest to the output. Experts in a list
+    count as one. Branches of the same modules and parameter names have the same output weights, so one of each kind is
+    run.
 
     Args:
         anatomy: the model.
@@ -101,7 +102,7 @@ def find_output_weights(
                 calls |= _record(anatomy, [branch], ids)
             with in_memory(branch):
                 names, offset = _find(branch, calls[branch], f"the {role} of layer {layer}")
-            if names:  # a branch that gives zeros already tells nothing about the others
+            if names:  # a branch that already outputs zeros says nothing about others of its kind
                 names_of_kind[kind] = names, offset
             weights[layer, role] = OutputWeights(branch, names, offset)
     return weights
@@ -110,8 +111,8 @@ def find_output_weights(
 def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
     """The reason why the residual stream of a model cannot be kept at another scale; None where it can.
 
-    One block of each kind is run at half the stream, with half of what its branches add: the branches' outputs and the
-    block's own must be half of what they were, and the final norm must not change.
+    One block of each kind is run on half the stream with halved output weights: the outputs of its branches and of the
+    block must be half of the original ones, and the output of the final norm must be the same.
 
     Args:
         anatomy: the model.

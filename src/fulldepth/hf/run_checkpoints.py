@@ -127,7 +127,7 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
     folder, renamed = Path(run), []
     sealed = sealed_checkpoints(folder)
     for _, path in sealed:
-        (path / UNFINISHED).unlink(missing_ok=True)  # killed between the seal and this
+        (path / UNFINISHED).unlink(missing_ok=True)  # the run was killed before the mark was removed
     last, complete = (sealed[-1][0] if sealed else -1), {path for _, path in sealed}
     for step, path in _numbered(folder):
         if path in complete:

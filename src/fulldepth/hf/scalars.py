@@ -52,7 +52,7 @@ class Scalars(nn.Module):
     `y = s_mlp (b_att A + s_att x) + b_mlp M`. A layer without attention has only the two factors of the MLP, a layer
     without MLP only those of attention, a skipped layer none.
 
-    They are float32 whatever the model's dtype: bfloat16 cannot represent small changes of a number near 1.
+    They are float32 regardless of the model's dtype: bfloat16 cannot represent small changes of a number near 1.
 
     Args:
         num_layers: L.

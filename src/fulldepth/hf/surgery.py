@@ -188,7 +188,7 @@ class Switches:
 
     def _part(self, layer: int, role: str) -> nn.Module:
         part = self.anatomy.part(layer, role)
-        assert part is not None  # looked for before
+        assert part is not None  # checked by the callers
         return part
 
     def _replace(self, layer: int, module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:

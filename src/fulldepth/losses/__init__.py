@@ -1,4 +1,4 @@
-"""Penalties that make a model use its depth, the objective that combines them, and a Trainer that has it."""
+"""Training penalties that make a model use its depth, the objective that combines them, and a Trainer with it."""
 
 from fulldepth.losses.aligned_loss import aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty

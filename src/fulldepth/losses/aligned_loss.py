@@ -1,4 +1,4 @@
-"""Aligned training: one shared head reads every layer (Representation progression and aligned training, Eq. 5)."""
+"""Aligned training: loss of all layers by one head (Representation progression and aligned training, Eq. 5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fulldepth.losses.term import Context, Term
 from fulldepth.targets import IGNORE
 
 CHUNK = 1024
-"""Positions whose logits exist at a time."""
+"""Number of positions whose logits exist at a time."""
 
 
 class Aligned(Term):
@@ -34,14 +34,14 @@ class Aligned(Term):
     """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
 
     def check(self, num_layers: int) -> None:
-        """Refuse another number of weights than layers."""
+        """Check that there is one weight per layer."""
         layer_weights(self.weights, num_layers)
 
     def value(self, context: Context) -> Tensor:
         """`aligned_loss` of the residual stream, through the model's head.
 
         Raises:
-            FulldepthError: without labels.
+            FulldepthError: if the batch has no labels.
         """
         labels = context.task.labels(context.batch)
         if labels is None:
@@ -54,15 +54,15 @@ class Aligned(Term):
         return aligned_loss(pooled, classifier.pooled, labels, weights=self.weights)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Replaces the loss in the steps of its schedule, and leaves it as it is in the others."""
+        """Replace the loss on the steps of the schedule; return it unchanged on the others."""
         if self.schedule == "alternate" and context.step % 2:
             return loss, None
         value = self.value(context)
         return self.weight * context.target_share() * value, value.detach()
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """The head on all L layers at the T - 1 positions that have a target, and again in the backward pass, which the
-        model's own head then lacks: `(4 L (T - 1) / T - 2) 2 D V`, on every other step if it alternates.
+        """Head on all L layers at the T - 1 positions with a target, recomputed in the backward pass, less the backward
+        pass of the model's own head: `(4 L (T - 1) / T - 2) 2 D V`; half of it if it alternates.
         """
         heads: float = 4 * config.num_hidden_layers * (sequence_length - 1) / sequence_length - 2
         return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
@@ -81,24 +81,25 @@ def aligned_loss(
     .. math:: L_{aligned} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{n: y_n \ne ignored}
         \mathrm{CE}(W h^{(l)}_n, y_n), \quad \lambda_l = \frac{2 l}{L (L + 1)}
 
-    The logits of `chunk` positions of one layer are computed, used, forgotten and computed again in backward: the head
-    is called twice, and `[L, B, T, V]` never exists.
+    Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass: the head is
+    called twice, and `[L, B, T, V]` never exists.
 
     Args:
-        hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. Whole
-            states with ignored labels cost less than slices of states, which are copied.
+        hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
+            positions, ignore their labels: slices of states would be copied.
         head: final norm and output projection, `[N, D] -> [N, V]`. Its parameters receive gradients.
-        labels: `[B, T]` (or `[B]`), already aligned with the positions: the caller shifts for causal models.
+        labels: `[B, T]` (or `[B]`), aligned with the positions: for causal models the caller shifts them.
         weights: `"linear"` as above, `"uniform"` for `1/L`, or L numbers.
-        ignore_index: label of positions that do not count. What their states hold has no effect, be it NaN.
+        ignore_index: label of ignored positions. Their states have no effect, even if they are NaN.
         chunk: positions at a time, at least 1.
 
     Returns:
-        Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. Where no position
-        counts, 0 with zero gradients.
+        Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
+        ignored, 0 with zero gradients.
 
     Raises:
-        FulldepthError: for no state, differing shapes, labels or weights that do not fit, or a head with another shape.
+        FulldepthError: for an empty list of states, mismatched shapes, invalid labels or weights, or a head whose
+            output has another shape.
 
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
@@ -124,10 +125,10 @@ def aligned_loss(
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
-    """The weight of each layer 1..L: by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`) or as given.
+    """Weights of layers 1..L: by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`) or as given.
 
     Raises:
-        FulldepthError: for an unknown name, another number of weights than layers, or one that is negative or infinite.
+        FulldepthError: for an unknown name, a wrong number of weights, or a negative or infinite weight.
 
     Source: "Representation progression and aligned training", Eq. 5 and App. B.3.
     """
@@ -146,7 +147,7 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
 
 
 def _counted(labels: Tensor, ignore_index: int) -> tuple[Tensor | None, Tensor]:
-    """Which positions of a chunk count (None: all) and their labels."""
+    """Indices of the labelled positions of a chunk (None: all) and their labels."""
     index = (labels != ignore_index).nonzero()[:, 0]
     return (None, labels) if len(index) == len(labels) else (index, labels[index])
 

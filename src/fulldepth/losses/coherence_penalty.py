@@ -17,11 +17,11 @@ from fulldepth.losses.states import blocks, check_states, statistics_dtype
 from fulldepth.losses.term import Amount, Context, LayerTerm
 
 POWER_RATIO = 2.0
-"""The energy term is 0 while the power of the output's spectrum is within this factor of the input's."""
+"""The energy term is 0 if the power of the output's spectrum is within this factor of the input's."""
 
 
 class Coherence(LayerTerm):
-    """CR's penalty on attention sub-layers, Sec. 3.3. Its energy term is on in the first `energy_warmup` steps."""
+    """CR's penalty on attention sub-layers, Sec. 3.3. Its energy term is active in the first `energy_warmup` steps."""
 
     name = "coherence"
     sites = ("attention_input", "attention_output")
@@ -30,11 +30,11 @@ class Coherence(LayerTerm):
     """global: the batch mean runs over all processes; process: over each process's own sequences."""
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
-        """2, 4, 6, 8 of 12, or the even ones up to the same share."""
+        """2, 4, 6, 8 of 12 layers; for other depths the even ones up to the same fraction of the depth."""
         return range(2, round(8 * num_layers / 12) + 1, 2)
 
     def value(self, context: Context) -> Tensor:
-        """Sum over the chosen layers; refuses padding."""
+        """Sum over the chosen layers; raises an error for padded batches."""
         refuse_padding(context.mask)
         return super().value(context)
 
@@ -68,34 +68,34 @@ def coherence_penalty(
     .. math:: L_{CR} = \mathrm{mean}_{D, K} \, (c - \mathrm{target})^2 \cdot 0.1 (N - l), \quad
         c = \frac{|S_{xy}|^2}{(S_{xx} + \epsilon)(S_{yy} + \epsilon) + \epsilon}
 
-    with spectra averaged over the batch, :math:`S_{xy} = \mathrm{mean}_B(\varphi_x \overline{\varphi_y})`, of the
+    with spectra averaged over the batch, :math:`S_{xy} = \mathrm{mean}_B(\varphi_x \overline{\varphi_y})`, from the
     characteristic functions of :math:`p = \mathrm{softmax}_T(z \sqrt{N - l} / f)`, where z is the channel
     standardised along the sequence and :math:`f = \max(\max_T |z| / (2 + l/2), 1)` bounds it. With `energy`,
     :math:`\mathrm{mean}_{B, D}\,\mathrm{relu}(\log^2 (P_y / (P_x + \epsilon)) - \log^2 2)` is added,
     :math:`P = \sum_k (\sqrt{|\varphi|^2 + \epsilon} + \epsilon)`.
 
-    Unweighted: the objective multiplies it (0.01 in the paper). Gradients flow through both sides, in closed form: the
-    spectra are computed again in backward, some channels at a time, and of the states only references are kept.
+    Unweighted: the objective applies the weight (0.01 in the paper). Gradients flow through both sides, in closed form:
+    the backward pass recomputes the spectra, some channels at a time, and keeps only references to the states.
 
     Args:
-        h_in: what the attention sub-layer reads, `[B, T, D]`.
-        h_out: what it returns, residual included, same shape. There is no mask: frequencies need whole sequences of
-            one length, so padding is to be refused (`refuse_padding`) or packed away before.
-        layer: the paper's number of the layer, 0-based.
+        h_in: input of the attention sub-layer, `[B, T, D]`.
+        h_out: its output, residual included, same shape. There is no mask: frequencies need whole sequences of one
+            length, so the caller must reject (`refuse_padding`) or pack padded batches.
+        layer: the layer's 0-based number, as in the paper.
         num_layers: N, 12 in the paper.
-        target: the coherence to aim at, in [0, 1].
+        target: target coherence, in [0, 1].
         energy: add the energy term (the paper: during the first 800 iterations).
-        reduce: differentiable sum of a tensor over all processes, for a batch that is spread over them (each with
+        reduce: differentiable sum of a tensor over all processes, for a batch that is distributed over them (each with
             the same T and D, and any number of sequences); None: this process has the whole batch.
-        eps: the listing's epsilon, in every place where it stands there.
+        eps: the listing's epsilon, used wherever it occurs there.
 
     Returns:
-        Scalar, unit 1, float32 or float64, the same in every process. A channel that does not vary along a sequence
-        (but for rounding) has no shape to change: its gradient is 0.
+        Scalar, unit 1, float32 or float64, the same in every process. The gradient of a channel that is constant along
+        a sequence (up to rounding) is 0.
 
     Raises:
-        FulldepthError: for one sequence (over all processes: its coherence is 1 by construction), fewer than two
-            positions, differing shapes, or a layer outside 0..N-1.
+        FulldepthError: for a single sequence over all processes (its coherence is 1 by construction), fewer than two
+            positions, mismatched shapes, or a layer outside 0..N-1.
 
     Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2.
     """
@@ -113,13 +113,13 @@ def coherence_penalty(
 
 
 def refuse_padding(mask: Tensor | None) -> None:
-    """Refuse a batch with padding, for the frequencies of a padded sequence are those of its padding.
+    """Raise an error for a padded batch, because padding would dominate the frequencies of its sequence.
 
     Args:
-        mask: `[B, T]`, True (or 1) = counts; None: everything does.
+        mask: `[B, T]`, True (or 1) = counts; None: all positions count.
 
     Raises:
-        FulldepthError: where a position does not count.
+        FulldepthError: if the batch has padding.
     """
     if mask is not None and not bool((mask != 0).all()):
         raise FulldepthError(
@@ -129,7 +129,7 @@ def refuse_padding(mask: Tensor | None) -> None:
 
 
 class _Shape(NamedTuple):
-    """How states become distributions, and what is asked of them."""
+    """Parameters of the distributions over positions, and whether the energy term is needed."""
 
     bound: float
     sharpness: float
@@ -138,7 +138,7 @@ class _Shape(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """Some channels of one side, `[B, d, T]`, and what backward needs to know of them, `[B, d, 1]`."""
+    """Some channels of one side, `[B, d, T]`, and their statistics for the backward pass, `[B, d, 1]`."""
 
     probability: Tensor
     logit: Tensor
@@ -208,12 +208,12 @@ def _side(h: Tensor, dtype: torch.dtype, shape: _Shape) -> _Side:
 
 
 def _of_states(side: _Side, of_phi: Tensor, shape: _Shape) -> Tensor:
-    """Gradient with respect to the states `[B, d, T]` from the one with respect to the spectrum `[B, d, K]`."""
+    """Gradient with respect to the states, `[B, d, T]`, from the gradient with respect to the spectrum, `[B, d, K]`."""
     length = side.logit.shape[-1]
-    of_phi[..., 1 : (length + 1) // 2] *= 0.5  # irfft adds the negative frequencies, which the sums do not have
+    of_phi[..., 1 : (length + 1) // 2] *= 0.5  # irfft adds the negative frequencies, which the sums do not include
     gradient = torch.fft.irfft(of_phi, n=length, norm="forward")
     gradient.sub_((gradient * side.probability).sum(-1, keepdim=True)).mul_(side.probability)
-    # The scale falls with the peak where it binds, else with the standard deviation
+    # The scale depends on the peak if it is clipped, else on the standard deviation
     pull = (gradient * side.logit).sum(-1, keepdim=True)
     gradient.mul_(side.scale)
     spread = side.scale * (side.deviation + shape.eps) * side.deviation * (length - 1)
@@ -225,12 +225,12 @@ def _of_states(side: _Side, of_phi: Tensor, shape: _Shape) -> Tensor:
 
 
 def _power(phi: Tensor) -> Tensor:
-    """`|phi|^2`; on a CPU ten times faster than a sum over the last dimension of two."""
+    """`|phi|^2`; on a CPU ten times faster than a sum over a last dimension of size 2."""
     return phi.real.square().add_(phi.imag.square())
 
 
 def _excess(x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Energy term `[B, d]` of two spectra `[B, d, K]`, and its slopes `[B, d, 1]` in the power of each."""
+    """Energy term `[B, d]` of two spectra `[B, d, K]`, and its derivatives `[B, d, 1]` by the power of each."""
     power_x, power_y = ((_power(phi).add_(eps).sqrt_() + eps).sum(-1) for phi in (x, y))
     log_ratio = torch.log(power_y / (power_x + eps))
     excess = (log_ratio.square() - math.log(POWER_RATIO) ** 2).relu_()
@@ -244,7 +244,7 @@ def _over_processes(
     """Both sums and the number of sequences (without gradient), each over all processes."""
     spectra = reduce(spectra)
     excess, total = reduce(torch.stack([excess, excess.new_tensor(float(sequences))])).unbind()
-    if sequences < 2:  # else there are enough, and no need to wait for the device
+    if sequences < 2:  # otherwise the total is sufficient, and reading it would synchronise with the device
         _check_sequences(int(total))
     return spectra, excess, total.detach()
 

@@ -1,11 +1,11 @@
-"""Displacement of tokens and its gradient in closed form, without a copy of a hidden state.
+"""Displacement of tokens and its gradient in closed form, without copies of hidden states.
 
-`mean_displacement` is one differentiable function of two states. `Displacements` serves a training step: ordinary
-autograd would begin the backward pass with the gradients of all L+1 states at once; here the forward pass keeps
-references and three numbers per token, and each state's share is added when its own gradient arrives.
+`mean_displacement` is a differentiable function of two states. `Displacements` is for training steps: ordinary autograd
+would start the backward pass with the gradients of all L+1 states at once; here the forward pass keeps references and
+three numbers per token, and each state's contribution is added when its own gradient arrives.
 
-The formula is `fulldepth.metrics.displacement`'s, and so is the rule for zero vectors: they have no direction, so a
-mean leaves them out, and their gradient is 0.
+Formula and treatment of zero vectors are those of `fulldepth.metrics.displacement`: zero vectors have no direction,
+are excluded from means, and have gradient 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Parts(NamedTuple):
 
     @property
     def directed(self) -> Tensor:
-        """`[B, T]` bool: both states have a direction (states that are NaN pass, so that the loss shows them)."""
+        """`[B, T]` bool: both states have a direction (True for NaN states, so that they show in the loss)."""
         return (self.norm_previous != 0) & (self.norm_current != 0)
 
     def counted(self, mask: Tensor | None) -> Tensor:
-        """`[B, T]` bool: the tokens that a mean of displacements takes, those of the mask that have a direction."""
+        """`[B, T]` bool: tokens of the mask that have a direction, over which means are taken."""
         return self.directed if mask is None else self.directed & mask.to(self.cos.device, torch.bool)
 
 
@@ -55,7 +55,7 @@ def displacement_parts(previous: Tensor, current: Tensor, norm_previous: Tensor 
     Args:
         previous: `[..., D]`, on any device.
         current: `[..., D]`.
-        norm_previous: `[...]` norms of `previous`, where they are known already.
+        norm_previous: `[...]` norms of `previous`, if they are known.
 
     Returns:
         `(cos, norm_previous, norm_current)`, each `[...]` on the device of `current`, float32 (float64 if a state is).
@@ -89,13 +89,13 @@ def displacement_gradient(
 
     .. math:: \frac{\partial \Psi}{\partial x} = \frac{1}{2 |x|} \left(\cos \frac{x}{|x|} - \frac{y}{|y|}\right)
 
-    Works on some rows at a time, so that half-precision states are never copied whole to float32.
+    Computed on blocks of rows, so that half-precision states are never copied to float32 as a whole.
 
     Args:
         previous: `[..., D]`.
         current: `[..., D]`.
-        parts: what `displacement_parts(previous, current)` gave.
-        weight: `[...]` or a scalar. Where it is 0 the gradient is 0, whatever the states hold (NaN included).
+        parts: result of `displacement_parts(previous, current)`.
+        weight: `[...]` or a scalar. Where it is 0 the gradient is 0, even for NaN states.
         wrt: "previous" or "current".
 
     Returns:
@@ -110,7 +110,7 @@ def displacement_gradient(
 
 
 class Shares(NamedTuple):
-    """What the states enter the gradient of `sum(weight * Psi)` with, each `[...]`; see `displacement_gradient`."""
+    """Factors of the states in the gradient of `sum(weight * Psi)`, each `[...]`; see `displacement_gradient`."""
 
     previous: Tensor
     """Factor of the previous state in its own gradient."""
@@ -134,11 +134,11 @@ def gradient_shares(parts: Parts, weight: Tensor | float) -> Shares:
 
 @torch.no_grad()
 def weighted_sum(terms: Sequence[tuple[Tensor, Tensor]], dead: Tensor | None, base: Tensor | None = None) -> Tensor:
-    """`base + sum(factor * state)`, a tile at a time; half precision is summed in the factors' float32.
+    """`base + sum(factor * state)`, block by block; half precision is summed in the dtype of the factors.
 
     Args:
         terms: states `[..., D]` and factors `[...]`.
-        dead: `[...]` bool: there the result is `base`, whatever the states hold (NaN included).
+        dead: `[...]` bool: positions where the result is `base`, even for NaN states.
         base: `[..., D]`; None = 0.
 
     Returns:
@@ -160,7 +160,7 @@ def weighted_sum(terms: Sequence[tuple[Tensor, Tensor]], dead: Tensor | None, ba
 
 
 class _Displacement(torch.autograd.Function):
-    """Psi of every token and whether it has a direction, `[..., D], [..., D] -> [...], [...]`; keeps references."""
+    """Psi of every token and whether it has a direction, `[..., D], [..., D] -> [...], [...]`; copies no state."""
 
     @staticmethod
     def forward(ctx: Any, previous: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,22 +182,22 @@ class _Displacement(torch.autograd.Function):
 
 
 def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean displacement of the tokens of a mask that have a direction: a scalar, differentiable once; 0 without any."""
+    """Mean displacement of the masked tokens that have a direction: a scalar, differentiable once; 0 without any."""
     psi, directed = _Displacement.apply(previous, current)
     return _mean(psi, directed if mask is None else directed & mask.to(psi.device, torch.bool))
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Mean of the `values [B, T]` that count; 0 where none does. Others may hold NaN."""
+    """Mean of the `values [B, T]` that count; 0 if none does. Values that do not count may be NaN."""
     return values.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 class Displacements:
-    """Displacements of one forward pass, and their gradients for the backward pass to come.
+    """Displacements of one forward pass, and their gradients for its backward pass.
 
     Args:
-        states: `h_0..h_L`, `[B, T, D]`, the tensors that the model itself goes on with: a gradient reaches no copy.
-        weights: of layers 1..L in the penalty.
+        states: `h_0..h_L`, `[B, T, D]`, the model's own tensors: gradients do not reach copies.
+        weights: weights of layers 1..L in the penalty.
         mask: `[B, T]` bool, True = counts; None = all.
 
     Raises:
@@ -222,19 +222,19 @@ class Displacements:
             means = [_mean(parts.displacement, parts.counted(mask)).to(last_device) for parts in self._parts]
             pairs = zip(self._weights, means, strict=True)
             self.value = torch.stack([weight * mean for weight, mean in pairs if weight]).sum()
-        reference = weakref.ref(self)  # a hook that held this object would hold its own tensor
+        reference = weakref.ref(self)  # a strong reference would make a cycle: the hook would keep its tensor alive
         for layer, state in enumerate(states):
             if state.requires_grad:
                 state.register_hook(_adder(reference, layer))
 
     def added_to(self, loss: Tensor, factor: Tensor | float) -> Tensor:
-        """`loss + factor * penalty`; its backward pass brings the penalty's gradients into the states."""
+        """`loss + factor * penalty`; its backward pass adds the penalty's gradients to those of the states."""
         self._factor = factor
         combined: Tensor = _Carrier.apply(loss, self.value * factor, self)
         return combined
 
     def arm(self, upstream: Tensor) -> None:
-        """The backward pass has begun: `upstream` is the gradient of the combined loss."""
+        """Called at the start of the backward pass with the gradient of the combined loss."""
         if torch.is_grad_enabled():
             raise FulldepthError("The displacement penalty has no second derivatives (create_graph=True).")
         if self._upstream is not None:
@@ -244,7 +244,7 @@ class Displacements:
         self._upstream = upstream
 
     def add(self, layer: int, gradient: Tensor) -> Tensor | None:
-        """The gradient of `h_layer` with the penalty's share; None (unchanged) outside the combined loss."""
+        """Gradient of `h_layer` plus the penalty's; None (unchanged) outside the combined loss's backward pass."""
         if self._upstream is None:
             return None
         below, above = self._shares(layer), self._shares(layer + 1)
@@ -257,12 +257,12 @@ class Displacements:
         terms += [(self._state(layer - 1), below.other)] if below else []
         terms += [(self._state(layer + 1), above.other)] if above else []
         if layer + 1 < len(self._states):
-            self._states[layer + 1] = None  # its own gradient came before: nobody reads it again
+            self._states[layer + 1] = None  # its own gradient is complete: it is not needed again
         self._above = None if below is None else (layer, below)
         return weighted_sum(terms, None if self._mask is None else ~self._mask, gradient) if terms else None
 
     def _shares(self, layer: int) -> Shares | None:
-        """The factors of the gradient of one layer's displacement; None for a layer that has none."""
+        """Factors of the gradient of one layer's displacement; None for a layer without weight."""
         if not 1 <= layer < len(self._states) or self._weights[layer - 1] == 0:
             return None
         if self._above is not None and self._above[0] == layer:
@@ -283,7 +283,7 @@ class Displacements:
 
 
 class _Carrier(torch.autograd.Function):
-    """Adds a number to the loss and tells the displacements when, and how strongly, the backward pass begins."""
+    """Adds the penalty's value to the loss; its backward pass calls `Displacements.arm`."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: Tensor, owner: Displacements) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keeps optimiser steps whose loss or gradient is not finite from the weights, without waiting for an accelerator."""
+"""Prevents optimiser steps whose loss or gradient is not finite, without synchronising with an accelerator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import first_broken_weight
 
 STREAMS = ("cuda", "xpu")
-"""Devices that run behind the host, so that reading a number from them waits for everything before it."""
+"""Asynchronous devices: reading a number from them waits for all pending work."""
 
 
 class MicroBatch(NamedTuple):
-    """What says where a loss comes from."""
+    """Loss, terms and inputs of one micro-batch, from which the origin of a non-finite loss is found."""
 
     loss: Tensor
     parts: Mapping[str, Tensor]
@@ -28,50 +28,50 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """An optimiser step whose flags are under way to the host."""
+    """An optimiser step whose flags are being copied to the host."""
 
     number: int
     flags: Tensor
-    """[2] on the host: 1 where the loss, the gradient is not finite; valid after `event`."""
+    """[2] on the host: 1 if the loss, or the gradient, is not finite; valid after `event`."""
     event: Any
     micro_batches: list[MicroBatch]
 
 
 class StepGuard:
-    """Refuses optimiser steps whose loss or gradient is not finite, on any process.
+    """Prevents optimiser steps whose loss or gradient is not finite on any process.
 
-    Two flags on the device say what is not finite. A fused optimiser reads them there and skips the step by itself, and
-    every later one; the host reads them while the next step runs, and raises then. Other optimisers, and devices that
-    the host does not run ahead of (CPUs), have the flags read before the step. In both cases the weights stay those
-    before the broken step.
+    Two flags on the device mark a loss and a gradient that are not finite. A fused optimiser reads them on the device
+    and skips this step and all later ones; the host reads them while the next step runs, and then raises an error. With
+    other optimisers, and on synchronous devices (CPUs), the host reads the flags before the step. In both cases the
+    weights stay as they were before the failed step.
 
     Args:
-        model: gives the model, for the search of the layer.
+        model: returns the model, in which the failing layer is searched.
     """
 
     def __init__(self, model: Callable[[], Any]) -> None:
         self.model = model
         self.late: bool | None = None
-        """Whether flags are read a step late; None = as the device and the optimiser allow."""
+        """Whether flags are read one step late; None = if the device and the optimiser support it."""
         self._micro_batches: list[MicroBatch] = []
         self._flags: Tensor | None = None
         self._waiting: Step | None = None
         self._optimizer: Any = None
 
     def add(self, loss: Tensor, parts: Mapping[str, Tensor], inputs: dict[str, Any]) -> None:
-        """One more micro-batch of the step to come."""
+        """Add a micro-batch of the next step."""
         self._micro_batches.append(MicroBatch(loss.detach(), parts, inputs))
 
     def before_step(self, number: int, norm: Tensor | float | None, optimizer: Any) -> None:
-        """All gradients of a step are there; call on every process.
+        """Check a step; call on every process once its gradients are complete.
 
         Args:
-            number: of the step, 1-based.
-            norm: of the gradient; None = not known, or looked at elsewhere.
-            optimizer: about to take the step.
+            number: 1-based number of the step.
+            norm: gradient norm; None = unknown, or checked elsewhere.
+            optimizer: the optimiser that takes the step.
 
         Raises:
-            FulldepthError: if this step is not finite or, where flags are read late, the one before.
+            FulldepthError: if this step or, if flags are read late, the previous one is not finite.
         """
         while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
             optimizer = optimizer.optimizer
@@ -90,7 +90,7 @@ class StepGuard:
         return None
 
     def check(self) -> None:
-        """Read what has not been read: before weights are saved or evaluated, and at the end.
+        """Read pending flags; called before weights are saved or evaluated, and at the end.
 
         Raises:
             FulldepthError: if a step was not finite.
@@ -101,7 +101,7 @@ class StepGuard:
         self._release()
 
     def check_losses(self, number: int) -> None:
-        """Read the losses at once, for optimisers that take their step in the backward pass.
+        """Check the losses immediately, for optimisers that step during the backward pass.
 
         Raises:
             FulldepthError: if one is not finite.
@@ -109,7 +109,7 @@ class StepGuard:
         self._read(Step(number, self._collect(None), None, self._micro_batches))
 
     def _collect(self, norm: Tensor | float | None) -> Tensor:
-        """[2] float32, 1 where the loss or the gradient is not finite on any process."""
+        """[2] float32: 1 if the loss, or the gradient, is not finite on any process."""
         losses = [batch.loss for batch in self._micro_batches]
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
         device = losses[-1].device if losses else getattr(norm, "device", torch.device("cpu"))
@@ -123,7 +123,7 @@ class StepGuard:
 
     def _reads_late(self, device: torch.device, optimizer: Any) -> bool:
         late = device.type in STREAMS if self.late is None else self.late
-        return late and bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # what fused optimisers say
+        return late and bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # set by fused optimisers
 
     def _read(self, step: Step) -> None:
         if step.event is not None:
@@ -139,12 +139,12 @@ class StepGuard:
         self._release()
 
     def _release(self) -> None:
-        """Let the optimiser take steps as it would by itself."""
+        """Remove the flag from the optimiser, so that it takes steps again."""
         vars(self._optimizer or self).pop("found_inf", None)
         self._optimizer = None
 
     def _reason(self, step: Step, loss: bool) -> str:
-        """What is not finite, and where that comes from."""
+        """Description of what is not finite and where it originates."""
         if not loss:
             return "the loss is finite, but its gradient is not. A smaller learning rate or float32 usually helps."
         broken = [batch for batch in step.micro_batches if not bool(torch.isfinite(batch.loss))]
@@ -157,7 +157,7 @@ class StepGuard:
 
 @torch.no_grad()
 def first_layer(model: Any, inputs: dict[str, Any]) -> str:
-    """The first state of a fresh forward pass that is not finite, in words."""
+    """Description of the first non-finite weight or state, found by a new forward pass."""
     broken = first_broken_weight(model)
     if broken is not None:
         return f"The weight {broken} is not finite."

@@ -29,7 +29,7 @@ class Jump(Term):
         return jump_penalty(context.states["residual"], self.alpha, context.mask)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Where the states are the model's own tensors, gradients are added as they arrive (see `Displacements`)."""
+        """If the states are the model's own tensors, gradients are added as they arrive (see `Displacements`)."""
         if not context.states.holds_the_stream:
             return super().apply(loss, context)
         states = context.states["residual"]
@@ -45,22 +45,22 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
     .. math:: L_{disp} = \sum_{l=1}^{L} w_l \, \mathrm{mean}_{tokens} \Psi_l, \quad
         \Psi_l = 1 - \frac{1 + \cos(h_{l-1}, h_l)}{2}, \quad w = \mathrm{softmax}(\alpha \cdot (1, \dots, L))
 
-    Unweighted: the objective multiplies it by lambda (1 in the paper). For backward it keeps references to the states
-    and three numbers per token; nothing of a state's size is copied.
+    Unweighted: the objective multiplies it by lambda (1 in the paper). For the backward pass it keeps references to the
+    states and three numbers per token; states are not copied.
 
     Args:
-        hidden_states: residual stream `h_0, ..., h_L`, each `[B, T, D]`, the last one before the final norm. They may
-            lie on several devices.
-        alpha: how much the last layers outweigh the first, at least 0; 0 is uniform, `inf` the last layer only.
-        mask: `[B, T]`, True (or 1) = counts. What stands in other positions has no effect, be it NaN.
+        hidden_states: residual stream `h_0, ..., h_L`, each `[B, T, D]`, the last one before the final norm, possibly
+            on several devices.
+        alpha: sharpness of the layer weights, at least 0; 0 is uniform, `inf` the last layer only.
+        mask: `[B, T]`, True (or 1) = counts. Other positions have no effect, even if they are NaN.
 
     Returns:
         Scalar, unit 1, float32 (float64 for float64 states), on the device of the last state. A zero vector has no
-        direction: as in `fulldepth.metrics.displacement`, the mean leaves such tokens out, and their gradient is 0.
-        Where no token counts, 0.
+        direction: as in `fulldepth.metrics.displacement`, the mean excludes such tokens, and their gradient is 0. 0 if
+        no token counts.
 
     Raises:
-        FulldepthError: for fewer than two states, differing shapes, an `alpha` below 0, or an unfit mask.
+        FulldepthError: for fewer than two states, mismatched shapes, an `alpha` below 0, or an invalid mask.
 
     Source: "JREG: final-layer jumps", Eq. 2, 5 and 6; final layer only: Appendix D.
     """
@@ -75,14 +75,14 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
 
 
 def jump_weights(num_layers: int, alpha: float = 1.0) -> Tensor:
-    """`[L]` float64: the share of each layer 1..L in the penalty, `softmax(alpha * (1..L))` (JREG, Eq. 5).
+    """`[L]` float64: weights of layers 1..L in the penalty, `softmax(alpha * (1..L))` (JREG, Eq. 5).
 
     Args:
         num_layers: L, at least 1.
-        alpha: at least 0; `inf` gives the last layer everything.
+        alpha: at least 0; `inf` gives the last layer weight 1.
 
     Raises:
-        FulldepthError: for no layer, or an `alpha` that is negative or not a number.
+        FulldepthError: if `num_layers` is below 1, or `alpha` is negative or NaN.
     """
     if num_layers < 1:
         raise FulldepthError(f"the jump penalty needs at least one layer, got {num_layers}")

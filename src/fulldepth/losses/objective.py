@@ -1,4 +1,4 @@
-"""`Objective`: cross-entropy and any subset of the penalties, on any model whose anatomy is known."""
+"""`Objective`: cross-entropy plus any subset of the penalties, for any model with a known anatomy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Objective:
 
         L = L_ce + sum_i weight_i * penalty_i
 
-    `aligned` replaces `L_ce` on the steps on which it is active: `L = weight * L_aligned + ...`. Energy (CR's warm-up)
-    is on while the 1-based optimiser step is at most `energy_warmup`.
+    `aligned` replaces `L_ce` on the steps on which it is active: `L = weight * L_aligned + ...`. CR's energy penalty is
+    active while the 1-based optimiser step is at most `energy_warmup`.
 
     In a hand-written loop::
 
@@ -40,7 +40,7 @@ class Objective:
         energy_warmup: optimiser steps with CR's energy penalty.
 
     Raises:
-        FulldepthError: for an unknown term or option, or an option that means nothing.
+        FulldepthError: for an unknown term or option, or an invalid value.
     """
 
     def __init__(self, *, energy_warmup: int = 800, **terms: float | Mapping[str, Any] | None) -> None:
@@ -57,17 +57,16 @@ class Objective:
         self._counting = False
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Self:
-        """Start to watch a model; do so before its first compiled pass, and before FSDP2 shards it.
+        """Hook a model; call it before the model's first compiled pass, and before FSDP2 shards it.
 
         Args:
-            model: of transformers; a list of blocks is found in any family, and of a model for images and text the
-                text model is watched. Adapters of PEFT that change the layers, `torch.compile` and DDP are looked
-                through.
-            optimizer: counts the steps; without one, every call in training is a step (for gradient accumulation
-                give the optimiser, or set `step` yourself).
+            model: a model of transformers, of any family with a list of blocks; for models of images and text, the
+                text model is used. PEFT adapters that change the layers, `torch.compile` and DDP are unwrapped.
+            optimizer: its steps are counted; without one, every call in training counts as a step (for gradient
+                accumulation pass the optimiser, or set `step` yourself).
 
         Raises:
-            FulldepthError: if it is attached already, or the model cannot do what a term needs.
+            FulldepthError: if it is already attached, or the model lacks what a term needs.
         """
         if self._activations is not None:
             raise FulldepthError("This objective is attached already; call detach() first.")
@@ -85,16 +84,16 @@ class Objective:
         return self
 
     def detach(self) -> None:
-        """Stop watching: every hook is gone."""
+        """Remove all hooks."""
         self._open.close()
         self._activations = self._classifier = None
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs beside the model and the optimiser."""
+        """State to save with the model and the optimiser, for resuming."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the result of `state_dict`."""
         self.step = int(state["step"])
 
     def __call__(
@@ -103,16 +102,16 @@ class Objective:
         """The loss to call `backward` on, and its parts.
 
         Args:
-            outputs: of the model, called with `labels`; or its loss.
-            batch: what the model was called with; `attention_mask` says which tokens count, `labels` are read by
-                `aligned`.
+            outputs: output of the model, called with `labels`; or its loss.
+            batch: inputs of the model; `attention_mask` marks the tokens that count, `aligned` reads `labels`.
             portion: for accumulated or distributed steps; `DepthTrainer` fills it in.
 
         Returns:
             The loss, and `{"ce": ..., term: ...}`: detached, unweighted, in the order of the terms.
 
         Raises:
-            FulldepthError: without `attach`, without labels, or if a term cannot be computed on this batch.
+            FulldepthError: if the objective is not attached, the loss or labels are missing, or a term cannot be
+                computed on this batch.
         """
         if self._activations is None or self.task is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
@@ -139,17 +138,17 @@ class Objective:
         return loss, parts
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Floating-point operations of one token that the penalties add to a training step: their matrix products.
+        """Floating-point operations per token that the penalties add to a training step (matrix products only).
 
         Args:
-            config: of the model.
+            config: configuration of the model.
             sequence_length: T.
         """
         return sum(term.flops(config.get_text_config(), sequence_length) for term in self.terms.values())
 
 
 class _Counter:
-    """Counts an optimiser's steps into an objective while it is attached."""
+    """Advances an objective's step counter after each optimiser step while it is attached."""
 
     def __init__(self, objective: Objective, optimizer: torch.optim.Optimizer) -> None:
         self.objective, self.optimizer = objective, optimizer

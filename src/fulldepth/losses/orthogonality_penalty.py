@@ -1,4 +1,4 @@
-"""Orthogonality loss: penalises channels of a layer that repeat each other (CR-Guided Transformers, Sec. 3.3)."""
+"""Orthogonality loss: penalises redundant channels of a layer (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = ("mean", "frobenius")
 
 
 class Orthogonality(LayerTerm):
-    """Channels of the attention sub-layers' output orthogonal, CR Sec. 3.3."""
+    """CR's penalty on non-orthogonal channels of the attention sub-layers' output, Sec. 3.3."""
 
     name = "orthogonality"
     sites = ("attention_output",)
@@ -26,7 +26,7 @@ class Orthogonality(LayerTerm):
     """mean (the paper's listing) or frobenius (its text)."""
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
-        """Those after CR's, and the last but one: 3, 5, 7, 9, 10 of 12."""
+        """The layers after those of the coherence penalty, and the last but one: 3, 5, 7, 9, 10 of 12."""
         after = [layer + 1 for layer in range(2, round(8 * num_layers / 12) + 1, 2)]
         return sorted({layer for layer in (*after, num_layers - 2) if 0 <= layer < num_layers})
 
@@ -35,8 +35,8 @@ class Orthogonality(LayerTerm):
         return orthogonality_penalty(context.states["attention_output"][layer], form=self.form, mask=context.mask)
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Products of channels with channels, or of positions with positions where these are at most half as many:
-        `6 D^2` or `6 D T` for each layer.
+        """Gram matrices of the channels, or of the positions if these are at most half as many: `6 D^2` or `6 D T` per
+        layer.
         """
         width: int = config.hidden_size
         side = sequence_length if 2 * sequence_length <= width else width
@@ -44,28 +44,29 @@ class Orthogonality(LayerTerm):
 
 
 def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    r"""How far the channels of a layer are from orthogonal along the sequence.
+    r"""Deviation of a layer's channels from orthogonality along the sequence.
 
     .. math:: \tilde h_d = \frac{h_d}{\|h_d\|_2 + \epsilon}, \quad G = \tilde h^\top \tilde h : [D, D], \quad
         L_{ortho} = \mathrm{mean}_{B, D, D} \, (G - I)^2
 
-    with norms along the sequence, one `G` per sequence. Unweighted: the objective multiplies it (0.01 in the paper).
-    Backward computes `G` again, a few sequences at a time: only a reference to `h` is kept. Matrix products are float32
-    (float64 for float64 states) whatever autocast says; `torch.set_float32_matmul_precision` applies to them.
+    with norms along the sequence, one `G` per sequence. Unweighted: the objective applies the weight (0.01 in the
+    paper). The backward pass recomputes `G`, a few sequences at a time, and keeps only a reference to `h`. Matrix
+    products are float32 (float64 for float64 states) regardless of autocast; `torch.set_float32_matmul_precision`
+    applies to them.
 
     Args:
         h: output of a sub-layer (residual included), `[B, T, D]`.
         form: "mean" as in the paper's listing; "frobenius" as in its text, the squared Frobenius norm of `G - I` per
             sequence, averaged over sequences: `D^2` times as much.
-        mask: `[B, T]`, True (or 1) = counts; other positions are left out, whatever they hold.
-        eps: the paper's epsilon beside the norm.
+        mask: `[B, T]`, True (or 1) = counts; other positions are excluded, even if they are NaN.
+        eps: the paper's epsilon, added to the norm.
 
     Returns:
         Scalar, unit 1, in [0, 1] for "mean", float32 or float64. A channel that is zero throughout a sequence has no
         direction: its row of `G` and its gradient are 0.
 
     Raises:
-        FulldepthError: for another shape than `[B, T, D]`, an unfit mask or an unknown form.
+        FulldepthError: if `h` is not `[B, T, D]`, for an invalid mask or an unknown form.
 
     Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2 (which differ by `D^2`).
     """
@@ -116,7 +117,7 @@ def _blocks(h: Tensor) -> Iterator[slice]:
 
 
 def _unit_channels(h: Tensor, ignored: Tensor | None, rows: slice, eps: float) -> tuple[Tensor, Tensor]:
-    """Channels of some sequences divided by their norm (plus eps), `[b, T, D]`, and the norms, `[b, 1, D]`."""
+    """Channels of a block of sequences divided by their norm (plus eps), `[b, T, D]`, and the norms, `[b, 1, D]`."""
     states = h[rows].to(statistics_dtype(h), copy=True)
     if ignored is not None:
         states.masked_fill_(ignored[rows, :, None], 0.0)
@@ -125,9 +126,9 @@ def _unit_channels(h: Tensor, ignored: Tensor | None, rows: slice, eps: float) -
 
 
 def _deviation(unit: Tensor) -> Tensor:
-    """Sum over sequences of `|G - I|^2`; for short ones through the `[T, T]` Gram matrix, whose norm is the same."""
+    """Sum over sequences of `|G - I|^2`; for short ones from the `[T, T]` Gram matrix, which has the same norm."""
     if _is_short(unit):
-        # No cancellation to speak of: the rank is at most D/2, so the result is at least half of the first term
+        # No significant cancellation: the rank is at most D/2, so the result is at least half of the first term
         squares = unit.matmul(unit.mT).square_().sum()
         return squares - 2 * unit.square().sum() + len(unit) * unit.shape[-1]
     gram = unit.mT.matmul(unit)

@@ -14,7 +14,7 @@ from fulldepth.losses.term import Context, Term
 
 
 class Similarity(Term):
-    """Cosine of every layer to the last one (App. B.3)."""
+    """Cosine distance of every layer to the last one (App. B.3)."""
 
     name = "similarity"
     sites = ("residual",)
@@ -22,7 +22,7 @@ class Similarity(Term):
     """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
 
     def check(self, num_layers: int) -> None:
-        """Refuse another number of weights than layers."""
+        """Check that there is one weight per layer."""
         layer_weights(self.weights, num_layers)
 
     def value(self, context: Context) -> Tensor:
@@ -33,31 +33,31 @@ class Similarity(Term):
 def similarity_penalty(
     hidden_states: Sequence[Tensor], weights: str | Sequence[float] = "linear", mask: Tensor | None = None
 ) -> Tensor:
-    r"""Weighted mean distance in angle between every layer and the last, in [0, 2].
+    r"""Weighted mean cosine distance between every layer and the last, in [0, 2].
 
     .. math:: L_{sim} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{tokens} \left(1 - \cos(h_l, h_L)\right)
 
     Unweighted: the objective multiplies it by beta. Gradients flow through both states. The last term is 0 by
-    construction and left out. Keeps references to the states, as `jump_penalty` does.
+    construction and omitted. States are not copied, as in `jump_penalty`.
 
     Args:
         hidden_states: residual stream `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`), possibly on several devices.
         weights: `"linear"` for `2l / (L(L+1))`, `"uniform"` for `1/L`, or L numbers.
-        mask: `[B, T]` (or `[B]`), True (or 1) = counts. What stands in other positions has no effect, be it NaN.
+        mask: `[B, T]` (or `[B]`), True (or 1) = counts. Other positions have no effect, even if they are NaN.
 
     Returns:
         Scalar, unit 1, float32 (float64 for float64 states), on the device of the last state. A zero vector has no
-        direction: as in `fulldepth.metrics.displacement`, the mean leaves such tokens out, and their gradient is 0.
-        Where no token counts, 0.
+        direction: as in `fulldepth.metrics.displacement`, the mean excludes such tokens, and their gradient is 0. 0 if
+        no token counts.
 
     Raises:
-        FulldepthError: for no state, differing shapes, unfit weights or an unfit mask.
+        FulldepthError: for an empty list of states, mismatched shapes, invalid weights or an invalid mask.
 
     Source: "Representation progression and aligned training", App. B.3 (cosine-similarity regulariser).
     """
     check_states(hidden_states, mask, least=1)
     *earlier, last = hidden_states
-    total = last[:0].sum(dtype=statistics_dtype(last))  # 0 that stays on the graph where there is one layer only
+    total = last[:0].sum(dtype=statistics_dtype(last))  # a 0 in the graph, also for a single layer
     for weight, state in zip(layer_weights(weights, len(hidden_states)), [*earlier, None], strict=True):
         if weight and state is not None:
             total = total + 2 * weight * mean_displacement(state, last, mask)

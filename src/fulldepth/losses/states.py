@@ -1,4 +1,4 @@
-"""What every penalty needs of hidden states: checks, the dtype of statistics, blocks of rows."""
+"""Shared by the penalties: checks of hidden states, dtype of statistics, blocks of rows."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from fulldepth.errors import FulldepthError
 
 CPU_BLOCK = 1 << 18
-"""Numbers worked on at a time on a CPU, so that they stay in its cache."""
+"""Elements per block on a CPU, small enough to stay in its cache."""
 ACCELERATOR_BLOCK = 1 << 23
-"""The same elsewhere: enough to fill an accelerator, little beside a model's activations."""
+"""Elements per block on an accelerator: enough to fill it, few compared to a model's activations."""
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 where a tensor is, else float32: what sums and norms of these tensors are computed in."""
+    """Dtype of sums and norms of these tensors: float64 if one of them is, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def blocks(count: int, size: int, device: torch.device) -> Iterator[slice]:
-    """Slices that together cover `count` items of `size` numbers each, as many at a time as suits the device."""
+    """Slices that cover `count` items of `size` elements each, with a block size that suits the device."""
     room = CPU_BLOCK if device.type == "cpu" else ACCELERATOR_BLOCK
     step = max(1, room // max(1, size))
     return (slice(start, start + step) for start in range(0, count, step))
 
 
 def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int, dimensions: int = 0) -> None:
-    """Refuse fewer than `least` states, states that are not `[..., D]` of one shape, and a mask that does not fit.
+    """Raise an error for too few states, states that are not `[..., D]` of one shape, or a mask of another shape.
 
     Args:
-        hidden_states: what was given.
-        mask: what was given.
-        least: how many states there must be.
-        dimensions: how many each must have (0: any number from 2).
+        hidden_states: states to check.
+        mask: mask to check.
+        least: minimum number of states.
+        dimensions: number of dimensions of each state (0: any number from 2).
     """
     if len(hidden_states) < least:
         raise FulldepthError(f"expected at least {least} hidden states, one per layer, got {len(hidden_states)}")

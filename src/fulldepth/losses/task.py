@@ -1,4 +1,4 @@
-"""`Task`: loss, labels and counts of a batch. No other module counts targets, and only `next_targets` shifts labels."""
+"""`Task`: loss, labels and counts of a batch. Only this module counts targets; only `next_targets` shifts labels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 @dataclass(frozen=True)
 class Task:
-    """What the entries of a batch mean for a model that predicts a class for each position, sequence or image.
+    """Interpretation of a batch for a model that predicts a class for each position, sequence or image.
 
-    A task whose labels are no tensor of classes (detection) subclasses this and overrides `loss`, `labels` and
+    A task whose labels are not a tensor of classes (detection) subclasses this and overrides `loss`, `labels` and
     `targets`; `Task.of` picks the class by the model's task.
     """
 
@@ -31,8 +31,8 @@ class Task:
 
     @classmethod
     def of(cls, model: Any) -> Task:
-        """The task of a model, inside adapters and other wrappers too; other modules than transformers' by their class
-        name.
+        """The task of a model, also inside adapters and other wrappers; for modules that are not from transformers it
+        follows from the class name.
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
@@ -40,17 +40,17 @@ class Task:
 
     @property
     def shifts(self) -> bool:
-        """Whether the model predicts the next token, so that the label of position t stands at t + 1."""
+        """Whether the model predicts the next token, so that the label of position t is at t + 1."""
         return self.name == "causal-lm"
 
     def loss(self, outputs: Any) -> Tensor:
         """The model's own loss, a mean over targets.
 
         Args:
-            outputs: of the model, called with `labels`; or its loss.
+            outputs: output of the model, called with `labels`; or its loss.
 
         Raises:
-            FulldepthError: if there is none.
+            FulldepthError: if there is no scalar loss.
         """
         loss: Any = outputs
         if not isinstance(outputs, Tensor):
@@ -60,10 +60,11 @@ class Task:
         return loss
 
     def labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Labels beside the positions that predict them, `IGNORE` where there is no target; None without labels.
+        """Labels aligned with the positions that predict them, `IGNORE` for positions without a target; None without
+        labels.
 
         Args:
-            batch: `labels` are `[B, T]`, or `[B]` for whole sequences; `shift_labels` are shifted already.
+            batch: `labels` are `[B, T]`, or `[B]` for whole sequences; `shift_labels` are already shifted.
         """
         shifted, labels = batch.get("shift_labels"), batch.get("labels")
         if isinstance(shifted, Tensor):
@@ -73,7 +74,7 @@ class Task:
         return next_targets(labels) if self.shifts else labels
 
     def targets(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Number of targets, which the loss is a mean over; None without labels."""
+        """Number of targets over which the loss is averaged; None without labels."""
         labels = self.labels(batch)
         return None if labels is None else (labels != IGNORE).sum()
 
@@ -83,7 +84,7 @@ class Task:
         return next((value.shape[0] for value in entries if isinstance(value, Tensor)), None)
 
     def mask(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """`[B, T]` bool, True = counts; None if every token does (other masks, as `[B, 1, T, T]`, do not say)."""
+        """`[B, T]` bool, True = counts; None if every token counts (also for other masks, such as `[B, 1, T, T]`)."""
         mask = batch.get("attention_mask")
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
@@ -96,7 +97,7 @@ class Task:
         """Number of tokens that penalties count: of the mask, else of the ids or embeddings.
 
         Returns:
-            None for images, whose positions are known only inside the model, and as many in every image of a batch.
+            None for images: the number of positions is known only inside the model, and the same for every image.
         """
         mask = self.mask(batch)
         if mask is not None:

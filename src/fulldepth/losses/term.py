@@ -1,4 +1,4 @@
-"""`Term`: the interface of a penalty. It owns its options, the sites that it reads, its loss and its cost."""
+"""`Term`: interface of a penalty, with its options, the sites that it reads, its loss and its cost."""
 
 from __future__ import annotations
 
@@ -18,65 +18,65 @@ from fulldepth.hf import Classifier
 from fulldepth.losses.task import Task
 
 Amount = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-"""A weight, or another finite number of at least 0."""
+"""A finite number of at least 0, such as a weight."""
 
 
 @dataclass(frozen=True)
 class Portion:
-    """How much of an optimiser step one call covers, so that accumulated and distributed steps add up exactly.
+    """Fraction of an optimiser step that one call covers, so that accumulated and distributed steps add up exactly.
 
-    A term that is a mean over `n` tokens enters with `n / tokens` (or, if it is a mean over targets, `n / targets`),
-    any other with `share`; so do means over tokens where `tokens` is None, as for images, which have as many positions
-    each. The default is a step that consists of this call alone.
+    A term that is a mean over `n` tokens is scaled by `n / tokens` (a mean over `n` targets by `n / targets`), any
+    other term by `share`. Means over tokens are also scaled by `share` if `tokens` is None, as for images, which all
+    have the same number of positions. The default is a step that consists of this call alone.
     """
 
     share: Tensor | float = 1.0
-    """This call's sequences, divided by those of the step: over all processes, divided by the number of processes."""
+    """This call's sequences, divided by the step's sequences per process (their mean over processes)."""
     tokens: Tensor | None = None
-    """Tokens in the step that penalties count, over all processes, divided by the number of processes."""
+    """Tokens of the step that penalties count, per process (their mean over processes)."""
     targets: Tensor | None = None
-    """Likewise, positions that have a label."""
+    """Positions of the step that have a label, per process (their mean over processes)."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a term may read of one forward pass."""
+    """Inputs of a term, from one forward pass."""
 
     states: Activations
     """Hidden states by site: `states["residual"]` is `[h_0, ..., h_L]`, each `[B, T, D]`."""
     task: Task
     batch: Mapping[str, Any]
-    """What the model was called with."""
+    """Inputs of the model."""
     portion: Portion = field(default_factory=Portion)
     step: int = 1
     """1-based optimiser step."""
     energy_warmup: int = 0
-    """Steps with CR's energy penalty."""
+    """Number of steps with CR's energy penalty."""
     classifier: Classifier | None = None
-    """The model's head, for terms that ask for it (`needs_head`)."""
+    """The model's head, for terms with `needs_head`."""
 
     @property
     def mask(self) -> Tensor | None:
-        """`[B, T]` bool, True = counts; None if every token does."""
+        """`[B, T]` bool, True = counts; None if every token counts."""
         return self.task.mask(self.batch)
 
     def token_share(self, device: torch.device) -> Tensor | float:
-        """Factor of a mean over this batch's tokens."""
+        """Scale factor of a mean over this batch's tokens (see `Portion`)."""
         count = self.task.tokens(self.batch)
         if self.portion.tokens is None or count is None:
             return self.portion.share
         return _share(torch.as_tensor(count, device=device), self.portion.tokens)
 
     def target_share(self) -> Tensor | float:
-        """Factor of a mean over this batch's targets."""
+        """Scale factor of a mean over this batch's targets (see `Portion`)."""
         count = self.task.targets(self.batch)
         return 1.0 if self.portion.targets is None or count is None else _share(count, self.portion.targets)
 
 
 class Term(pydantic.BaseModel, ABC):
-    """Base of the penalties: the fields are its options, checked by their types. A subclass with `value` is complete.
+    """Base of the penalties: the fields are its options, checked by their types. A subclass must define `value`.
 
-    To add a penalty, subclass this in a file of its own, and name the class in `terms.TERMS`.
+    To add a penalty, subclass this in a file of its own, and add the class to `terms.TERMS`.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -84,41 +84,41 @@ class Term(pydantic.BaseModel, ABC):
     name: ClassVar[str]
     """Keyword of `Objective`, and key under `objective` in a recipe."""
     sites: ClassVar[tuple[str, ...]]
-    """Names out of `SITES` whose states it reads."""
+    """Keys of `execution.SITES` whose states it reads."""
     unit: ClassVar[str] = "1"
     per_batch: ClassVar[bool] = False
-    """Whether the value is a function of the sequences of a whole batch, and not a mean over tokens."""
+    """Whether the value is a function of the whole batch rather than a mean over tokens."""
     needs_head: ClassVar[bool] = False
     """Whether it reads `Context.classifier`."""
 
     weight: Amount = 1.0
 
     def check(self, num_layers: int) -> None:
-        """Refuse options that do not fit a model of so many layers, by a `FulldepthError`."""
+        """Raise a `FulldepthError` if the options do not fit a model with `num_layers` layers."""
 
     @abstractmethod
     def value(self, context: Context) -> Tensor:
         """The penalty of one batch, a differentiable scalar, without its weight."""
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Put the term into the loss.
+        """Add the term to the loss.
 
         Args:
-            loss: of the terms before it; the model's own for the first one.
-            context: of the forward pass.
+            loss: sum of the model's loss and the terms before this one.
+            context: inputs of the term.
 
         Returns:
-            `loss + weight * portion * value`, and the detached value; None where the term is not active in this step.
+            `loss + weight * portion * value`, and the detached value; None if the term is not active in this step.
         """
         value = self.value(context)
         factor = context.portion.share if self.per_batch else context.token_share(value.device)
         return loss + self.weight * factor * value.to(loss.device), value.detach()
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Floating-point operations of one token that the term adds to a training step: its matrix products.
+        """Floating-point operations per token that the term adds to a training step (matrix products only).
 
         Args:
-            config: of the text model.
+            config: configuration of the text model.
             sequence_length: T.
         """
         return 0.0
@@ -141,10 +141,10 @@ class LayerTerm(Term):
         """The penalty of a 0-based layer."""
 
     def chosen_layers(self, num_layers: int) -> list[int]:
-        """The 0-based layers that the penalty reads in a model of so many.
+        """The 0-based layers that the penalty reads in a model with `num_layers` layers.
 
         Raises:
-            FulldepthError: for none, the same twice, or one that the model does not have.
+            FulldepthError: for no layer, duplicates, or a layer that the model does not have.
         """
         chosen = list(self.default_layers(num_layers) if self.layers is None else self.layers)
         wrong = [layer for layer in chosen if not 0 <= layer < num_layers]
@@ -156,7 +156,7 @@ class LayerTerm(Term):
         return chosen
 
     def check(self, num_layers: int) -> None:
-        """Refuse layers that the model does not have."""
+        """Check that the model has the chosen layers."""
         self.chosen_layers(num_layers)
 
     def value(self, context: Context) -> Tensor:
@@ -167,5 +167,5 @@ class LayerTerm(Term):
 
 
 def _share(count: Tensor, total: Tensor) -> Tensor:
-    """`count / total`; 0 of nothing."""
+    """`count / total`; 0 if both are 0."""
     return torch.nan_to_num(count / total.to(count.device))

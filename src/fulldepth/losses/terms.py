@@ -25,14 +25,14 @@ TERMS: dict[str, type[Term]] = {
         Similarity,
     )
 }
-"""Every term by name, in the order in which an objective applies them."""
+"""Terms by name, in the order in which an objective applies them."""
 
 
 def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
     """A term from its weight, or from a mapping of its options.
 
     Raises:
-        FulldepthError: for an unknown term or option, or a value that means nothing.
+        FulldepthError: for an unknown term or option, or an invalid value.
     """
     if name not in TERMS:
         raise unknown("term", name, TERMS)
@@ -52,5 +52,5 @@ def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
-    """Those of some terms that are functions of the sequences of a whole batch."""
+    """The names of terms that are functions of a whole batch (`Term.per_batch`)."""
     return [name for name in names if TERMS[name].per_batch]

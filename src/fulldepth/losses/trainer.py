@@ -1,4 +1,4 @@
-"""`DepthTrainer`: transformers' Trainer with an `Objective`, and the mixin that gives it to any other Trainer."""
+"""`DepthTrainer`: transformers' Trainer with an `Objective`, and a mixin for any other Trainer."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ AnyTrainer: Any = object
 
 
 class Tally:
-    """Running means of a loss's parts; stays on the device until it is read."""
+    """Running means of a loss's parts, kept on the device until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, parts: dict[str, Tensor]) -> None:
-        """One more micro-batch."""
+        """Add a micro-batch."""
         for name, value in parts.items():
             value = value.detach().double() if value.device.type != "mps" else value.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Name -> (sum, count) since the last time; starts anew."""
+        """Return name -> (sum, count) since the last call, and reset."""
         taken = {name: (float(total), self._counts[name]) for name, total in self._sums.items()}
         self._sums, self._counts = {}, {}
         return taken
@@ -47,24 +47,24 @@ class Tally:
 class ObjectiveMixin(AnyTrainer):
     """Put before a Trainer class to give it `objective=`: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`.
 
-    The cross-entropy is the Trainer's own, whatever it does to compute it; the objective adds its penalties and counts
-    optimiser steps. Accumulated micro-batches and processes enter with their share of the step's tokens (images: of its
-    images), so that the gradient is that of one large batch (CR's and orthogonality's batch means: of each micro-batch;
-    CR's over all processes). With these two terms an epoch's last batch is left out if it is shorter, on any number of
-    processes. Where a class of transformers takes `num_items_in_batch` and returns a mean all the same, its
-    cross-entropy is the mean over micro-batches; the stock Trainer would add these means up.
+    The cross-entropy is the Trainer's own; the objective adds its penalties and counts optimiser steps. Accumulated
+    micro-batches and processes are weighted by their share of the step's tokens (for images, of its images), so that
+    the gradient is that of one large batch (except that the batch means of CR and orthogonality are per micro-batch,
+    those of CR over all processes). With these two terms, a shorter last batch of an epoch is dropped, on any number of
+    processes. For model classes that accept `num_items_in_batch` but return a mean all the same, the cross-entropy is
+    the mean over micro-batches; the stock Trainer would sum these means.
 
-    A step whose loss or gradient is not finite never reaches the weights and ends the run. Fused optimisers on
-    accelerators skip it by a flag on the device, which is read while the next step runs; no step waits for the device.
+    A step whose loss or gradient is not finite does not change the weights and ends the run. Fused optimisers on
+    accelerators skip it by a flag on the device, which is read while the next step runs, without synchronisation.
 
     Args:
         objective: an `Objective` that is not attached yet; None = cross-entropy alone.
-        group_options: of the model's own `parameter_groups`, if its class has them, beside the learning rate and the
-            weight decay of the Trainer's arguments: for `depth_llama` `router_learning_rate` and `decay`.
+        group_options: arguments of the model's `parameter_groups`, if its class has it, besides the Trainer's learning
+            rate and weight decay: for `depth_llama` `router_learning_rate` and `decay`.
 
     Raises:
-        FulldepthError: for `group_options` where the model's class has no groups of its own; in training, if the loss
-            or a gradient is not finite (with the step, the term and the layer), or the data hold no whole batch for a
+        FulldepthError: for `group_options` if the model's class has no `parameter_groups`; in training, if the loss or
+            a gradient is not finite (with the step, the term and the layer), or the data contain no whole batch for a
             term that needs one.
     """
 
@@ -84,7 +84,7 @@ class ObjectiveMixin(AnyTrainer):
             )
         self.depth_objective = objective or Objective()  # a Trainer's own `objective` is the number of a search
         self.tallies = {"log": Tally()}
-        """Means of the loss's parts; `log` goes to the Trainer's logs, add others to read them at other times."""
+        """Means of the loss's parts; `log` goes to the Trainer's logs, others may be added to be read separately."""
         self._step_counts: dict[str, Tensor] = {}
         self._examples = 0
         model = self.accelerator.unwrap_model(self.model)
@@ -98,13 +98,13 @@ class ObjectiveMixin(AnyTrainer):
             self.model_accepts_loss_kwargs = False
         self.guard = StepGuard(lambda: self.accelerator.unwrap_model(self.model))
         """Stops the run at a loss or gradient that is not finite."""
-        self.args.logging_nan_inf_filter = False  # it would read every loss, and finds none that the guard lets pass
+        self.args.logging_nan_inf_filter = False  # it would read every loss, which the guard already checks
         if self.depth_objective.terms:
             self.depth_objective.attach(model)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
-        """Groups for the optimiser; None = the Trainer's own. By default the model's own `parameter_groups`, if its
-        class has them, without frozen parameters.
+        """Groups for the optimiser; None = the Trainer's own. By default the model's `parameter_groups`, if its class
+        has it, without frozen parameters.
         """
         if not hasattr(model, "parameter_groups"):
             return None
@@ -113,7 +113,7 @@ class ObjectiveMixin(AnyTrainer):
         return [group for group in trained if group["params"]]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The Trainer's optimiser, over `parameter_groups`; one that chooses its parameters itself (GaLore) stays."""
+        """The Trainer's optimiser over `parameter_groups`; unchanged if it chooses its parameters itself (GaLore)."""
         plain = self.accelerator.unwrap_model(self.model if model is None else model)
         groups = self.parameter_groups(plain) if self.optimizer is None else None
         given = self.optimizer_cls_and_kwargs
@@ -128,10 +128,10 @@ class ObjectiveMixin(AnyTrainer):
             self.optimizer_cls_and_kwargs = given
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's; terms that are functions of a whole batch leave out an epoch's last, shorter one.
+        """The Trainer's loader; drops a shorter last batch if a term is a function of the whole batch.
 
         Raises:
-            FulldepthError: if these terms are on and the data hold less than one batch.
+            FulldepthError: if there is such a term and the data contain less than one batch.
         """
         terms = self._batch_terms
         if not terms:
@@ -140,7 +140,7 @@ class ObjectiveMixin(AnyTrainer):
         try:
             loader = super().get_train_dataloader()
         finally:
-            self.args.dataloader_drop_last = given  # evaluation takes every example
+            self.args.dataloader_drop_last = given  # evaluation uses all examples
         if has_length(loader) and not len(loader):
             raise FulldepthError(self._too_few(len(self.train_dataset), self._train_batch_size * self.args.world_size))
         return loader
@@ -154,11 +154,11 @@ class ObjectiveMixin(AnyTrainer):
         return f"The training data hold {examples} examples; {terms} needs whole batches: at least {needed} examples."
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Also counts what penalties are means over in this optimiser step."""
+        """Also counts this optimiser step's sequences, tokens and targets."""
         whole = self._batch_terms and isinstance(self.train_dataset, IterableDataset)
         batches = filter(self._is_whole, epoch_iterator) if whole else epoch_iterator
         samples, items = super().get_batch_samples(batches, num_batches, device)
-        if whole and 0 < len(samples) < num_batches:  # the Trainer would not finish this step, and carry it over
+        if whole and 0 < len(samples) < num_batches:  # the Trainer would carry this incomplete step over
             samples, items = [], None
         if whole and not samples and not self.state.global_step:
             raise FulldepthError(self._too_few(self._examples, self._train_batch_size * num_batches))
@@ -166,16 +166,16 @@ class ObjectiveMixin(AnyTrainer):
         return samples, items
 
     def _is_whole(self, batch: Any) -> bool:
-        """Whether a batch of iterable data, of which no option of their loader leaves out the last, is as large as it
-        should be; one that has position ids may hold several sequences in a row.
+        """Whether a batch of iterable data is full, since their loader cannot drop the last one; a row of a batch with
+        position ids may contain several sequences.
         """
         count = self.task.sequences(batch)
         self._examples += count or 0
         return count is None or count >= self._train_batch_size or "position_ids" in batch
 
     def _count(self, samples: list[Any], device: torch.device) -> dict[str, Tensor]:
-        """Sequences, tokens and targets of the micro-batches, as far as they are known: summed over all processes and
-        divided by their number, because data parallelism averages gradients.
+        """Numbers of sequences, tokens and targets of the micro-batches, as far as they are known: means over
+        processes, because data parallelism averages gradients.
         """
         counts: dict[str, list[Any]] = {
             "sequences": [self.task.sequences(sample) for sample in samples],
@@ -196,7 +196,7 @@ class ObjectiveMixin(AnyTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The Trainer's loss plus the objective's penalties (in evaluation, the Trainer's loss alone)."""
-        batch = dict(inputs)  # some Trainers take entries out
+        batch = dict(inputs)  # some Trainers remove entries
         if return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         step = self.depth_objective.step = self.state.global_step + 1
@@ -213,8 +213,8 @@ class ObjectiveMixin(AnyTrainer):
         return loss
 
     def _is_scaled(self, items: Any) -> bool:
-        """Whether the Trainer's loss is divided by the step's `items`; else the Trainer divides it by the number of
-        micro-batches, with the penalties.
+        """Whether the Trainer's loss is divided by the step's `items`; if not, the Trainer divides loss and penalties
+        by the number of micro-batches.
         """
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
@@ -222,7 +222,7 @@ class ObjectiveMixin(AnyTrainer):
         return bool(scaled) and items is not None
 
     def _portion(self, inputs: dict[str, Any], scaled: bool) -> Portion:
-        """This micro-batch's part of the step."""
+        """This micro-batch's fraction of the step."""
         counts = self._step_counts
         if not counts:
             return Portion()
@@ -234,8 +234,8 @@ class ObjectiveMixin(AnyTrainer):
         return Portion(share, tokens, targets)
 
     def _note(self, parts: dict[str, Tensor], inputs: dict[str, Any], items: Any) -> None:
-        """Put the parts on every tally; a cross-entropy that was divided by the step's `items` as the mean over this
-        micro-batch's targets.
+        """Add the parts to every tally; a cross-entropy that was divided by the step's `items` is converted to the mean
+        over this micro-batch's targets.
         """
         targets = self.task.targets(inputs)
         if items is not None and targets is not None:
@@ -245,7 +245,7 @@ class ObjectiveMixin(AnyTrainer):
             tally.add(parts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also logs the mean of each part since the last time (this process's own)."""
+        """Also logs the mean of each part since the last call (of this process)."""
         self.guard.check()
         if "loss" in logs:
             means = {name: total / count for name, (total, count) in self.tallies["log"].take().items()}
@@ -253,17 +253,17 @@ class ObjectiveMixin(AnyTrainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, once every step is known to be finite."""
+        """As the Trainer, after a check that all steps were finite."""
         self.guard.check()
         return super().evaluate(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, once every step is known to be finite: no checkpoint holds another."""
+        """As the Trainer, after a check that all steps were finite."""
         self.guard.check()
         super().save_model(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Refuses a step whose loss or gradient is not finite; a scaler for float16 skips such gradients itself."""
+        """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         scales = self.accelerator.scaler is not None
         self.guard.before_step(self.state.global_step + 1, None if scales else norm, None if scales else self.optimizer)
@@ -271,18 +271,18 @@ class ObjectiveMixin(AnyTrainer):
 
 
 class DepthTrainer(ObjectiveMixin, Trainer):
-    """transformers' `Trainer` with `objective=`; everything else as there."""
+    """transformers' `Trainer` with `objective=`."""
 
 
 def _passes_items_on(model: Any) -> bool:
-    """Whether a model's loss is divided by the `num_items_in_batch` that its forward takes.
+    """Whether a model's loss is divided by the `num_items_in_batch` that its forward accepts.
 
-    Some classes of transformers take it among their keyword arguments and return a mean all the same; the Trainer would
-    add up the means of accumulated micro-batches, and multiply them by the number of processes.
+    Some classes of transformers accept it as a keyword argument but return a mean all the same; the Trainer would then
+    sum the means of accumulated micro-batches and multiply them by the number of processes.
     """
     forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
     try:
         sources = [getsource(forward) for forward in forwards]
-    except (OSError, TypeError):  # made at run time
+    except (OSError, TypeError):  # defined at run time
         return True
     return any("loss_function(" in source or "num_items_in_batch" in source for source in sources)

@@ -1,4 +1,4 @@
-"""Batches that change no number of a model: whether they may hold padding, other sequences, or neither."""
+"""Batching that does not change results: whether a model's batches may hold padding or several sequences."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fulldepth.hf import Anatomy
 
 
 def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
-    """The sequences in batches that change no number of this model, and a sentence where padding is not possible.
+    """The sequences, batched so that this model's results do not change, and a note if batching is restricted.
 
-    Batches that are too small for one model are right for every other, so restrictions add up over several calls.
+    Restrictions required by one model do not affect the results of another, so they accumulate over several calls.
     """
     batching, sentence = check_batching(anatomy, sequences, device)
     strictest = max(batching, sequences.batching, key=STRICTNESS.index)
@@ -30,23 +30,23 @@ STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
 
 
 def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A batch's inputs on the model's device, pictures in its precision."""
+    """A batch's inputs on the model's device, images in the model's precision."""
     return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
 
 
 @torch.no_grad()
 def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Batching, str | None]:
-    """Compare a sequence alone with the same sequence beside another one, padded and not.
+    """Compare the states of a sequence run alone with those in a batch with another one, with and without padding.
 
     FNet mixes padding into the tokens, and so do ConvBERT's convolutions; capacity limits of experts mix sequences.
 
     Args:
-        anatomy: a proven model in evaluation mode.
+        anatomy: a verified model in evaluation mode.
         sequences: the data; its shortest and longest sequences are tried.
-        device: where the model expects its inputs.
+        device: device of the model's inputs.
 
     Returns:
-        What a batch may hold, and a sentence where that is not everything.
+        What a batch may hold, and a sentence on the restriction, if any.
 
     Raises:
         FulldepthError: if two passes over the same batch differ: the model draws random numbers.
@@ -61,8 +61,10 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
             f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random numbers "
             "also in evaluation mode, as models that mask their input do. Switch that off in its configuration."
         )
-    same = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
-    if same and (difference := _difference(_states(anatomy, sequences, [shortest, same[0]], device), alone)):
+    equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
+    if equal_length and (
+        difference := _difference(_states(anatomy, sequences, [shortest, equal_length[0]], device), alone)
+    ):
         return "single", (
             f"The states of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
             "sequence is run alone."
@@ -78,7 +80,7 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
 
 
 def _states(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], device: torch.device) -> Tensor:
-    """[L+1, T, D] the residual stream of the first of these sequences, run in one batch."""
+    """[L+1, T, D] residual stream of the first of these sequences, which are run in one batch."""
     batch = sequences.collate(indices)
     with capture(anatomy, ["residual"]) as activations:
         anatomy.body(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
@@ -87,10 +89,10 @@ def _states(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], devi
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """The relative error of the states, 0 if it is rounding.
+    """The relative error of the states; 0 if rounding explains it.
 
-    In full precision the largest error counts. In half precision rounding sends single tokens to other experts, so
-    the median over the positions counts.
+    In full precision it is the largest error. In half precision, rounding can route single tokens to other experts,
+    so it is the median over positions.
     """
     tolerance = TOLERANCE[expected.dtype]
     if expected.dtype in (torch.float32, torch.float64):

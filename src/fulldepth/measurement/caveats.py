@@ -1,4 +1,4 @@
-"""What a reader should know before trusting a number: the warnings of a measurement, one plain sentence each."""
+"""Warnings of a measurement, one sentence each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fulldepth.metrics import Setup
 from fulldepth.metrics.cka import few_samples
 
 FEW_TOKENS = 1000
-"""Below this many counted tokens a headline is hardly more than an anecdote."""
+"""Number of counted tokens below which a warning is given."""
 FEW_KINDS = 10
-"""Texts with fewer different tokens than this are not language."""
+"""Number of distinct tokens below which the data are not considered natural language."""
 NO_DIRECTION = "every state there, or in the layer before, is exactly zero and has no direction"
 REASONS = {
     "displacement": NO_DIRECTION,
@@ -28,14 +28,14 @@ REASONS = {
     "renyi_entropy": "the states there are zero",
     "effective_depth": "the last layer is never right",
 }
-"""Measure -> why it has no finite number at a layer."""
+"""Measure -> why it has no finite value at a layer."""
 
 EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
-"""Measure -> why it has no row at all; others have too few tokens or occurrences."""
+"""Measure -> why it has no rows; for all others the reason is too few tokens or occurrences."""
 
 
 def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
-    """Every warning, those of the checkpoint and the data first."""
+    """All warnings, those of the checkpoint and the data first."""
     lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
     lines += [line for line in (zero_weights(subject.checkpoint.model), _few_kinds(subject)) if line]
     measured = set(table.measure)
@@ -59,7 +59,7 @@ def refuse_nothing(table: pd.DataFrame, subject: Subject, setup: Setup) -> None:
     """Raise unless the table holds at least one finite number.
 
     Raises:
-        FulldepthError: with what is wrong with the weights, the data and every measure.
+        FulldepthError: if there is none; lists the problems of the weights, the data and each measure.
     """
     if np.isfinite(table.value.to_numpy(np.float64)).any():
         return
@@ -71,20 +71,21 @@ def refuse_nothing(table: pd.DataFrame, subject: Subject, setup: Setup) -> None:
 
 
 def gaps(table: pd.DataFrame, num_layers: int) -> list[str]:
-    """One line for each measure that has no finite number at some layer, with the layers and the reason."""
+    """One line for each measure without a finite value at some layer, with the layers and the reason."""
     groups = table.groupby("measure", sort=False)
-    found = (
-        _unheard(rows, num_layers) if measure == "coherence" else _gap(str(measure), rows) for measure, rows in groups
+    lines = (
+        _coherence_gap(rows, num_layers) if measure == "coherence" else _gap(str(measure), rows)
+        for measure, rows in groups
     )
-    return [line for line in found if line]
+    return [line for line in lines if line]
 
 
 def _gap(measure: str, rows: pd.DataFrame) -> str:
-    """The line of one measure; empty where every number is finite."""
+    """The line of one measure; empty if every value is finite."""
     missing = rows[~np.isfinite(rows.value.to_numpy(np.float64))]
     if missing.empty:
         return ""
-    alone = missing[(missing.layer == missing.other).fillna(False).astype(bool)]  # of pairs, the layer that is at fault
+    alone = missing[(missing.layer == missing.other).fillna(False).astype(bool)]  # of pairs, the layer at fault
     layers = sorted({int(layer) for layer in (missing if alone.empty else alone).layer.dropna()})
     statistics = list(dict.fromkeys(missing.statistic))
     named = "" if set(rows.statistic) <= set(statistics) else f" ({', '.join(statistics[:3])})"
@@ -94,8 +95,8 @@ def _gap(measure: str, rows: pd.DataFrame) -> str:
     return f"{measure}{named} is not a number{f' at {spans(layers)}' if layers else ''}: {reason}."
 
 
-def _unheard(rows: pd.DataFrame, num_layers: int) -> str:
-    """The line of coherence, which has no rows where it has no cells."""
+def _coherence_gap(rows: pd.DataFrame, num_layers: int) -> str:
+    """The line of coherence, which has no rows at layers without cells."""
     present = set(rows[rows.site == "residual"].layer.dropna())
     layers = [layer for layer in range(1, num_layers + 1) if layer not in present]
     return f"coherence has no number at {spans(layers)}: {REASONS['coherence']}." if layers else ""
@@ -114,7 +115,7 @@ def spans(layers: list[int]) -> str:
 
 
 def zero_weights(model: nn.Module) -> str:
-    """A sentence on the weight matrices that hold nothing but zeros; empty if there are none."""
+    """A sentence on weight matrices that are all zeros; empty if there are none."""
     matrices = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -129,7 +130,7 @@ def zero_weights(model: nn.Module) -> str:
 
 
 def _few_kinds(subject: Subject) -> str:
-    """A sentence on texts that repeat the same few tokens; empty for others."""
+    """A sentence on data with few distinct tokens; empty otherwise."""
     kinds = subject.kinds_of_tokens
     if kinds is None or kinds >= FEW_KINDS:
         return ""

@@ -1,4 +1,4 @@
-"""What identifies a measurement: the content of everything that decides its numbers."""
+"""Fingerprints of measurements: hashes of everything that affects their results."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fulldepth.results import DOCUMENT, PAGE, TABLE
 from fulldepth.settings.measure import MeasureSettings
 
 SPEED_ONLY = {"batch_size", "device", "device_map"}
-"""Settings that change no number."""
+"""Settings that do not affect the results."""
 NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
 """Suffixes of pickled weights, optimiser states and notes, which are never read."""
 RESULT_FILES = {DOCUMENT, TABLE, PAGE}
 """Files of results, which may be written into the model's own folder."""
 TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
-"""Files that a tokenizer is read from."""
+"""Files of a tokenizer."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint, tokenizer or other place by the content of its files."""
+    """File hashes of a checkpoint, a tokenizer or another path."""
 
     place: str
-    """The full path, or the Hub name."""
+    """Absolute path, or Hub name."""
     files: tuple[tuple[str, str], ...] = ()
-    """(name, sha256) of every file that may be read; none for a Hub name."""
+    """(name, sha256) of every file that may be read; empty for a Hub name."""
 
     @property
     def weights(self) -> frozenset[tuple[str, str]]:
@@ -42,10 +42,10 @@ class Contents:
 
 
 def contents(place: str | Path) -> Contents:
-    """Read and hash the files of a local place; a Hub name stands for itself.
+    """Hash the files of a local path; a Hub name is identified by the name alone.
 
-    Only files at the top of a folder count: results, logs and other checkpoints may lie below. A folder without a
-    tokenizer is given the one beside it, in its parent, as when it is loaded.
+    Only files at the top level of a folder count; subfolders may hold results, logs and other checkpoints. A folder
+    without a tokenizer gets the one in its parent folder, as in loading.
 
     Raises:
         FulldepthError: if a file cannot be read.
@@ -64,7 +64,7 @@ def contents(place: str | Path) -> Contents:
 
 
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
-    """The files at the top of a folder that may decide a number, by name."""
+    """The files at the top level of a folder that may affect the results, sorted by name."""
     for file in sorted(folder.glob(pattern)):
         if file.is_file() and not (file.name.startswith(".") or file.suffix in NOT_READ or file.name in RESULT_FILES):
             yield file
@@ -76,7 +76,7 @@ def _sha256(file: Path) -> str:
 
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
-    """For each model, sha256 of everything that decides its numbers: contents of models and data, settings, version."""
+    """For each model, sha256 of everything that affects its results: models, data, settings, version."""
     other_contents = [place and contents(place).__dict__ for place in (settings.reference, settings.tokenizer)]
     settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
     shared = [__version__, data.name, content_hash(data), other_contents, settings_read]

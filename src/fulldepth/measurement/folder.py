@@ -1,4 +1,4 @@
-"""Measuring into a result folder: one checkpoint or a series of them, resumable, nothing overwritten by accident."""
+"""Measures one checkpoint or a series into a result folder; resumable, and never overwrites other results."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ def measure_into(
 ) -> Results:
     """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
 
-    A run that is already there is read, not repeated: the same model, data and settings, whose contents are compared,
-    not their names or times. A series that was interrupted goes on after its last finished checkpoint, and one whose
-    training went on is extended by the new checkpoints. Results of this run that were interrupted while they were
-    written are measured again. The folder is locked meanwhile. With several processes, each takes its share of the data
-    and the first one writes.
+    Results of the same model, data and settings (compared by content, not by name or time) are read, not measured
+    again. An interrupted series resumes after its last finished checkpoint, and new checkpoints of a longer training
+    run extend it. Results whose writing was interrupted are measured again. The folder is locked meanwhile. With
+    several processes, each takes its share of the data and the first one writes.
 
     Args:
         model: checkpoint folder, Hub name, or a folder of `checkpoint-N`. A final model at the root of such a folder is
             the last point of the series, if its `trainer_state.json` says which step it is.
         data: as for `measure`.
-        output: the result folder; made if absent.
+        output: the result folder; created if absent.
         settings: what to measure.
-        overwrite: measure everything anew, and replace whatever results are there.
-        series: False = of a folder that holds checkpoints and a model, measure the model alone.
-        watcher: told what happens.
+        overwrite: measure everything again and replace existing results.
+        series: False = if a folder holds checkpoints and a model, measure the model alone.
+        watcher: receives messages and progress.
 
     Raises:
         FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
@@ -74,8 +73,7 @@ def measure_into(
 
 
 def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: bool, watcher: Watcher) -> bool:
-    """Whether the folder holds finished results of this very run; False if it is free, or holds a part of this
-    series.
+    """Whether the folder holds finished results of this run; False if it holds none, or a part of this series.
 
     Raises:
         FulldepthError: if it holds results of another run, or belongs to another command.
@@ -98,14 +96,14 @@ def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: b
         return False
     model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))
     raise FulldepthError(
-        f"{folder} holds the results of another run (model {model}, data {data}), or the contents of its model or data "
-        "or the settings were others. "
+        f"{folder} holds the results of another run (model {model}, data {data}), or its model, data or "
+        "settings have changed. "
         "Choose another --output, or replace it with --overwrite."
     )
 
 
 def _claim(*folders: Path) -> None:
-    """Make the folders and see that they can be written, before hours of work."""
+    """Create the folders and check that they are writable before the measurement starts."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The lens grid of a few samples: the top token of every layer at every position, as plain data."""
+"""Lens grid of a few samples: the top token of every layer at every position, as plain data."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import saturation_layer
 
 POSITIONS = 48
-"""Positions shown of each sample."""
+"""Maximum number of positions of a sample."""
 LONGEST = 40
-"""Characters shown of one token."""
+"""Maximum number of characters of a token."""
 
 
 def lens_grid(
     subject: Subject, batch: Batch, attention_mask: Tensor, states: Tensor, samples: int
 ) -> dict[str, Any] | None:
-    """The first sequences of a batch under the lens; None for models whose head does not read tokens.
+    """Lens grid of the first sequences of a batch; None for models whose head does not predict tokens.
 
     Args:
         subject: model and data.
-        batch: the sequences; of a masked language model the masked ones are shown.
+        batch: the sequences; for a masked language model, the masked ones.
         attention_mask: `[B, T]` bool, False = padding.
         states: `[L+1, B, T, D]` residual stream that the lens reads.
-        samples: sequences shown, at most.
+        samples: maximum number of sequences.
     """
     classifier = subject.verified.classifier
     text = batch.token_ids is not None and batch.targets is not None
@@ -69,7 +69,7 @@ def _entry(
 
 
 def show(tokenizer: Any, token: int) -> str:
-    """A token as text, at most `LONGEST` characters; its number where there is no tokenizer."""
+    """A token as text, at most `LONGEST` characters; its id if there is no tokenizer."""
     if tokenizer is None:
         return f"#{token}"
     text = decode_ids(tokenizer, [token])

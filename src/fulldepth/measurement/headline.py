@@ -1,4 +1,4 @@
-"""The few numbers to look at first, each with its standard error and one plain sentence."""
+"""Headline numbers of a measurement, each with its standard error and one sentence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ERROR = "standard_error"
 
 
 def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, Finding]:
-    """The findings of a measurement by name, for what was measured and is a number.
+    """The findings of a measurement by name, for measures with a finite value.
 
-    `standard_error` is over sequences, in the unit of the value (see `fulldepth.metrics.jackknife`). Where there is
-    none it is None, and `no_standard_error` says why.
+    `standard_error` is over sequences, in the unit of the value (see `fulldepth.metrics.jackknife`). If it cannot be
+    estimated it is None, and `no_standard_error` states the reason.
 
     Args:
         table: rows of one model.
         num_layers: L.
-        sequences: sequences that were read.
+        sequences: number of sequences measured.
     """
     findings = {
         **_jumps(table, num_layers),
@@ -40,7 +40,7 @@ def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, 
 
 
 def _explained(name: str, finding: Finding, sequences: int) -> Finding:
-    """The finding, with the reason where it has no standard error."""
+    """The finding, with the reason if it has no standard error."""
     if finding.standard_error is not None and math.isfinite(finding.standard_error):
         return finding
     fewest = 3 if name == "mean_coherence" else 2
@@ -53,7 +53,7 @@ def _explained(name: str, finding: Finding, sequences: int) -> Finding:
 def _value(
     table: pd.DataFrame, measure: str, statistic: str, layer: int | None = None, site: str | None = None
 ) -> float:
-    """One number of the table; NaN where it was not measured."""
+    """One value of the table; NaN if it was not measured."""
     rows = table[(table.measure == measure) & (table.statistic == statistic)]
     if layer is not None:
         rows = rows[rows.layer == layer]
@@ -73,7 +73,7 @@ def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
 
 
 def _growth(value: float, layer: int) -> str:
-    """A jump rate of several layers in words, right at the precision that is printed."""
+    """A sentence on the jump rate of several layers, correct at the printed precision."""
     if value <= 0:
         return f"From layer {layer} on, no layer displaces more than the one before: {size_of_jump(value)}."
     amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
@@ -82,15 +82,15 @@ def _growth(value: float, layer: int) -> str:
 
 def _displacement(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "displacement", name, num_layers, "residual") for name in ("mean", ERROR))
-    others = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
-    middle = float(others[others.layer < num_layers].value.median()) if len(others) > 1 else math.nan
+    means = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
+    middle = float(means[means.layer < num_layers].value.median()) if len(means) > 1 else math.nan
     sentence = f"The last layer's displacement is {value:.3f} (0 = copies its input, 0.5 = turns it to a right angle)"
     sentence += f"; the layers before it have a median of {middle:.3f}." if math.isfinite(middle) else "."
     return Finding(value, "1", sentence, error)
 
 
 def _coherence(table: pd.DataFrame, sequences: int) -> Finding:
-    """The corrected mean: the raw one is too high by about 1/n for n sequences, and would call noise a copy."""
+    """Finding on the bias-corrected mean; the raw mean of n sequences is biased upwards by about 1/n."""
     name = "mean_corrected_of_layers"
     value, error = (_value(table, "coherence", statistic) for statistic in (name, f"standard_error_of_{name}"))
     printed = round(value, 2)

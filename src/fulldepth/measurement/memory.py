@@ -1,4 +1,4 @@
-"""How much memory a run holds, said and checked before it starts."""
+"""Estimates the memory of a run and checks it before the start."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MIB = 1 << 20
 
 
 def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
-    """One line that says what the run will hold.
+    """One line on the estimated memory of the run.
 
     Raises:
-        FulldepthError: if that is more than there is.
+        FulldepthError: if the estimate exceeds the free memory.
     """
     held = plan.memory
     setup = plan.setup
@@ -22,8 +22,8 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
     layers += (setup.num_layers + 1) * plan.masked_pass
     sequences = min(batch_size, setup.num_sequences)
     batch = layers * sequences * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
-    batch *= 2  # as the model leaves them, and stacked
-    copies = 2 * held["reservoirs"]  # CKA works on the sample in float64
+    batch *= 2  # as the model returns them, and stacked
+    copies = 2 * held["reservoirs"]  # CKA converts the sample to float64
     total = held["accumulators"] + held["reservoirs"] + max(batch, copies)
     free = available_memory(setup.device)
     sentence = (

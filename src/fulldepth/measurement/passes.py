@@ -1,4 +1,4 @@
-"""One forward pass over the data feeds every measure."""
+"""Forward pass over the data, which updates every measure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fulldepth.targets import IGNORE
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
 LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
-"""Measures that share one computation, whose time is given under one name."""
+"""Measures that share a computation, whose time is reported under one name."""
 
 
 @dataclass
@@ -47,12 +47,12 @@ class Clock:
 
 @dataclass
 class Pass:
-    """What one pass over the data leaves behind, besides the accumulators."""
+    """Results of one pass over the data besides the accumulators."""
 
     clock: Clock
     grid: dict[str, object] | None = None
     router_tokens: dict[str, object] | None = None
-    """What dynamic routers answer to; from the weights, not from the data."""
+    """Nearest tokens of dynamic routers; from the weights, not from the data."""
 
 
 @torch.inference_mode()
@@ -73,7 +73,7 @@ def run_pass(
         settings: batch size, lens sampling, grid.
         process: this process.
         reference: the second model of MMD.
-        advance: told the sequences done, for a progress bar.
+        advance: called with the number of sequences completed, for a progress bar.
 
     Raises:
         FulldepthError: if an activation is NaN or infinite.
@@ -110,9 +110,9 @@ def run_pass(
 def _read_by_lens(
     subject: Subject, plan: Plan, batch: Batch, residual: Tensor, activations: Activations, clock: Clock
 ) -> Tensor | None:
-    """[L+1, B, T, D] the residual stream that the lens reads: of the text, or of a second pass over masked text.
+    """[L+1, B, T, D] residual stream that the lens reads: of the text, or of a second pass over masked text.
 
-    None for a masked language model of which nothing is measured that reads predictions.
+    None for a masked language model if no measure reads predictions.
     """
     if batch.masked_inputs is None:
         return residual
@@ -129,15 +129,15 @@ def _read_by_lens(
 def observe(
     subject: Subject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, threshold: int | None, seed: int
 ) -> Observation:
-    """One batch as the measures see it.
+    """The observation that accumulators receive for one batch.
 
     Args:
         subject: model and data.
         batch: the sequences.
-        states: site -> activations of the text as it is.
-        read: `[L+1, B, T, D]` the residual stream that the lens reads; None = no lens.
-        threshold: the largest priority of a position that the lens reads; None = all.
-        seed: of that sample.
+        states: site -> activations of the unmasked text.
+        read: `[L+1, B, T, D]` residual stream that the lens reads; None = no lens.
+        threshold: largest priority of the positions that the lens reads; None = all positions.
+        seed: of the sample of positions.
 
     Raises:
         FulldepthError: if an activation is NaN or infinite.
@@ -170,7 +170,7 @@ def observe(
 
 
 def _check_finite(batch: Batch, *states: Tensor | None) -> None:
-    """Refuse states of a batch that are NaN or infinite."""
+    """Raise if states of a batch are NaN or infinite."""
     for values in states:
         if values is None or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()):
             continue
@@ -181,7 +181,7 @@ def _check_finite(batch: Batch, *states: Tensor | None) -> None:
 
 
 def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
-    """Update every accumulator; what several share is computed first, under a name of its own."""
+    """Update every accumulator; shared computations run first and are timed under their own name."""
     names = plan.measures.keys()
     if names & SIMILARITY:
         with clock("similarity (shared)"):
@@ -196,7 +196,7 @@ def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
 
 
 def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> None:
-    """Measures of weights, not of activations; the processes share the matrices out."""
+    """Compute the measures of weights; the matrices are divided among the processes."""
     for name, measure in plan.measures.items():
         if not isinstance(measure, SpectralNorm):
             continue
@@ -208,7 +208,7 @@ def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> Non
 
 
 def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
-    """The largest priority that is still among the `lens_tokens` smallest of all positions with a target."""
+    """The `lens_tokens`-th smallest priority of all positions with a target."""
     limit = settings.lens_tokens
     if limit is None or subject.sequences.num_targets <= limit:
         return None
@@ -223,12 +223,12 @@ def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
 
 
 def _sampled(targets: Tensor, sequence: Tensor, threshold: int | None, seed: int) -> Tensor:
-    """Targets with those outside the sample removed."""
+    """The targets, with those outside the sample set to the ignore label."""
     if threshold is None or targets.ndim == 1:
         return targets
     return targets.where(priority(_keys(targets, sequence), seed) <= threshold, IGNORE)
 
 
 def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
-    """[B, T] a number for every position, unique over the data set."""
+    """[B, T] key of every position, unique over the data set."""
     return (sequence[:, None] << 24) | torch.arange(targets.shape[1])

@@ -1,4 +1,4 @@
-"""Before the first batch: which measures can run, what they need, and how much memory they hold."""
+"""Plan of a measurement: which measures can run, which sites they need, and their memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from fulldepth.execution import Verified
 from fulldepth.metrics import METRICS, Measure, Setup
 
 UNUSUAL = {"routing", "streams"}
-"""What only some models are built with: measures of it are left out of others without a word."""
+"""Features of some models; for other models, measures of these features are left out silently."""
 
 
 @dataclass
 class Plan:
-    """The measures that will run and why others will not."""
+    """The measures that will run, and the reasons why others will not."""
 
     setup: Setup
     measures: dict[str, Measure] = field(default_factory=dict)
     sites: set[str] = field(default_factory=set)
-    """Activation sites that have to be captured."""
+    """Activation sites to capture."""
     left_out: list[dict[str, str]] = field(default_factory=list)
     masked_pass: bool = False
-    """Whether the measures that read predictions take a forward pass of their own, over masked text."""
+    """Whether measures of predictions use a separate forward pass over masked text."""
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes held by the accumulators and the shared reservoirs, whatever the size of the data."""
+        """Bytes held by the accumulators and the shared reservoirs, independent of the size of the data."""
         return {
             "accumulators": sum(measure.nbytes for measure in self.measures.values()),
             "reservoirs": sum(reservoir.nbytes for reservoir in self.setup.reservoirs.values()),
@@ -41,14 +41,14 @@ def make_plan(
     """Choose the measures.
 
     Args:
-        names: measures asked for; None = all that can run.
+        names: requested measures; None = all that can run.
         setup: sizes.
-        verified: the model and what was proven about it.
+        verified: the model and its verified anatomy.
         sequences: the prepared data.
         has_reference: whether there is a second model for MMD.
 
     Raises:
-        FulldepthError: for an unknown measure, or one asked for by name that cannot run, with the reason.
+        FulldepthError: for an unknown measure, or a requested one that cannot run, with the reason.
     """
     for name in names or ():
         if name not in METRICS:
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:
-    """What a measure may need and is not there -> why."""
+    """Missing requirement of measures -> reason."""
     reasons = _missing_in_model(setup, verified)
     targets = _no_targets(verified, sequences)
     if targets is not None:
@@ -102,7 +102,7 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
 
 
 def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
-    """Why there is nothing to predict, or None."""
+    """The reason why there are no targets, or None."""
     anatomy, classifier = verified.anatomy, verified.classifier
     if classifier is None and "head" in verified.unproven:
         return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
@@ -120,7 +120,7 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
 
 
 def _missing_in_model(setup: Setup, verified: Verified) -> dict[str, str]:
-    """What only models of some build have, where this one has not."""
+    """Missing feature of the model -> reason."""
     kind = type(verified.anatomy.model).__name__
     reasons = {}
     if not setup.routed_heads:
@@ -133,7 +133,7 @@ def _missing_in_model(setup: Setup, verified: Verified) -> dict[str, str]:
 
 
 def _unavailable(site: str, verified: Verified) -> str | None:
-    """Why this model cannot give a site, or None."""
+    """The reason why a site of this model cannot be captured, or None."""
     anatomy = verified.anatomy
     if site == "attention_output" and not verified.branches:
         return f"attention and MLP are not known ({verified.unproven.get('branches', 'this family names none')})"
@@ -145,7 +145,7 @@ def _unavailable(site: str, verified: Verified) -> str | None:
 
 
 def _available(site: str, verified: Verified) -> bool:
-    """Whether a site is to be captured from the measured model (`reference` comes from the other one)."""
+    """Whether a site is captured from the measured model (`reference` comes from the other one)."""
     if site == "attention_input" and (verified.chained or not verified.branches):
-        return False  # it is the layer before, or nothing is measured inside the layer
+        return False  # it equals the previous layer, or nothing inside the layer is measured
     return site != "reference" and _unavailable(site, verified) is None

@@ -1,4 +1,4 @@
-"""What the weights around a memory say: how much each head counts, and which tokens dynamic routers answer to."""
+"""Weights of memory routers: share of each head, and nearest tokens of dynamic routers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fulldepth.metrics import head_shares
 NEAREST = 30
 """Tokens listed for each router (LIME, Sec. 5.2)."""
 ROUTERS = 64
-"""Routers listed: those whose nearest tokens are nearest."""
+"""Number of routers listed, those with the largest cosines first."""
 AT_ONCE = 64
-"""Routers compared with the whole vocabulary together."""
+"""Number of routers compared with the vocabulary at once."""
 
 
 def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
-    """`Setup.head_shares` of a model with a memory; empty without one, or where a projection cannot be read."""
+    """`Setup.head_shares` of a model with a memory; empty without one, or if a projection cannot be read."""
     if not anatomy.layers_with("router"):
         return ()
     shares = []
@@ -38,14 +38,14 @@ def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
 
 @torch.inference_mode()
 def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
-    """The tokens whose embeddings are nearest, by cosine, to what dynamic routers look for, as plain data.
+    """The tokens whose embeddings are nearest, by cosine, to the vectors of dynamic routers, as plain data.
 
-    A dynamic router of layer r gives head h's source m the logit `x P[:, h, m]`: the vector `P[:, h, m]` is what a
-    state has to resemble for that source to be read. The norm's gain on x is left out, as the embeddings have none.
+    A dynamic router of layer r gives head h's source m the logit `x P[:, h, m]`, so a state x that resembles the
+    vector `P[:, h, m]` reads that source. The norm's gain on x is left out, as the embeddings have none.
 
     Returns:
         `routers`: layer (from 1), source (0..r-1), head (from 0) and `tokens`, pairs of token and cosine, nearest
-        first; the routers in order of their tokens' mean cosine. `of`: how many there are. None without dynamic
+        first; the routers by descending mean cosine of their tokens. `of`: number of routers. None without dynamic
         routers, or if a weight cannot be read.
 
     Source: "LIME: layer-integrated memory", Sec. 5.2 and Table 2.

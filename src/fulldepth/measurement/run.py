@@ -1,4 +1,4 @@
-"""`fulldepth.measure`: a model, some data, one pass; out comes a table of what every layer does."""
+"""`fulldepth.measure`: one pass over the data, which gives a table of what every layer does."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ def measure(
 ) -> Results:
     """Measure what every layer of a model does.
 
-    One forward pass over the data feeds all measures. Layers are numbered 1..L, 0 is the embedding output; the last
-    layer is read before the final norm (and once more after it, at the site `final_normed`).
+    All measures share one forward pass over the data. Layers are numbered 1..L, 0 is the embedding output; the last
+    layer is read before the final norm (and also after it, at the site `final_normed`).
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
         data: path (.txt, .jsonl, .tsv, .parquet, image folder or .zip), Hub data set, `corpus:builtin`, a list of texts
             or of mappings, a `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
-        measures: names out of `fulldepth.metrics.METRICS`; None = all that model and data allow.
-        tokenizer: needed with a loaded model; else the one saved with the checkpoint.
-        max_sequences: sequences to read.
-        sequence_length: tokens in a sequence; None = 256, or the model's positions if fewer.
-        batch_size: sequences in one forward pass; no number depends on it.
+        measures: names from `fulldepth.metrics.METRICS`; None = all that model and data allow.
+        tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
+        max_sequences: maximum number of sequences.
+        sequence_length: tokens per sequence; None = 256, or the model's maximum if smaller.
+        batch_size: sequences per forward pass; it does not affect the results.
         token_policy: `auto`, `all`, `no-first`, `last`, `cls` or `eos`; padding never counts.
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = the checkpoint's own.
-        watcher: told what happens, for progress bars.
+        watcher: receives messages and progress.
         **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `lens_tokens`, `tower`, ...).
 
     Returns:
         `.table` (tidy rows), `.headline`, `.figures()`, `.save(dir)`.
 
     Raises:
-        FulldepthError: if model, data or options are wrong, or the model's anatomy cannot be proven.
+        FulldepthError: if model, data or options are invalid, or the model's anatomy cannot be verified.
     """
     given = {
         "measures": measures,
@@ -126,12 +126,12 @@ def measure_with(
 
 
 def share(subject: Subject, settings: MeasureSettings, process: Processes) -> int:
-    """Sequences in the batches that this process takes."""
+    """Number of sequences in this process's share of the batches."""
     return sum(map(len, subject.sequences.groups(settings.batch_size)[process.rank :: process.world]))
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
-    """Sizes of everything, known before the first batch."""
+    """Sizes of model and data, known before the first batch."""
     anatomy, sequences = subject.anatomy, subject.sequences
     lengths = sequences.lengths
     if not any(lengths):
@@ -180,15 +180,15 @@ def _reference(subject: Subject, settings: MeasureSettings, process: Processes) 
 
 
 def _table(plan: Plan, data_pass: Pass, *, by_name: bool) -> pd.DataFrame:
-    """Every accumulator's rows; a measure that found nothing to say is left out with a reason.
+    """The rows of all accumulators; a measure without rows is listed in `plan.left_out` with a reason.
 
     Raises:
-        FulldepthError: if it was asked for by name.
+        FulldepthError: if such a measure was requested by name.
     """
     rows = []
     for name, accumulator in plan.measures.items():
         with data_pass.clock(name), warnings.catch_warnings():
-            # a process may have had no batch at all; what the others saw is merged in
+            # a process may have had no batches; the results of the others are merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             measured = accumulator.rows()
         reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
@@ -204,7 +204,7 @@ def _table(plan: Plan, data_pass: Pass, *, by_name: bool) -> pd.DataFrame:
 def _document(
     subject: Subject, settings: MeasureSettings, plan: Plan, data_pass: Pass, table: pd.DataFrame
 ) -> dict[str, Any]:
-    """Everything that `results.json` says, apart from the table."""
+    """Content of `results.json`."""
     sequences, setup = subject.sequences, plan.setup
     seconds = {name: round(value, 4) for name, value in data_pass.clock.seconds.items()}
     document = {
@@ -239,7 +239,7 @@ def _document(
 
 
 def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict[str, int | None]:
-    """Sizes of the samples that were drawn, beside what they were drawn from."""
+    """Sizes of the samples and of the populations that they were drawn from."""
     targets = subject.sequences.num_targets
     return {
         "reservoir_tokens": setup.reservoir_tokens,
@@ -251,7 +251,7 @@ def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the accelerator's peak, or this process's on a CPU."""
+    """Peak memory in bytes: of the accelerator, or of this process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""A series: the checkpoints of one training run, each measured once, put together by step."""
+"""A series: the checkpoints of one training run, each measured once, combined by step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fulldepth.results import COLUMNS, Results
 from fulldepth.settings.measure import MeasureSettings
 
 STEPS = "steps"
-"""Sub-folder of a series' results with one result folder for each checkpoint."""
+"""Subfolder of a series' results with one result folder per checkpoint."""
 FINAL = "final"
-"""Name of the result folder of a final model, before its step."""
+"""Prefix of the name of a final model's result folder; its step follows."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Point:
     step: int
     place: Path
     name: str
-    """Of its result folder below `steps`."""
+    """Name of its result folder in `steps`."""
     fingerprint: str
 
 
@@ -47,7 +47,7 @@ class StepTimings(pydantic.BaseModel):
 
 
 class StepData(pydantic.BaseModel):
-    """What a series needs of a checkpoint's data."""
+    """Entry on the data in a checkpoint's `results.json`."""
 
     hash: str
 
@@ -61,7 +61,7 @@ class SeriesEntry(pydantic.BaseModel):
 
 
 class StepDocument(pydantic.BaseModel):
-    """What a series needs of a checkpoint's `results.json`."""
+    """The parts of a checkpoint's `results.json` that a series reads."""
 
     kind: Literal["measure"]
     complete: Literal[True]
@@ -78,9 +78,9 @@ class StepDocument(pydantic.BaseModel):
 def series_points(
     run: str | Path, data: Source | Sequences, settings: MeasureSettings
 ) -> tuple[list[Point], list[str]]:
-    """Every `checkpoint-N` of a training run and its final model, by step; and what has to be said about the latter.
+    """Every `checkpoint-N` of a training run and its final model, by step; and notes on the final model.
 
-    The final model at the root of the run's folder is a point of its own if its weights are those of no checkpoint and
+    The final model in the run's folder is a separate point if its weights differ from those of every checkpoint and
     its `trainer_state.json` names a later step than the last checkpoint's.
     """
     steps = find_checkpoints(run)
@@ -101,7 +101,7 @@ def series_points(
 
 
 def _final_step(run: str | Path, *, last: int) -> tuple[int | None, list[str]]:
-    """The step of a final model that is no checkpoint; None, and the reason, if it does not come after the last one."""
+    """The step of a final model that is not a checkpoint; None and the reason if it is not after the last one."""
     step = trained_steps(run)
     if step is not None and step > last:
         return step, []
@@ -117,9 +117,9 @@ def _final_step(run: str | Path, *, last: int) -> tuple[int | None, list[str]]:
 
 
 def extends(points: Sequence[Point], earlier: Mapping[str, Any]) -> bool:
-    """Whether a finished series is a part of this one: every checkpoint that it measured is among the points.
+    """Whether this series extends a finished one: every checkpoint measured there is among the points.
 
-    An earlier final model may be gone, because training that goes on replaces it.
+    An earlier final model may be missing, because continued training replaces it.
 
     Args:
         points: of this series.
@@ -143,7 +143,7 @@ def measure_series(
     *,
     overwrite: bool,
 ) -> Results:
-    """Measure every checkpoint that is not measured yet (with `overwrite` all of them), then put all together.
+    """Measure every checkpoint without results (with `overwrite`, all of them), then combine the results.
 
     Raises:
         FulldepthError: if a checkpoint's folder holds results of another run, or a measurement fails.
@@ -166,10 +166,10 @@ def measure_series(
 
 
 def _finished(folder_of_step: Path, print_of_step: str) -> Results | None:
-    """A checkpoint's results; None if there are none, or they are damaged, so that it has to be measured anew.
+    """A checkpoint's results; None if they are missing or damaged, so that it must be measured again.
 
     Raises:
-        FulldepthError: if they are whole and of another run.
+        FulldepthError: if they are complete and belong to another run.
     """
     try:
         results = Results.load(folder_of_step)
@@ -187,18 +187,18 @@ def _finished(folder_of_step: Path, print_of_step: str) -> Results | None:
 
 
 def combine(parts: Sequence[tuple[Point, Results]]) -> Results:
-    """One series out of the results of single checkpoints: a `step` column, and the last checkpoint's headline.
+    """Combine the results of checkpoints into one series: a `step` column, and the last checkpoint's headline.
 
     Raises:
-        FulldepthError: if the checkpoints did not read the same data.
+        FulldepthError: if the checkpoints were measured on different data.
     """
     if len({part.meta["data"]["hash"] for _, part in parts}) > 1:
         raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
     table = pd.concat([part.table.assign(step=point.step) for point, part in parts], ignore_index=True)
     last = parts[-1][1].meta
-    kept = ("model", "headline", "lens_grid", "left_out", "fingerprint")
+    keys = ("model", "headline", "lens_grid", "left_out", "fingerprint")
     steps = [
-        {"step": point.step, "folder": point.name, **{key: part.meta[key] for key in kept}} for point, part in parts
+        {"step": point.step, "folder": point.name, **{key: part.meta[key] for key in keys}} for point, part in parts
     ]
     timings: dict[str, Any] = {
         key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")

@@ -1,4 +1,4 @@
-"""What is measured: a model proven to be understood, and the data prepared for it."""
+"""Subject of a measurement: a verified model and the data prepared for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
+import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.data import Batch, Sequences, open_source, prepare
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
@@ -40,23 +40,23 @@ class Subject:
     sequences: Sequences
     tokenizer: Any
     policy: str
-    """The token policy, `auto` resolved."""
+    """The token policy, with `auto` resolved."""
     device: torch.device
-    """Where inputs go and accumulators live."""
+    """Device of the inputs and accumulators."""
     openings: tokens.Openings
     """How the sequences begin."""
     class_token: bool | None = None
-    """Whether they begin with a class token; None where that is not known."""
+    """Whether they begin with a class token; None if unknown."""
     warnings: tuple[str, ...] = ()
 
     @property
     def kinds_of_tokens(self) -> int | None:
-        """Different tokens in the data, special ones left out; None for images."""
+        """Number of distinct tokens in the data, without special tokens; None for images."""
         return self.openings.kinds
 
     @property
     def anatomy(self) -> Anatomy:
-        """The model with its parts named."""
+        """The model's anatomy."""
         return self.verified.anatomy
 
     @property
@@ -69,12 +69,14 @@ class Subject:
         """The token policy's entry in `results.json`.
 
         Args:
-            masked_pass: whether the lens reads a masked pass of its own.
+            masked_pass: whether the lens uses a separate pass over masked text.
         """
-        said = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
+        sentence = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
         return {
             "name": self.policy,
-            "sentence": " ".join(filter(None, (said, self.openings.sentence, tokens.MASKED if masked_pass else ""))),
+            "sentence": " ".join(
+                filter(None, (sentence, self.openings.sentence, tokens.MASKED if masked_pass else ""))
+            ),
             "begin_with_bos": self.openings.begin_with_bos,
         }
 
@@ -98,10 +100,10 @@ class Subject:
 def prepare_subject(
     model: str | Path | PreTrainedModel, data: Any, settings: MeasureSettings, *, tokenizer: Any, device: str | None
 ) -> Subject:
-    """Load the model, prepare the data for it, and prove its anatomy on a first real batch.
+    """Load the model, prepare the data for it, and verify its anatomy on the first batch.
 
     Raises:
-        FulldepthError: for whatever is wrong with model, data or their fit.
+        FulldepthError: if the model or the data are invalid or do not fit each other.
     """
     checkpoint = open_checkpoint(model, settings, device)
     broken = first_broken_weight(checkpoint.model)
@@ -133,33 +135,33 @@ def prepare_subject(
 
 
 def small_batch(sequences: Sequences) -> Batch:
-    """The first two sequences, or one where two could be taken for positions."""
+    """The first two sequences, or one if a batch axis of size two could be confused with positions."""
     first = sequences.collate(range(min(2, len(sequences))))
     square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
     return sequences.collate([0]) if square else first
 
 
 def _optional(settings: MeasureSettings) -> set[str]:
-    """Parts of the model that need no proof: all but those that the settings describe."""
+    """Parts of the model whose verification is optional: all except those that the settings describe."""
     described = settings.anatomy or {}
     parts = {"head": {"head"}, "branches": {"attention", "mlp"}}
     return {part for part, names in parts.items() if not any(described.get(name) is not None for name in names)}
 
 
 def _ends(batch: Batch, eos: int | None) -> bool:
-    """Whether every sequence of a batch holds the end-of-sequence token."""
+    """Whether every sequence of a batch contains the end-of-sequence token."""
     return batch.token_ids is not None and eos is not None and bool((batch.token_ids == eos).any(1).all())
 
 
 def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.Openings:
-    """How the sequences begin, by the tokenizer, or without one by the model's configuration."""
+    """How the sequences begin, according to the tokenizer or, without one, the model's configuration."""
     bos = getattr(tokenizer if tokenizer is not None else anatomy.config, "bos_token_id", None)
     name = getattr(tokenizer, "bos_token", None) or f"id {bos}"
     return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
 
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:
-    """The model as passed in, or loaded as the settings say."""
+    """The model as passed in, or loaded according to the settings."""
     return open_model(
         model,
         dtype=settings.dtype,
@@ -171,7 +173,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettin
 
 
 def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: MeasureSettings) -> Any:
-    """The tokenizer named, or the one saved with the model or beside it; None where no text is read."""
+    """The named tokenizer, or the one saved with or beside the model; None if no text is read."""
     if isinstance(data, Sequences) or anatomy.family.modality != "text":
         return None
     return open_tokenizer(
@@ -182,7 +184,7 @@ def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Me
 def _sequences(
     checkpoint: Checkpoint, anatomy: Anatomy, data: Any, tokenizer: Any, settings: MeasureSettings
 ) -> Sequences:
-    """The data, made ready for this model."""
+    """The data, prepared for this model."""
     if isinstance(data, Sequences):
         return data
     source = open_source(data, split=settings.split)

@@ -1,4 +1,4 @@
-"""Token policies: which positions count. Padding never does."""
+"""Token policies: which positions count. Padding never counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASKED = (
     f"The lens measures have a forward pass of their own, over the same text with {100 * MASKED_SHARE:.0f} % of its "
     "tokens masked, and read the masked positions; every other measure reads the text unmasked."
 )
-"""Added to the sentence of a masked language model."""
+"""Appended to the sentence for a masked language model."""
 
 FIRST = {
     ("images", True): "Only the first token ([CLS]) of each image counts.",
@@ -37,19 +37,19 @@ FIRST = {
 
 @dataclass(frozen=True)
 class Openings:
-    """How the sequences begin, and of how many different tokens they are made."""
+    """How the sequences begin, and their number of distinct tokens."""
 
     bos: str
     """The BOS token as text."""
     begin_with_bos: int | None
-    """Sequences whose first token is the BOS token; None where there is none, or no text."""
+    """Number of sequences whose first token is the BOS token; None without a BOS token or without text."""
     kinds: int | None
-    """Different tokens, special ones left out; None for images."""
+    """Number of distinct tokens, without special tokens; None for images."""
     sequences: int
 
     @property
     def sentence(self) -> str:
-        """How many sequences begin with the BOS token; empty where there is none."""
+        """A sentence on how many sequences begin with the BOS token; empty if there is none."""
         if self.begin_with_bos is None:
             return ""
         count, all_of_them = self.begin_with_bos, self.begin_with_bos == self.sequences
@@ -76,9 +76,9 @@ def openings(sequences: Sequences, bos: int | None, name: str, special: Collecti
 
 
 def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: int | None) -> bool | None:
-    """Whether the first position is a class token (of text: `cls`); None where that cannot be known.
+    """Whether the first position is a class token (for text: `cls`); None if unknown.
 
-    Of pictures, a model without one has as many `positions` in its residual stream as there are patches.
+    For images, a model without a class token has as many `positions` in its residual stream as there are patches.
     """
     pixels = batch.inputs.get("pixel_values")
     if pixels is None:
@@ -88,7 +88,7 @@ def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: 
 
 
 def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
-    """Patches of a picture `[B, C, H, W]`, or of one that is cut already, `[B, N, *]`."""
+    """Number of patches of images `[B, C, H, W]`, or of images cut into patches already, `[B, N, *]`."""
     if pixels.ndim == 3:
         return int(pixels.shape[1])
     if pixels.ndim != 4 or not isinstance(patch, int | list | tuple):
@@ -98,15 +98,15 @@ def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
 
 
 def sentence(policy: str, modality: str, class_token: bool | None) -> str:
-    """One sentence on what a policy counts in this model."""
+    """One sentence on which tokens a policy counts in this model."""
     first = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
     return first or SENTENCES[policy]
 
 
 def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> str:
-    """The policy asked for, or what `auto` means for this model.
+    """The requested policy, or what `auto` means for this model.
 
-    `class_token`: whether its sequences begin with one; pictures that do not count as a whole.
+    `class_token`: whether its sequences begin with one; images that do not count as a whole.
     """
     chosen = _default(anatomy) if policy == "auto" else policy
     without = anatomy.family.modality == "images" and class_token is False
@@ -114,7 +114,7 @@ def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> s
 
 
 def _default(anatomy: Anatomy) -> str:
-    """What `auto` means for a model that has a class token, if its kind usually has one."""
+    """What `auto` means for a model, assuming a class token if its kind usually has one."""
     if anatomy.task in ("causal-lm", "masked-lm"):
         return "all"
     if anatomy.family.counted_tokens is not None:
@@ -134,7 +134,7 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
         eos: id of the end-of-sequence token, for `eos`.
 
     Raises:
-        FulldepthError: if `eos` is asked for and a sequence has none.
+        FulldepthError: if the policy is `eos` and a sequence has no end-of-sequence token.
     """
     if policy == "all":
         return attention_mask
@@ -156,7 +156,7 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
 
 
 def how_many(policy: str, lengths: Sequence[int]) -> int:
-    """Tokens that a policy counts in sequences of these lengths."""
+    """Number of tokens that a policy counts in sequences of these lengths."""
     if policy == "all":
         return sum(lengths)
     if policy == "no-first":

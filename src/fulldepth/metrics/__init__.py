@@ -1,4 +1,4 @@
-"""Measures of what the layers of a network do: pure functions of activations, and accumulators over a data set."""
+"""Layer-wise measures of a network: pure functions of activations, and their accumulators over a data set."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ METRICS: dict[str, type[Measure]] = {
     "expected_retrieval": ExpectedRetrieval,
     "stream_mixing": StreamMixing,
 }
-"""Every measure by its public name. A new measure is one file, one line here, one test."""
+"""Measures by public name. Adding a measure takes one file, one line here and one test."""
 
 __all__ = [
     "METRICS",

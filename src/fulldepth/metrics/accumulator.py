@@ -1,4 +1,4 @@
-"""`Accumulator`: the base of everything that is summed over batches and processes."""
+"""`Accumulator`: base class of metrics that are accumulated over batches and processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 
 
 class Accumulator(Metric):
-    """A metric whose states are tensors of a fixed size, each filled with one value at the start.
+    """A metric whose states are tensors of a fixed size, each initialised with one value.
 
-    torchmetrics keeps a copy of every state's default beside it; here that copy is one number, expanded.
+    torchmetrics stores a default for every state; here the default is a single expanded number, not a full copy.
     """
 
     full_state_update = False
@@ -29,12 +29,12 @@ class Accumulator(Metric):
         reduce: Literal["sum", "max", "cat"] = "sum",
         device: torch.device = CPU,
     ) -> None:
-        """Add a state; `reduce` says how those of several processes become one."""
+        """Add a state; `reduce` is the reduction over processes."""
         self.add_state(name, torch.empty(0, device=device), dist_reduce_fx=reduce)
         self._defaults[name] = torch.full((), fill, dtype=dtype, device=device).expand(shape)
         setattr(self, name, torch.full(shape, fill, dtype=dtype, device=device))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states hold, for a data set of any size."""
+        """Size of the states in bytes; independent of the size of the data set."""
         return sum(state.nbytes for state in self.metric_state.values() if isinstance(state, Tensor))

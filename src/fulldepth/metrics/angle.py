@@ -1,4 +1,4 @@
-"""Cosine and angular displacement: the one formula behind the measures and the penalties."""
+"""Cosine and angular displacement, shared by the measures and the penalties."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def cosine(product: Tensor, norm_x: Tensor, norm_y: Tensor) -> Tensor:
     .. math:: \cos(x, y) = \frac{x \cdot y}{\|x\| \, \|y\|}
 
     Returns:
-        In [-1, 1], of the broadcast shape; NaN where a norm is 0, because a zero vector has no direction.
+        In [-1, 1], of the broadcast shape; NaN where a norm is 0 (a zero vector has no direction).
     """
     return (product / (norm_x * norm_y)).clamp_(-1.0, 1.0)
 

@@ -1,8 +1,8 @@
-"""What every measure shares: what it sees (`Observation`), what it knows beforehand (`Setup`), what it gives (`Row`).
+"""Base of the measures: their input per batch (`Observation`), their configuration (`Setup`) and their output (`Row`).
 
-A measure is a pure function and a `Measure` beside it, in one file. The `Measure` is a `torchmetrics.Metric` that
-holds float64 sums and counts and divides once, so any split of the data into batches or processes gives the same
-numbers.
+Each measure is one file with a pure function and a `Measure`. The `Measure` is a `torchmetrics.Metric` that holds
+float64 sums and counts and divides once, so its result does not depend on how the data are split into batches or
+processes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fulldepth.metrics.reservoir import Reservoir
 from fulldepth.targets import IGNORE
 
 NO_FIRST = ":no-first"
-"""Suffix of the statistics that leave out the first token of each sequence."""
+"""Suffix of statistics that exclude the first token of each sequence."""
 POSITION_BITS = 24
-"""A token's key is `sequence << POSITION_BITS | position`: unique over the data set, whatever the batching."""
+"""A token's key is `sequence << POSITION_BITS | position`: unique over the data set, independent of the batching."""
 
 
 class Row(NamedTuple):
-    """One row of `results.parquet`. Layers run 1..L, 0 = embeddings; None where a column has no meaning."""
+    """One row of `results.parquet`. Layers run 1..L, 0 = embeddings; None where a column does not apply."""
 
     measure: str
     site: str | None
@@ -45,21 +45,21 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What is known about the model and the data before the first batch; sizes the accumulators."""
+    """Properties of the model and the data, known before the first batch; they size the accumulators."""
 
     num_layers: int
     """L: number of blocks."""
     width: int
     """D: channels of the residual stream."""
     value_width: int = 0
-    """Channels of the value states (number of key/value heads times head size); 0 where there are none."""
+    """Channels of the value states (number of key/value heads times head size); 0 without value states."""
     chained: bool = True
-    """Whether every layer reads just what the layer before gave (not so with a tree of residual paths)."""
+    """Whether every layer's input is exactly the previous layer's output (False for a tree of residual paths)."""
     routed_heads: int = 0
     """Key/value heads whose keys and values a memory router mixes; 0 without a memory."""
     head_shares: tuple[tuple[float, ...], ...] = ()
-    """Of each layer 1..L, the norm of every query head's slice of the output projection over the sum of them; empty
-    where it is not known."""
+    """For each layer 1..L, every query head's share of the output projection (see `expected_retrieval.head_shares`);
+    empty if unknown."""
     num_streams: int = 1
     """Residual streams between layers."""
     sequence_length: int = 0
@@ -67,20 +67,20 @@ class Setup:
     num_sequences: int = 0
     """Sequences in the whole data set, over all processes."""
     num_tokens: int = 0
-    """Tokens that count (padding and token policy applied), over all processes."""
+    """Counted tokens (padding and token policy applied), over all processes."""
     first_tokens: bool = True
-    """Whether the token policy keeps first tokens, so that results without them stand beside the others."""
+    """Whether the token policy keeps first tokens; if so, statistics are also reported without them."""
     reservoir_tokens: int = 2048
-    """At most this many tokens are kept, chosen by a seeded hash, for what cannot be a sum."""
+    """Maximum number of tokens, chosen by a seeded hash, that are stored for statistics that are not sums."""
     entropy_sequences: int = 64
-    """At most this many sequences enter the matrix entropies."""
+    """Maximum number of sequences used for the matrix entropies."""
     words: tuple[str, ...] = ()
-    """Look-alike words whose linear separability is asked for."""
+    """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
-    """Names of the weight matrices inside a block, for the spectral norms."""
+    """Names of the weight matrices inside a block whose spectral norms are measured."""
     seed: int = 0
     device: torch.device = CPU
-    """Where the accumulators live."""
+    """Device of the accumulators."""
     reservoirs: dict[str, Reservoir] = field(default_factory=dict, compare=False)
     """One reservoir per site, shared by the measures that need it."""
 
@@ -91,16 +91,16 @@ class Setup:
 
     @property
     def groups(self) -> int:
-        """G: groups of sequences whose sums are kept apart, for standard errors."""
+        """G: number of jackknife groups, each with sums of its own."""
         return len(self.group_sizes)
 
     @property
     def views(self) -> tuple[str, ...]:
-        """Suffixes of statistic names: all counted tokens, and the same without each sequence's first token."""
+        """Suffixes of statistic names, one per view: all counted tokens, and those without first tokens."""
         return ("", NO_FIRST) if self.first_tokens else ("",)
 
     def reservoir(self, site: str) -> Reservoir:
-        """The shared reservoir of `site` (`residual` or `reference`), made on first request."""
+        """The shared reservoir of `site` (`residual` or `reference`), created on first use."""
         if site not in self.reservoirs:
             shape = (self.num_layers + 1, self.width)
             self.reservoirs[site] = Reservoir(self.reservoir_tokens, shape, self.seed, self.device)
@@ -118,12 +118,12 @@ class Readout:
     loss: Tensor
     """[L+1, M] float: cross-entropy in nats."""
     row: Tensor
-    """[M] int64: the sequence of each position, as its row in the batch."""
+    """[M] int64: row in the batch of each position's sequence."""
 
 
 @dataclass(eq=False)
 class Observation:
-    """One batch, as the measures see it. `B` sequences padded to `T`; derived tensors are computed once and shared."""
+    """Activations of one batch: `B` sequences padded to `T`. Derived tensors are computed once and shared."""
 
     states: Mapping[str, Tensor]
     """site -> [S, B, T, D]: `residual` has S = L+1 (layers 0..L), `attention_input`, `attention_output` and `value`
@@ -139,14 +139,14 @@ class Observation:
     words: Tensor | None = None
     """[B, T] int64: index into `Setup.words` of the word that ends at this position, -1 elsewhere."""
     readout: Callable[[], Readout] | None = None
-    """Applies the head to every layer, when a measure asks for it."""
+    """Applies the head to every layer; called on first use of `lens`."""
     coefficients: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
-    """site -> layer -> the model's own weights there: `routing` (see `retrieval_weight`), `attention_mixing` and
+    """site -> layer -> mixing weights of the model: `routing` (see `retrieval_weight`), `attention_mixing` and
     `mlp_mixing` (see `stream_mixing`)."""
 
     @cached_property
     def lens(self) -> Readout:
-        """The head's reading of every layer, computed at most once."""
+        """The head applied to every layer, computed at most once."""
         if self.readout is None:
             raise ValueError("this observation has no classifier head and targets; lens measures need both")
         return self.readout()
@@ -160,11 +160,11 @@ class Observation:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[L+1, N, D] residual stream at the `N` counted positions, float32 (float64 stays)."""
+        """[L+1, N, D] residual stream at the `N` counted positions, float32 (float64 for float64 states)."""
         return self.select("residual", self.counted)
 
     def keys_at(self, where: Tensor) -> Tensor:
-        """[N] int64: the key of each token where `where: [B, T]` holds, unique over the data set."""
+        """[N] int64: the key (see `POSITION_BITS`) of each token where `where: [B, T]` holds."""
         position = self.attention_mask.long().cumsum(1) - 1
         key = (self.sequence[:, None].to(position.device) << POSITION_BITS) | position.clamp(min=0)
         return key[where]
@@ -176,33 +176,33 @@ class Observation:
 
     @cached_property
     def first(self) -> Tensor:
-        """[N] bool: the counted token is the first of its sequence."""
+        """[N] bool: whether the counted token is the first of its sequence."""
         return self.keys & ((1 << POSITION_BITS) - 1) == 0
 
     @cached_property
     def view_weights(self) -> Tensor:
-        """[N, 2] float64: 1 where a counted token belongs to the view (all; without the first token)."""
+        """[N, 2] float64: 1 where a counted token belongs to the view (all tokens; without first tokens)."""
         everything = torch.ones_like(self.first, dtype=torch.float64)
         return torch.stack([everything, (~self.first).double()], dim=1)
 
     def weights_by_group(self, groups: int) -> Tensor:
-        """[N, G, 2] float64: `view_weights` in the column of each counted token's group of sequences, 0 elsewhere."""
+        """[N, G, 2] float64: `view_weights` in the column of each counted token's jackknife group, 0 elsewhere."""
         group = (self.keys >> POSITION_BITS) % groups
         return one_hot(group, groups).double()[:, :, None] * self.view_weights[:, None, :]
 
     def lens_groups(self, groups: int) -> Tensor:
-        """[M] int64: the group of sequences of each position that the lens reads."""
+        """[M] int64: the jackknife group of each lens position."""
         return self.sequence.to(self.lens.row.device)[self.lens.row] % groups
 
     @cached_property
     def token_labels(self) -> Tensor:
-        """[N] int64: the label of each counted token's sequence, -100 where there is none."""
+        """[N] int64: the label of each counted token's sequence, -100 without labels."""
         labels = self.labels if self.labels is not None else torch.full_like(self.sequence, IGNORE)
         return labels.to(self.counted.device)[:, None].expand_as(self.counted)[self.counted]
 
     @cached_property
     def gram(self) -> Tensor:
-        """[N, L+1, L+1] inner products of one token's states over all pairs of layers."""
+        """[N, L+1, L+1] inner products of each token's states over all pairs of layers."""
         per_token = self.tokens.transpose(0, 1)
         return per_token @ per_token.transpose(1, 2)
 
@@ -214,9 +214,9 @@ class Observation:
 
 
 class Measure(Accumulator):
-    """Base of the accumulators of measures. A subclass says what it needs, adds its states, and turns them into rows.
+    """Base of the accumulators of measures. A subclass declares its inputs, adds its states and turns them into rows.
 
-    Class attributes are the measure's entry in the registry; `units` maps each statistic (without suffix) to a unit.
+    `name` is the measure's key in the registry; `units` maps each statistic (without suffix) to a unit.
     """
 
     name: ClassVar[str]
@@ -224,19 +224,19 @@ class Measure(Accumulator):
     sites: ClassVar[tuple[str, ...]] = ("residual",)
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing, head_shares,
-    streams`."""
+    """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
+    head_shares, streams`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
 
     def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
-        """Add a state of zeros that is summed over batches and processes."""
+        """Add a zero-initialised state that is summed over batches and processes."""
         self.add(name, shape, dtype=dtype, device=self.setup.device)
 
     def add_grouped(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
-        """Add a sum that is kept apart by group of sequences, `[G, *shape]`: what a standard error needs."""
+        """Add a sum per jackknife group, `[G, *shape]`, from which standard errors are computed."""
         self.add_sum(name, self.setup.groups, *shape, dtype=dtype)
 
     @abstractmethod
@@ -259,7 +259,7 @@ class Measure(Accumulator):
     def rows_of(
         self, statistics: Mapping[str, float], count: float, layer: int | None = None, site: str = "residual"
     ) -> list[Row]:
-        """A row of each statistic; a standard error that is not a number has none."""
+        """One row per statistic, except for standard errors that are NaN."""
         return [
             self.row(statistic, value, count, layer, site=site)
             for statistic, value in statistics.items()
@@ -268,7 +268,7 @@ class Measure(Accumulator):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states hold, those of reservoirs of its own included; those of the setup count apart."""
+        """Size in bytes of the states and of this measure's own reservoirs, without the setup's shared reservoirs."""
         shared = set(map(id, self.setup.reservoirs.values()))
         reservoirs = [module for module in self.modules() if isinstance(module, Reservoir) and id(module) not in shared]
         return super().nbytes + sum(reservoir.nbytes for reservoir in reservoirs)

@@ -1,4 +1,4 @@
-"""Linear CKA: how alike two layers arrange the samples (Representation progression and aligned training, Eq. 3)."""
+"""Linear CKA: representational similarity of two layers (Representation progression and aligned training, Eq. 3)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.cosine import centred, without_first
 
 BLOCK = 1 << 20
-"""Numbers of the Grams that are held at a time (all layers together)."""
+"""Gram matrix elements held at a time (all layers together)."""
 NO_HSIC = 1e-13
-"""A layer's HSIC with itself below this share of the terms it is the difference of is rounding."""
+"""A layer's HSIC with itself counts as 0 (rounding) below this fraction of the terms whose difference it is."""
 
 
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
@@ -22,22 +22,24 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
     .. math:: \mathrm{CKA} = \frac{\mathrm{HSIC}(K, L)}{\sqrt{\mathrm{HSIC}(K, K)\, \mathrm{HSIC}(L, L)}},
         \quad K = X X^T, \; L = Y Y^T
 
-    With the biased HSIC (features centred) this is :math:`\|Y^T X\|_F^2 / (\|X^T X\|_F \|Y^T Y\|_F)`, far too high
-    unless `N` is much larger than `D` and `E`: see `few_samples`. The debiased form takes the unbiased estimate
+    With the biased HSIC (features centred) this is :math:`\|Y^T X\|_F^2 / (\|X^T X\|_F \|Y^T Y\|_F)`, which is far too
+    high unless `N` is much larger than `D` and `E`: see `few_samples`. The debiased form uses the unbiased estimate
 
     .. math:: \mathrm{HSIC}_1 = \frac{1}{N(N-3)} \Big( \langle\tilde K, \tilde L\rangle
         + \frac{1^T \tilde K 1 \; 1^T \tilde L 1}{(N-1)(N-2)} - \frac{2}{N-2} 1^T \tilde K \tilde L 1 \Big)
 
-    with the diagonals of the Grams set to zero. Shifts, rotations and scales of `x` or `y` change neither.
+    with the diagonals of the Gram matrices set to zero. Both are invariant to shifts, rotations and scaling of `x` and
+    `y`.
 
     Args:
         x: `[N, D]`.
         y: `[N, E]`, the same samples.
-        debiased: take the unbiased estimate.
+        debiased: use the unbiased estimate.
 
     Returns:
-        0-d float64, unit 1: in [0, 1]; debiased in [-1, 1], around 0 for independent representations. NaN where a
-        representation is constant, or its estimated HSIC with itself is not positive; debiased needs 4 samples.
+        0-d float64, unit 1: in [0, 1]; debiased in [-1, 1], around 0 for independent representations. NaN if a
+        representation is constant, if its estimated HSIC with itself is not positive, or, debiased, for fewer than 4
+        samples.
 
     Raises:
         ValueError: if `x` and `y` are not matrices over the same samples.
@@ -51,11 +53,11 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
 
 
 def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
-    """Linear CKA of every pair of layers, as one product of flattened Grams.
+    """Linear CKA of every pair of layers, as one product of flattened Gram matrices.
 
     Args:
         features: states of every layer, `[L+1, N, D]`.
-        debiased: take the unbiased estimate of HSIC (see `linear_cka`).
+        debiased: use the unbiased estimate of HSIC (see `linear_cka`).
 
     Returns:
         `[L+1, L+1]` float64, unit 1, symmetric; range and NaN as `linear_cka`.
@@ -70,7 +72,7 @@ def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
 
 
 def few_samples(samples: int, width: int) -> bool:
-    """Whether biased CKA says more about `N` and `D` than about the layers: `N < 10 D`."""
+    """Whether the bias dominates biased CKA: `N < 10 D`."""
     return samples < 10 * width
 
 
@@ -92,7 +94,7 @@ class Cka(Measure):
         """`debiased` and `biased`, each `[views, L+1, L+1]`, and `count [2]`: all tokens, and without the first."""
         sample = self.reservoir.compute()
         later = without_first(sample)
-        # First tokens in front: the rows of the Grams that they leave are the second view's, so both cost one pass.
+        # First tokens are sorted to the front; the remaining Gram rows are the second view, so one pass gives both.
         order = later.long().argsort(stable=True)
         total, first = len(later), int((~later).sum())
         layers = _prepare(sample.features[order].transpose(0, 1))
@@ -121,14 +123,15 @@ class Cka(Measure):
 
 
 def _prepare(features: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Each layer's features `[N, D]` in float64 about their mean: exact for CKA, and Grams of offsets lose digits."""
+    """Each layer's features `[N, D]` in float64, centred: CKA is unchanged, and Gram matrices lose fewer digits."""
     return [centred(layer, layer.mean(0, dtype=torch.float64)) for layer in features]
 
 
 def _products(features: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """`[S, S]` sums of `K_ij L_ij` over `i != j` for all pairs of Grams, with the smaller of `i, j` in start..stop.
+    """`[S, S]` sums of `K_ij L_ij` over `i != j` for all pairs of Gram matrices, with the smaller of `i, j` in
+    start..stop.
 
-    A block of rows of all Grams at a time, right of the diagonal: no Gram is ever whole.
+    Only a block of rows of all Gram matrices, right of the diagonal, exists at a time.
     """
     samples = len(features[0])
     total = features[0].new_zeros(len(features), len(features))
@@ -142,10 +145,10 @@ def _products(features: Sequence[Tensor], start: int, stop: int) -> Tensor:
 
 
 def _alignment(products: Tensor, features: Sequence[Tensor], debiased: bool) -> Tensor:
-    """`[S, S]` CKA from the off-diagonal products of the Grams; the rest of HSIC follows from the features.
+    """`[S, S]` CKA from the off-diagonal products of the Gram matrices; the rest of HSIC follows from the features.
 
-    Both estimates are `<K, L> - 2/a r_K . r_L + s_K s_L / b` of row sums `r` and their total `s`: the biased with
-    `a = N, b = N^2`, the unbiased with the diagonals left out and `a = N - 2, b = (N - 1)(N - 2)`.
+    Both estimates are `<K, L> - 2/a r_K . r_L + s_K s_L / b` with row sums `r` and their total `s`: the biased one with
+    `a = N, b = N^2`, the unbiased one without the diagonals and with `a = N - 2, b = (N - 1)(N - 2)`.
     """
     samples = len(features[0])
     if samples < (4 if debiased else 2):

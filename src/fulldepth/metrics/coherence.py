@@ -1,4 +1,4 @@
-"""Coherence: at which frequencies along the sequence a layer keeps what it reads (CR-Guided Transformers, Sec. 3.1)."""
+"""Coherence of a layer's input and output over frequencies along the sequence (CR-Guided Transformers, Sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import error_of_channel_mean, leave_one_out
 
 STD_EPS = 1e-8
-"""The paper's epsilon beside the standard deviation."""
+"""The paper's epsilon, added to the standard deviation."""
 NO_POWER = 1e-28
-"""Mean |phi|^2 of a frequency that a float64 transform cannot tell from an absent one (rounding leaves about 1e-33)."""
+"""A frequency counts as absent if its mean |phi|^2 is at most this (float64 rounding leaves about 1e-33)."""
 BINS = 10
 BAND = (0.3, 0.7)
-"""Coherence of an "effective" layer; above it copies, below it makes noise."""
+"""Coherence of an "effective" layer; a layer above copies its input, a layer below scrambles it."""
 GROUPED_CHANNELS = 64
-"""At most this many channels have their sums kept by group of sequences, for the standard errors."""
+"""Maximum number of channels whose sums are kept per jackknife group, for the standard errors."""
 ERROR = "standard_error_of_mean_corrected"
 OVER_LAYERS = "mean_corrected_of_layers"
 
@@ -27,26 +27,26 @@ def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected
     r"""Magnitude-squared coherence of every channel and frequency, in [0, 1].
 
     Each channel is standardised along the sequence and turned into a distribution over positions by a softmax, whose
-    characteristic function at :math:`\omega_k = 2 \pi k / T, k = 0..K-1, K = \lfloor T/2 \rfloor + 1`, is compared:
+    characteristic function is evaluated at :math:`\omega_k = 2 \pi k / T, k = 0..K-1, K = \lfloor T/2 \rfloor + 1`:
 
     .. math:: c = \frac{|S_{xy}|^2}{S_{xx} S_{yy}}, \quad S_{xy} = \mathrm{mean}_B(\varphi_x \overline{\varphi_y}),
         \quad \varphi(k) = \sum_t p(t) e^{-i \omega_k t}, \quad p = \mathrm{softmax}_T \frac{h - \bar h}{s + 10^{-8}}
 
-    The mean over sequences stands in the paper's appendix, not in its main text; without it the ratio is always 1.
-    Over `n` sequences the ratio is too large. Where nothing is shared and the spectra are complex normal, it follows
-    Beta(1, n - 1), whose mean is `1/n`: see `corrected`.
+    The mean over sequences is given in the paper's appendix, not in its main text; without it the ratio is always 1.
+    Over `n` sequences the ratio is biased upwards: for unrelated, complex normal spectra it follows Beta(1, n - 1),
+    whose mean is `1/n`. See `corrected`.
 
     Args:
-        h_in: states that the layer reads, `[B, T, D]`, without padding.
-        h_out: states that it returns, same shape.
-        include_dc: keep `k = 0`, which is 1 by construction (as the paper does); False leaves it out.
-        corrected: give `max(0, (B c - 1)/(B - 1))`. Without the clipping at 0 its mean would be 0 where the truth is 0;
-            with it, the mean is `(1 - 1/B)^B / (B - 1)`: 0.25 for 2 sequences, 0.049 for 8, 0.012 for 32. A mean
-            over cells that are partly noise keeps that much bias.
+        h_in: input states of the layer, `[B, T, D]`, without padding.
+        h_out: output states of the layer, same shape.
+        include_dc: keep `k = 0`, which is 1 by construction (as the paper does); False sets it to NaN.
+        corrected: return `max(0, (B c - 1)/(B - 1))`. Without the clipping its mean would be 0 where the true coherence
+            is 0; with it, that mean is `(1 - 1/B)^B / (B - 1)`: 0.25 for 2 sequences, 0.049 for 8, 0.012 for 32.
+            This bias remains in means over cells that are partly noise.
 
     Returns:
-        `[D, K]`, unit 1. NaN where a cell is left out: a channel without power at a frequency gives 0/0, above all a
-        channel that is constant along the sequence (at every `k > 0`).
+        `[D, K]`, unit 1. NaN where a channel has no power at a frequency (0/0), as for a channel that is constant along
+        the sequence (at every `k > 0`).
 
     Raises:
         ValueError: for a single sequence, a single position, or differing shapes.
@@ -68,8 +68,8 @@ def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected
 def characteristic_function(h: Tensor) -> Tensor:
     """`[B, D, K]` complex128: the characteristic function of every channel of `h: [B, T, D]` along the sequence.
 
-    A channel that varies by no more than its own rounding counts as constant, else that rounding would be measured.
-    Everything is float64: channels as smooth as rounding allows still give the same numbers in any batch.
+    A channel that varies by no more than rounding counts as constant. Everything is float64, so that even almost
+    constant channels give the same numbers in any batch.
     """
     batch, length, width = h.shape
     if length < 2:
@@ -85,15 +85,15 @@ def characteristic_function(h: Tensor) -> Tensor:
 
 
 class Coherence(Measure):
-    """Coherence of every layer over the whole data set: of its ends, and of the ends of its attention sub-layer.
+    """Coherence of input and output of every layer, and of its attention sub-layer, over the whole data set.
 
-    The spectra are summed over all sequences and divided once. Every token of a sequence takes part, whatever the
-    token policy counts, for frequencies need the sequence whole. `count` is the number of cells (channel, frequency)
-    behind a number; cells that are 0/0 are left out.
+    The spectra are summed over all sequences and divided once. Every token of a sequence is used, regardless of the
+    token policy, because frequencies need the whole sequence. `count` is the number of cells (channel, frequency)
+    averaged over; cells that are 0/0 are excluded.
 
-    The corrected mean of the residual stream has a standard error over sequences, for each layer and for the mean over
-    layers, from three sequences on. For it, the spectra of at most 64 evenly spaced channels are also summed by group
-    of sequences (see `fulldepth.metrics.jackknife`).
+    With three sequences or more, the corrected mean of the residual stream has a standard error over sequences, for
+    each layer and for the mean over layers. For it, the spectra of at most 64 evenly spaced channels are also summed
+    per jackknife group (see `fulldepth.metrics.jackknife`).
     """
 
     name = "coherence"
@@ -130,7 +130,7 @@ class Coherence(Measure):
         self.add_grouped("sequences")
 
     def update(self, observation: Observation) -> None:
-        """Add one batch; every state is transformed once and forgotten after the next layer."""
+        """Add one batch; every state is transformed once and freed after the next layer."""
         residual, attention = observation.states["residual"], observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         self._check(residual, observation.attention_mask)
@@ -158,7 +158,9 @@ class Coherence(Measure):
         self.sequences += group.bincount(minlength=len(self.sequences))
 
     def _add_by_group(self, group: Tensor, layer: int, before: Tensor, after: Tensor) -> None:
-        """Add what a layer 0..L returned, and its products with the conjugate of what it read, to the groups' sums."""
+        """Add the power of a layer's output `after` (layers 0..L) and the products `before * after` to the group sums;
+        `before` is the conjugate of the layer's input.
+        """
         home = self.group_power.device
         before, after = (phi[:, self.channels.to(phi.device)].to(home) for phi in (before, after))  # [B, C, K]
         self.group_power[:, layer].index_add_(0, group, after.real.square() + after.imag.square())
@@ -167,7 +169,7 @@ class Coherence(Measure):
             cross.index_add_(0, group, torch.view_as_real(before * after))
 
     def _check(self, residual: Tensor, attention_mask: Tensor) -> None:
-        """Refuse what would mix frequencies: another length, or padding."""
+        """Reject batches with another sequence length or with padding, which would mix frequencies."""
         length = residual.shape[2]
         if length != self.setup.sequence_length:
             raise ValueError(f"coherence needs sequences of one length, {self.setup.sequence_length}, got {length}")
@@ -175,8 +177,8 @@ class Coherence(Measure):
             raise ValueError("coherence needs sequences of one length, got a batch with padding")
 
     def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 where nothing was seen. `errors`:
-        `[L+1]` standard errors of `mean_corrected` of the residual stream, of layers 1..L and of the mean over them.
+        """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 without data. `errors`: `[L+1]`
+        standard errors of `mean_corrected` of the residual stream, for layers 1..L and for the mean over layers.
         """
         sequences = int(self.sequences.sum())
         _check_sequences(sequences)
@@ -207,14 +209,14 @@ class Coherence(Measure):
 
     @staticmethod
     def _of_channels(cross: Tensor, power: Tensor, sequences: int) -> Tensor:
-        """[L, C] what each channel adds to the corrected mean over cells; the mean over channels is that mean."""
+        """[L, C] contribution of each channel to the corrected mean over cells, which is their mean over channels."""
         cells = _corrected(_ratio(cross, power[:-1], power[1:], sequences), sequences)  # [L, C, K]
         present = cells.isfinite().sum((1, 2)).div(cells.shape[1])  # [L] cells per channel
         return cells.nansum(-1) / present[:, None]
 
     def rows(self) -> list[Row]:
-        """Rows for every layer at both sites, then for the mean over layers; none for attention where its output was
-        not captured, no standard errors with fewer than three sequences.
+        """Rows for every layer at both sites, then for the mean over layers; no attention rows if its output was not
+        captured, no standard errors with fewer than three sequences.
         """
         values = self.compute()
         counts, errors = values.pop("count").long(), values.pop("errors").tolist()
@@ -233,7 +235,7 @@ class Coherence(Measure):
         ]
 
     def _rows_of_layers(self, values: dict[str, Tensor], counts: Tensor) -> list[Row]:
-        """The statistics of every layer at both sites, where there is a cell."""
+        """The statistics of every layer at both sites, without layers that have no cells."""
         return [
             self.row(statistic, value[where, layer], counts[where, layer], layer + 1, site=site)
             for where, site in enumerate(("residual", "attention"))
@@ -244,7 +246,7 @@ class Coherence(Measure):
 
 
 def _spread(width: int) -> Tensor:
-    """[C] the channels whose sums are kept by group: all of them, or 64 that are evenly spaced."""
+    """[C] channels whose sums are kept per jackknife group: all of them, or 64 evenly spaced ones."""
     return torch.linspace(0, width - 1, min(width, GROUPED_CHANNELS), dtype=torch.float64).round().long()
 
 
@@ -271,23 +273,23 @@ def _power(phi: Tensor) -> Tensor:
 
 
 def _ratio(cross: Tensor, power_in: Tensor, power_out: Tensor, sequences: int) -> Tensor:
-    """`[..., D, K]` coherence from sums over `sequences`; NaN where a side has no power.
+    """`[..., D, K]` coherence from sums over `sequences`; NaN where either side has no power.
 
-    All of it is NaN where no frequency above 0 has power: `k = 0` alone, which is 1 by construction, says nothing.
+    Everything is NaN if no frequency above 0 has power, because `k = 0` is 1 by construction.
     """
     ratio = (cross.real.square() + cross.imag.square()) / (power_in * power_out)
     present = torch.minimum(power_in, power_out) > NO_POWER * sequences
-    heard = present[..., 1:].any(-1).any(-1)[..., None, None]
-    return ratio.clamp(max=1.0).where(present & heard, torch.nan)
+    has_signal = present[..., 1:].any(-1).any(-1)[..., None, None]
+    return ratio.clamp(max=1.0).where(present & has_signal, torch.nan)
 
 
 def _corrected(ratio: Tensor, sequences: int) -> Tensor:
-    """Coherence without the bias of `sequences` sequences, clipped at 0 per cell."""
+    """Coherence corrected for the bias of a finite number of sequences, clipped at 0 per cell."""
     return ((sequences * ratio - 1) / (sequences - 1)).clamp(min=0.0)
 
 
 def _statistics(ratio: Tensor, sequences: int) -> dict[str, Tensor]:
-    """Statistics of one layer's cells `[D, K]`, and the `count` of cells behind them."""
+    """Statistics of one layer's cells `[D, K]`, and their `count`."""
     cells = ratio[ratio.isfinite()]
     result = {
         "mean": cells.mean(),

@@ -17,20 +17,20 @@ BLOCK = 1 << 18
 
 
 def cosine_matrix(features: Tensor, center: bool = True) -> Tensor:
-    r"""Mean cosine similarity between the layers' states of one sample, over samples, in [-1, 1].
+    r"""Mean over samples of the cosine similarity between two layers' states of one sample, in [-1, 1].
 
     .. math:: C_{l l'} = \frac{1}{N} \sum_n
         \cos\left(z^{(l)}_n - \bar z^{(l)}, z^{(l')}_n - \bar z^{(l')}\right), \quad \bar z = \frac{1}{N} \sum_n z_n
 
-    Without the centring a direction that all samples share (as in anisotropic language models) makes everything alike.
+    Without centring, a direction shared by all samples (as in anisotropic language models) makes all layers similar.
 
     Args:
         features: states of every layer, `[L+1, N, D]`.
         center: subtract each layer's global mean over all samples, as the paper does.
 
     Returns:
-        `[L+1, L+1]` float64, unit 1, symmetric. Samples whose state is zero (after centring: equal to the mean up to
-        rounding) at either layer have no direction and are left out; NaN where none remains.
+        `[L+1, L+1]` float64, unit 1, symmetric. Samples whose state at either layer is zero (after centring: equal to
+        the mean up to rounding) have no direction and are excluded; NaN if none remains.
 
     Raises:
         ValueError: if `features` is not three-dimensional.
@@ -42,7 +42,7 @@ def cosine_matrix(features: Tensor, center: bool = True) -> Tensor:
 
 
 def centred(features: Tensor, mean: Tensor) -> Tensor:
-    """`features - mean` in float64, exactly zero for vectors `[..., D]` in which only rounding is left."""
+    """`features - mean` in float64; vectors `[..., D]` that are zero up to rounding become exactly zero."""
     values = features.double()
     result = values - mean
     rounding = torch.finfo(features.dtype if features.dtype == torch.float64 else torch.float32).eps
@@ -51,14 +51,14 @@ def centred(features: Tensor, mean: Tensor) -> Tensor:
 
 
 def without_first(sample: Sample) -> Tensor:
-    """[N] bool: which tokens of the sample are not the first of their sequence."""
+    """[N] bool: False for tokens that are the first of their sequence."""
     return (sample.keys.reshape(-1) & ((1 << POSITION_BITS) - 1)) != 0
 
 
 class Cosine(Measure):
     """Cosine similarity of every pair of layers: raw over all counted tokens, centred over the shared sample of tokens.
 
-    `count` is the number of tokens behind a number. The percentiles are those of the centred similarity to layer L.
+    `count` is the number of tokens averaged over. The percentiles are those of the centred similarity to layer L.
     """
 
     name = "cosine"
@@ -83,7 +83,7 @@ class Cosine(Measure):
         self.counts += (weights @ valid.double()).view(self.counts.shape).to(self.counts.device)
 
     def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[views, L+1, L+1]`, percentiles `[views, L+1]`; tokens behind them: `count`, `count_raw`."""
+        """Statistic -> `[views, L+1, L+1]`, percentiles `[views, L+1]`; token counts: `count`, `count_raw`."""
         sample = self.reservoir.compute()
         features = sample.features.transpose(0, 1)
         views = [features, features[:, without_first(sample)]] if self.setup.first_tokens else [features]
@@ -104,7 +104,7 @@ class Cosine(Measure):
         return [row for view, suffix in enumerate(self.setup.views) for row in self._rows(values, view, suffix)]
 
     def _rows(self, values: dict[str, Tensor], view: int, suffix: str) -> Iterator[Row]:
-        """Rows of one view, whose statistics carry its suffix."""
+        """Rows of one view, with its suffix on the statistics' names."""
         last = self.setup.num_layers
         for layer in range(last + 1):
             for other in range(last + 1):
@@ -117,7 +117,7 @@ class Cosine(Measure):
 
 
 def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums `[L+1, L+1]` of the samples' cosines, how many each holds, and the cosines to the last layer `[L+1, N]`."""
+    """Sums `[L+1, L+1]` of the samples' cosines, their counts, and the cosines to the last layer `[L+1, N]`."""
     if features.ndim != 3:
         raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
     layers, _, width = features.shape

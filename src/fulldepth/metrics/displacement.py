@@ -1,4 +1,4 @@
-"""Displacement: how far a layer turns the residual stream (JREG, Eq. 2)."""
+"""Displacement: angular displacement of the residual stream by a layer (JREG, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import ratio_error
 
 BINS = 1 << 15
-"""Histogram bins for the percentiles, uniform in sqrt(displacement): fine where layers copy."""
+"""Histogram bins for the percentiles, uniform in sqrt(displacement): finest near 0."""
 PERCENTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
 
 
@@ -19,15 +19,15 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
 
     .. math:: \Psi_l = 1 - \frac{1 + \cos(h_{l-1}, h_l)}{2}
 
-    0 = same direction, 1/2 = orthogonal, 1 = opposite; positive scaling of either state changes nothing.
+    0 = same direction, 1/2 = orthogonal, 1 = opposite; invariant to positive scaling of either state.
 
     Args:
         h_in: residual stream before the layer, `[..., D]`.
-        h_out: residual stream after the layer, same shape. For the last layer this is the state before the final norm.
+        h_out: residual stream after the layer (before the final norm), same shape.
 
     Returns:
-        `[...]`, unit 1; NaN where a state is exactly zero, because it has no direction. Every mean of displacements, of
-        measures and penalties alike, leaves such tokens out.
+        `[...]`, unit 1; NaN where a state is exactly zero, because it has no direction. Means of displacements, in
+        measures and penalties, exclude such tokens.
 
     Raises:
         ValueError: if the shapes differ.
@@ -45,7 +45,7 @@ class Displacement(Measure):
     """Mean, its standard error over sequences, standard deviation and percentiles of every layer's displacement.
 
     Percentiles come from a histogram of `sqrt(psi)` with 2^15 bins: within `2^-14 * sqrt(psi)` of the exact ones.
-    With the site `final_normed`, layer L is read once more with the final norm applied to `h_L`.
+    Site `final_normed` is layer L again, with the final norm applied to `h_L`.
     """
 
     name = "displacement"
@@ -58,7 +58,7 @@ class Displacement(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        layers = setup.num_layers + 1  # the last row is the normed reading of layer L
+        layers = setup.num_layers + 1  # the last row is layer L after the final norm
         self.add_grouped("sums", layers, 2)
         self.add_sum("squares", layers, 2)
         self.add_grouped("counts", layers, 2)
@@ -88,7 +88,7 @@ class Displacement(Measure):
             self.histogram[view] += chosen.bincount(minlength=len(psi) * BINS).view(len(psi), BINS)
 
     def compute(self) -> dict[str, Tensor]:
-        """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without the first."""
+        """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without first tokens."""
         counts = self.counts.sum(0)
         mean = self.sums.sum(0) / counts
         result = {"mean": mean, "standard_error": ratio_error(self.sums, self.counts, self.setup.group_sizes)}
@@ -98,7 +98,7 @@ class Displacement(Measure):
         return result | {"count": counts}
 
     def rows(self) -> list[Row]:
-        """Rows for every layer, at both sites; no standard error where there is only one sequence."""
+        """Rows for every layer, at both sites; no standard error for a single sequence."""
         values = self.compute()
         counts = values.pop("count").long()
         where = [("residual", layer) for layer in range(1, self.setup.num_layers + 1)]
@@ -115,7 +115,7 @@ class Displacement(Measure):
 
 
 def _percentile(histogram: Tensor, share: float) -> Tensor:
-    """[...] quantile of histograms `[..., BINS]`, linear between order statistics (numpy's default); NaN if empty."""
+    """[...] quantile of histograms `[..., BINS]`, interpolated linearly (numpy's default); NaN if empty."""
     cumulative = histogram.cumsum(-1)
     total = cumulative[..., -1:]
     rank = share * (total - 1).clamp(min=0).double()
@@ -124,7 +124,7 @@ def _percentile(histogram: Tensor, share: float) -> Tensor:
 
 
 def _order_statistic(histogram: Tensor, cumulative: Tensor, rank: Tensor) -> Tensor:
-    """[..., 1] the value at a 0-based rank, values spread evenly over their bin."""
+    """[..., 1] the value at a 0-based rank, with values spread evenly over their bin."""
     index = (cumulative <= rank).sum(-1, keepdim=True).clamp(max=BINS - 1)
     count = histogram.gather(-1, index)
     before = cumulative.gather(-1, index) - count

@@ -1,4 +1,4 @@
-"""Effective depth: the first layer that is accurate enough (aligned training, Def. 1)."""
+"""Effective depth: the first layer that reaches a target accuracy (aligned training, Def. 1)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import leave_one_out, standard_error
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
-"""Tolerances of Def. 1: short of perfect accuracy."""
+"""Tolerances relative to perfect accuracy (Def. 1)."""
 RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
-"""Tolerances short of the last layer's accuracy."""
+"""Tolerances relative to the last layer's accuracy."""
 STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
 ERROR_OF = "standard_error_of_"
 
@@ -23,13 +23,13 @@ def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bo
 
     .. math:: \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}, \text{ else } L
 
-    Few models reach `1 - eps` on language; `relative=True` asks instead for `(1 - eps) Acc^(L)`, which the last layer
-    always reaches. (If the last layer is never right, layer 1 is as good as it, and the answer is 1.)
+    Few models reach `1 - eps` on language; `relative=True` uses the threshold `(1 - eps) Acc^(L)` instead, which the
+    last layer always reaches. (If the last layer is never correct, the result is 1.)
 
     Args:
-        accuracy: layer-wise accuracy of layers 1..L, `[L]`; a NaN reaches nothing.
+        accuracy: layer-wise accuracy of layers 1..L, `[L]`; NaN is below every threshold.
         eps: tolerance in [0, 1].
-        relative: measure against the last layer's accuracy rather than against 1.
+        relative: take the threshold relative to the last layer's accuracy rather than to 1.
 
     Returns:
         A 1-based layer in 1..L.
@@ -52,8 +52,8 @@ def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bo
 class EffectiveDepth(Measure):
     """Effective depth for several tolerances, absolute (Def. 1) and relative to the last layer's accuracy.
 
-    NaN where there is nothing to say: no position has a target or, for the relative form, the last layer is never
-    right. Each has a standard error over sequences; it is 0 where every replicate gives the same layer.
+    NaN if no position has a target or, for the relative form, if the last layer is never correct. Each has a standard
+    error over sequences; it is 0 if every replicate gives the same layer.
     """
 
     name = "effective_depth"
@@ -75,7 +75,7 @@ class EffectiveDepth(Measure):
         self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[dict[str, float], int]:
-        """Statistic -> layer (also of the standard errors), and the number of positions behind it."""
+        """Statistic -> value (depths and their standard errors), and the number of positions."""
         depths = _depths(self.correct.sum(0), self.count.sum(0))
         without = torch.stack(
             [_depths(*sums) for sums in zip(leave_one_out(self.correct), leave_one_out(self.count), strict=True)]
@@ -86,7 +86,7 @@ class EffectiveDepth(Measure):
         return named, int(self.count.sum())
 
     def rows(self) -> list[Row]:
-        """One row for each tolerance and one for its standard error, where it has one; they belong to no layer."""
+        """One row for each tolerance and one for its standard error if it is known; `layer` is None."""
         return self.rows_of(*self.compute())
 
 

@@ -1,4 +1,4 @@
-"""Expected retrieval: the depth of what a layer reads from the memory, on average (LIME, Eq. 2)."""
+"""Expected retrieval: mean index of the representation that a layer reads from the memory (LIME, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fulldepth.metrics.retrieval_weight import SITE, absolute_share, routers
 
 
 def head_shares(w_o: Tensor, heads: int) -> Tensor:
-    r"""How much each query head can say: the norm of its slice of the output projection, over the sum of all.
+    r"""Share of each query head: the norm of its slice of the output projection, over the sum of all norms.
 
     .. math:: p(h \mid r) = \frac{\|W^{(O)}_h\|_F}{\sum_{h'} \|W^{(O)}_{h'}\|_F}
 
     Args:
-        w_o: the projection as torch keeps it, `[D, H d_h]`: heads side by side along the inputs.
-        heads: H, query heads.
+        w_o: the projection in torch's layout, `[D, H d_h]`: heads side by side along the inputs.
+        heads: H, number of query heads.
 
     Returns:
         `[H]` float64, unit 1, summing to 1; NaN if the whole matrix is zero.
 
     Raises:
-        ValueError: if `w_o` is no matrix that splits into `heads` slices.
+        ValueError: if `w_o` is not a matrix that splits into `heads` slices.
 
     Source: "LIME: layer-integrated memory", Sec. 5.2.
     """
@@ -37,8 +37,8 @@ def expected_retrieval(weights: Tensor, shares: Tensor) -> Tensor:
 
     .. math:: E[m \mid r] = \sum_h p(h \mid r) \sum_{m=0}^{r-1} p(m \mid h, r) \, m
 
-    The query heads of a group share the router of their key/value head, whose share is the sum of theirs. Attention
-    without a memory has r-1.
+    The query heads of a group share the router of their key/value head, whose share is the sum of theirs. For attention
+    without a memory the value is r-1.
 
     Args:
         weights: distributions over sources, `[..., H_kv, r]` (see `retrieval_share`).
@@ -67,7 +67,7 @@ def _depth(weights: Tensor) -> Tensor:
 
 
 class ExpectedRetrieval(Measure):
-    """Expected source m of every layer r with a router, over tokens; heads weigh as `Setup.head_shares` says.
+    """Expected source m of every layer r with a router, over tokens; heads are weighted by `Setup.head_shares`.
 
     For kv routers p(m|h,r) is the share of the absolute weights (`retrieval_share`).
     """
@@ -90,12 +90,12 @@ class ExpectedRetrieval(Measure):
         for layer, routing in routers(observation, self.setup):
             shares = torch.tensor(self.setup.head_shares[layer - 1], dtype=torch.float64)
             sources = expected_retrieval(absolute_share(routing, observation.counted), shares)
-            shared = tokens if routing.ndim != 4 else 1  # one matrix stands for every token
+            shared = tokens if routing.ndim != 4 else 1  # one matrix holds for all tokens
             self.sums[layer - 1] += (sources.sum() * shared).to(self.sums)
             self.counts[layer - 1] += tokens
 
     def compute(self) -> dict[str, Tensor]:
-        """`value` and `count`, each `[L]`: layers 1..L, NaN and 0 where there is no router."""
+        """`value` and `count`, each `[L]`: layers 1..L, NaN and 0 for layers without a router."""
         return {"value": self.sums / self.counts, "count": self.counts.clone()}
 
     def rows(self) -> list[Row]:

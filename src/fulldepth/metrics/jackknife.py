@@ -1,10 +1,9 @@
-"""Standard errors over sequences, by a delete-group jackknife on sums that are kept apart by group of sequences.
+"""Standard errors over sequences, by a delete-group jackknife on sums that are accumulated per group of sequences.
 
 Sequence `i` of the data set belongs to group `i % G`, with `G = min(n, 16)` groups for `n` sequences. A measure keeps
-its sums once for each group; the sums of all groups give the number, the sums of all groups but one give a replicate.
-Sums by group are additive, so the standard error does not depend on batches or processes. Sequences are the units: the
-error holds for another sample of sequences like these, and is too small where the sequences depend on each other, as
-windows that are cut from one document do.
+its sums per group; the sums over all groups give the estimate, the sums over all groups but one give a replicate. Sums
+per group are additive, so the standard error does not depend on batches or processes. Sequences are treated as
+independent: the standard error is too small if they are correlated, as windows cut from one document are.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import torch
 from torch import Tensor
 
 GROUPS = 16
-"""At most this many groups. With 16, a standard error is itself uncertain by about 18 per cent."""
+"""Maximum number of groups. With 16, a standard error is itself uncertain by about 18 per cent."""
 
 
 def group_sizes(sequences: int) -> Tensor:
-    """`[G]` float64: how many of `sequences` sequences belong to each group; `G = 1` for a single sequence."""
+    """`[G]` float64: number of sequences in each group; `G = 1` for a single sequence."""
     groups = min(max(sequences, 1), GROUPS)
     return torch.tensor([float(len(range(group, sequences, groups))) for group in range(groups)], dtype=torch.float64)
 
 
 def leave_one_out(sums: Tensor) -> Tensor:
-    """`[G, ...]`: for each group, the sum over all other groups, from sums by group `[G, ...]`."""
+    """`[G, ...]`: for each group, the sum over all other groups, from sums per group `[G, ...]`."""
     return sums.sum(0) - sums
 
 
 def deviations(whole: Tensor, without: Tensor, sizes: Tensor) -> Tensor:
-    r"""The jackknife's deviation of every group; the squared standard error is the sum of their squares over groups.
+    r"""Jackknife deviation of every group; the squared standard error is the sum of their squares over groups.
 
     .. math:: \delta_j = \frac{\tilde\theta_j - \bar\theta}{\sqrt{G (h_j - 1)}}, \quad h_j = n / m_j, \quad
         \tilde\theta_j = h_j \hat\theta - (h_j - 1) \hat\theta_{-j}, \quad \bar\theta = \sum_j \tilde\theta_j / h_j
@@ -39,7 +38,7 @@ def deviations(whole: Tensor, without: Tensor, sizes: Tensor) -> Tensor:
         sizes: sequences in each group, :math:`m_j`, `[G]`; :math:`n` is their sum.
 
     Returns:
-        `[G, ...]` float64; NaN for a single group, and where an estimate is NaN.
+        `[G, ...]` float64; NaN for a single group, or if an estimate is NaN.
 
     Source: Busing, Meijer and van der Leeden, "Delete-m jackknife for unequal m", Statistics and Computing 9 (1999).
     """
@@ -53,11 +52,11 @@ def deviations(whole: Tensor, without: Tensor, sizes: Tensor) -> Tensor:
 
 
 def standard_error(whole: Tensor, without: Tensor, sizes: Tensor) -> Tensor:
-    r"""The standard error of an estimate over sequences, by the delete-group jackknife.
+    r"""Standard error of an estimate over sequences, by the delete-group jackknife.
 
     .. math:: \mathrm{SE}^2 = \frac{1}{G} \sum_j \frac{(\tilde\theta_j - \bar\theta)^2}{h_j - 1}
 
-    With groups of equal size that is the usual :math:`\frac{G-1}{G} \sum_j (\hat\theta_{-j} - \bar\theta_{-})^2`; for a
+    With groups of equal size this is the usual :math:`\frac{G-1}{G} \sum_j (\hat\theta_{-j} - \bar\theta_{-})^2`; for a
     mean over groups of one sequence it is the sample standard deviation over :math:`\sqrt{n}`.
 
     Args:
@@ -66,23 +65,23 @@ def standard_error(whole: Tensor, without: Tensor, sizes: Tensor) -> Tensor:
         sizes: see `deviations`.
 
     Returns:
-        `[...]` float64, in the estimate's unit, at least 0; NaN for a single group, and where an estimate is NaN.
+        `[...]` float64, in the estimate's unit, at least 0; NaN for a single group, or if an estimate is NaN.
     """
     return deviations(whole, without, sizes).square().sum(0).sqrt()
 
 
 def ratio_error(sums: Tensor, counts: Tensor, sizes: Tensor) -> Tensor:
-    """The standard error of `sums.sum(0) / counts.sum(0)`, from sums and counts by group, `[G, ...]` each."""
+    """Standard error of `sums.sum(0) / counts.sum(0)`, from sums and counts per group, `[G, ...]` each."""
     return standard_error(sums.sum(0) / counts.sum(0), leave_one_out(sums) / leave_one_out(counts), sizes)
 
 
 def error_of_channel_mean(whole: Tensor, without: Tensor, sizes: Tensor, channels: int) -> Tensor:
-    r"""The standard error of a mean over :math:`D` channels, from replicates of `C` of them, evenly spread.
+    r"""Standard error of a mean over :math:`D` channels, from replicates of `C` evenly spaced ones.
 
     .. math:: \mathrm{SE}^2 = \frac{v}{D} + \left(1 - \frac{1}{D}\right) \max(0, c)
 
     :math:`v` is the mean jackknife variance of a channel, :math:`c` the mean jackknife covariance of two different
-    channels. Where `C = D`, this is the plain standard error of the mean.
+    channels. For `C = D` this is the plain standard error of the mean.
 
     Args:
         whole: estimates of the `C` channels, `[..., C]`.
@@ -94,10 +93,10 @@ def error_of_channel_mean(whole: Tensor, without: Tensor, sizes: Tensor, channel
         `[...]` float64.
     """
     deviation = deviations(whole, without, sizes)
-    kept = whole.shape[-1]
+    sampled = whole.shape[-1]
     squared = deviation.mean(-1).square().sum(0)
-    if kept == channels or kept < 2:
+    if sampled == channels or sampled < 2:
         return squared.sqrt()
     variance = deviation.square().sum(0).mean(-1)
-    covariance = ((squared - variance / kept) / (1 - 1 / kept)).clamp(min=0)
+    covariance = ((squared - variance / sampled) / (1 - 1 / sampled)).clamp(min=0)
     return (variance / channels + (1 - 1 / channels) * covariance).sqrt()

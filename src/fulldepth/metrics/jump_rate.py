@@ -1,4 +1,4 @@
-"""Jump rate: how much the displacement grows over the last layers (JREG, Eq. 3)."""
+"""Jump rate: increase of the displacement over the last layers (JREG, Eq. 3)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
 
     Args:
         psi: mean displacement of layers 1..L, `[L]`.
-        start: the first layer `l` counted. Negative counts from the end, as in Python: -1 is zeta_L, -2 zeta_{L-1}.
-            Positive is the 1-based layer, at least 2.
+        start: the first layer `l` of the sum: a 1-based layer, at least 2, or a negative index from the end as in
+            Python (-1 gives zeta_L, -2 zeta_{L-1}).
 
     Returns:
         Per cent, in [0, 100 (L - l + 1)]; 10 or more is a large jump.
 
     Raises:
-        ValueError: if `start` is no layer in 2..L, or `psi` is not one-dimensional.
+        ValueError: if `start` is not a layer in 2..L, or `psi` is not one-dimensional.
 
     Source: "JREG: final-layer jumps", Eq. 3.
     """
@@ -42,12 +42,12 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
 
 
 def size_of_jump(value: float) -> str:
-    """Whether a jump rate in per cent is large, at the one decimal that is printed."""
+    """Verdict on a jump rate in per cent, rounded to the one decimal that is printed."""
     return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
 
 
 def describe_jump(value: float) -> str:
-    """A sentence on zeta_L in per cent; 0 says that the last layer displaces as much as the one before, or less."""
+    """A sentence on zeta_L in per cent; 0 means that the last layer displaces at most as much as the one before."""
     if value <= 0:
         return "The last layer displaces no more than the one before: no jump."
     amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
@@ -76,14 +76,14 @@ class JumpRate(Measure):
         self.counts += (member.T @ valid.double()).to(self.counts)
 
     def compute(self) -> tuple[list[float], list[float], int]:
-        """zeta_2..zeta_L, their standard errors over sequences, and the number of tokens behind them."""
+        """zeta_2..zeta_L, their standard errors over sequences, and the number of tokens."""
         rates = _rates(self.sums.sum(0) / self.counts.sum(0))
         without = torch.stack([_rates(psi) for psi in leave_one_out(self.sums) / leave_one_out(self.counts)])
         errors = standard_error(rates, without, self.setup.group_sizes)
         return rates.tolist(), errors.tolist(), int(self.counts.sum(0).min())
 
     def rows(self) -> list[Row]:
-        """Two rows for each layer 2..L; no standard error where there is only one sequence."""
+        """Two rows for each layer 2..L; no standard error for a single sequence."""
         rates, errors, count = self.compute()
         return [
             row

@@ -1,4 +1,4 @@
-"""Layer-wise accuracy: how often the last layer's classifier is right on every layer (aligned training, Eq. 2)."""
+"""Layer-wise accuracy: accuracy of the last layer's classifier on every layer (aligned training, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: a layer's states after final norm and head, `[..., V]`.
-        targets: class or token, `[...]`; -100 is left out.
+        targets: class or token, `[...]`; -100 is ignored.
 
     Returns:
-        0-d float64, unit 1; NaN where no position has a target.
+        0-d float64, unit 1; NaN if no position has a target.
 
     Raises:
-        ValueError: if the shapes do not belong together.
+        ValueError: if the shapes do not match.
 
     Source: "Representation progression and aligned training", Eq. 2.
     """
@@ -37,9 +37,9 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LensMean(Measure):
-    """Mean over positions of one reading of the lens, with its standard error over sequences, for layers 0..L.
+    """Mean over positions of one lens statistic, with its standard error over sequences, for layers 0..L.
 
-    A subclass says which reading.
+    A subclass picks the statistic in `reading`.
     """
 
     needs = frozenset({"targets"})
@@ -53,7 +53,7 @@ class LensMean(Measure):
 
     @abstractmethod
     def reading(self, lens: Readout) -> Tensor:
-        """[L+1, M] what is averaged."""
+        """[L+1, M] values to average."""
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -63,12 +63,12 @@ class LensMean(Measure):
         self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
-        """[L+1] means, [L+1] standard errors over sequences, and the number of positions behind them."""
+        """[L+1] means, [L+1] standard errors over sequences, and the number of positions."""
         errors = ratio_error(self.sums, self.count[:, None], self.setup.group_sizes)
         return self.sums.sum(0) / self.count.sum(), errors, int(self.count.sum())
 
     def rows(self) -> list[Row]:
-        """Two rows for each layer 0..L; no standard error where there is only one sequence."""
+        """Two rows for each layer 0..L; no standard error for a single sequence."""
         means, errors, count = self.compute()
         return [
             row

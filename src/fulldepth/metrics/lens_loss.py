@@ -1,4 +1,4 @@
-"""Layer-wise loss: the cross-entropy of the last layer's classifier on every layer (JREG, App. K)."""
+"""Layer-wise loss: cross-entropy of the last layer's classifier on every layer (JREG, App. K)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     .. math:: \frac{1}{N} \sum_i \log \sum_v e^{z_{iv}} - z_{i y_i}
 
-    Through log-sum-exp in float32 at least, so that a prediction that is certain and wrong costs a finite amount.
+    Computed by log-sum-exp in float32 or float64, so that confident wrong predictions have a finite loss.
 
     Args:
         logits: a layer's states after final norm and head, `[..., V]`.
-        targets: class or token, `[...]`; -100 is left out.
+        targets: class or token, `[...]`; -100 is ignored.
 
     Returns:
-        0-d float64, unit nats; NaN where no position has a target.
+        0-d float64, unit nats; NaN if no position has a target.
 
     Raises:
-        ValueError: if the shapes do not belong together.
+        ValueError: if the shapes do not match.
 
     Source: "JREG: final-layer jumps", App. K: the loss if inference stopped at this layer.
     """

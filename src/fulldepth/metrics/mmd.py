@@ -1,4 +1,4 @@
-"""Maximum mean discrepancy between a model's hidden states and a reference model's (Hopscotch, analysis)."""
+"""Maximum mean discrepancy between the hidden states of a model and of a reference model (Hopscotch, analysis)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def mmd(x: Tensor, y: Tensor, bandwidth: float | None = None) -> Tensor:
         \frac{1}{N^2} \sum_{i,j} k(x_i, x_j) + \frac{1}{M^2} \sum_{i,j} k(y_i, y_j)
         - \frac{2}{NM} \sum_{i,j} k(x_i, y_j), \quad k(a, b) = e^{-\|a - b\|^2 / 2 s^2}
 
-    In float64. It holds one `(N + M)^2` matrix: 134 MB for 2048 samples a side.
+    Computed in float64 with one `(N + M)^2` matrix in memory: 134 MB for N = M = 2048.
 
     Args:
-        x: one sample, `[N, D]`.
-        y: the other, `[M, D]`.
-        bandwidth: s. By default the median distance over all pairs i < j of the pooled sample. At
-            s = 0 (more than half of the pairs coincide) the kernel is its limit: 1 for equal points, else 0.
+        x: first sample, `[N, D]`.
+        y: second sample, `[M, D]`.
+        bandwidth: s; None = the median distance over all pairs i < j of the pooled sample. For s = 0 (more than half
+            of the pairs coincide) the kernel is its limit: 1 for equal points, else 0.
 
     Returns:
         0-d float64, unit 1; 0 for identical samples.
 
     Raises:
-        ValueError: if the shapes do not belong together, a sample is empty, or the bandwidth is negative.
+        ValueError: if the shapes do not match, a sample is empty, or the bandwidth is negative.
 
     Source: "Hopscotch", analysis of the hidden states.
     """
@@ -46,19 +46,19 @@ def mmd(x: Tensor, y: Tensor, bandwidth: float | None = None) -> Tensor:
 
 
 def _squared_distances(points: Tensor) -> Tensor:
-    """[P, P] squared distances of the rows of `points [P, D]`; exactly 0 where they differ by rounding only."""
-    points = points - points.mean(0)  # distances stay, cancellation shrinks
+    """[P, P] squared distances of the rows of `points [P, D]`; exactly 0 for rows that are equal up to rounding."""
+    points = points - points.mean(0)  # same distances, less cancellation
     norms = points.square().sum(1)
     squared = points @ points.T
     squared.mul_(-2).add_(norms[:, None]).add_(norms)
     rounding = 4 * math.sqrt(points.shape[1]) * torch.finfo(torch.float64).eps
-    for row, norm in zip(squared, norms, strict=True):  # row by row: no second P x P matrix
+    for row, norm in zip(squared, norms, strict=True):  # row by row, to avoid a second P x P matrix
         row.masked_fill_(row <= rounding * (norm + norms), 0.0)
     return squared
 
 
 def _median_distance(squared: Tensor) -> float:
-    """Median distance over the pairs of different rows, as numpy's: the mean of the middle two if they are even."""
+    """Median distance over all pairs of rows i < j; the mean of the middle two for an even number of pairs."""
     pairs = squared[torch.ones_like(squared, dtype=torch.bool).triu_(1)]
     lower, upper = (pairs.kthvalue(k).values.sqrt() for k in ((len(pairs) + 1) // 2, len(pairs) // 2 + 1))
     return float((lower + upper) / 2)
@@ -78,7 +78,7 @@ class Mmd(Measure):
             self.setup.reservoir(site).observe(observation, site)
 
     def compute(self) -> tuple[list[float], int]:
-        """Squared MMD of layers 0..L, and the number of tokens behind it."""
+        """Squared MMD of layers 0..L, and the number of tokens."""
         own, reference = (self.setup.reservoir(site).compute().features for site in self.sites)
         if not len(own):
             return [], 0

@@ -1,4 +1,4 @@
-"""NC1: how far the features of one class have collapsed into one point (aligned training, footnote 5)."""
+"""NC1: within-class variability collapse of features (aligned training, footnote 5)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from fulldepth.metrics.base import Measure, Observation, Row
 
 
 def nc1(features: Tensor, labels: Tensor) -> Tensor:
-    r"""Within-class variability against the spread of the class means, in [0, inf); 0 = collapsed.
+    r"""Within-class variability relative to the spread of the class means, in [0, inf); 0 = collapsed.
 
     .. math::
         \frac{1}{K} \operatorname{tr}(\Sigma_W \Sigma_B^\dagger), \quad
         \Sigma_W = \frac{1}{N} \sum_i (h_i - \bar h_{y_i})(h_i - \bar h_{y_i})^\top, \quad
         \Sigma_B = \frac{1}{K} \sum_k (\bar h_k - \bar h)(\bar h_k - \bar h)^\top
 
-    The global mean is over samples, so classes may differ in size. The rank of `Sigma_B` is below K: its
-    pseudo-inverse comes from the singular values of the centred class means, `[K, D]`, in float64, with numpy's cut-off
-    for a Hermitian D x D matrix. No D x D matrix is formed.
+    The global mean is over samples, so classes may differ in size. The rank of `Sigma_B` is below K; its pseudo-inverse
+    is computed from the singular values of the centred class means, `[K, D]`, in float64, with numpy's cut-off for a
+    Hermitian D x D matrix. No D x D matrix is formed.
 
     Args:
         features: one row per sample, `[N, D]`.
         labels: class of each sample, `[N]`.
 
     Returns:
-        0-d float64, unit 1; NaN where all class means coincide (every sample the same [CLS] embedding, for instance).
+        0-d float64, unit 1; NaN if all class means coincide (for instance if all samples share one [CLS] embedding).
 
     Raises:
-        ValueError: if the shapes do not belong together or there are fewer than two classes.
+        ValueError: if the shapes do not match or there are fewer than two classes.
 
     Source: "Representation progression and aligned training", footnote 5.
     """
@@ -55,7 +55,7 @@ def nc1(features: Tensor, labels: Tensor) -> Tensor:
 
 
 class Nc1(Measure):
-    """NC1 of layers 0..L over the labelled tokens of the shared reservoir; no rows below two classes."""
+    """NC1 of layers 0..L over the labelled tokens of the shared reservoir; no rows for fewer than two classes."""
 
     name = "nc1"
     units = dict.fromkeys(("value",), "1")
@@ -66,7 +66,7 @@ class Nc1(Measure):
         self.setup.reservoir("residual").observe(observation, "residual")
 
     def compute(self) -> tuple[list[float], int]:
-        """NC1 of layers 0..L, and the number of tokens behind it."""
+        """NC1 of layers 0..L, and the number of tokens."""
         sample = self.setup.reservoir("residual").compute()
         labels = sample.labels.reshape(-1)
         labelled = labels >= 0

@@ -1,4 +1,4 @@
-"""Norm ratio: how much larger the residual stream is than what a layer adds (residual dominance)."""
+"""Norm ratio: norm of the residual stream relative to a layer's update (residual dominance)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
 
     .. math:: r_l = \frac{\|h_{l-1}\|}{\|h_l - h_{l-1}\|}
 
-    Large = the layer hardly moves the stream; 1 = its update is as long as what it read.
+    Large = the layer hardly changes the stream; 1 = the update's norm equals the input's.
 
     Args:
         h_in: residual stream before the layer, `[..., D]`.
         h_out: residual stream after the layer, same shape.
 
     Returns:
-        `[...]`, unit 1, in [0, inf]; inf where the layer adds exactly nothing, NaN where the stream is also zero.
+        `[...]`, unit 1, in [0, inf]; inf where the update is exactly zero, NaN where the stream is zero too.
 
     Raises:
         ValueError: if the shapes differ.
@@ -33,12 +33,12 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
         raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
     if h_in.dtype != torch.float64:
         h_in, h_out = h_in.float(), h_out.float()
-    # The difference itself: |y|^2 - 2xy + |x|^2 would cancel where a layer adds little.
+    # |y|^2 - 2xy + |x|^2 would suffer from cancellation for small updates.
     return torch.linalg.vector_norm(h_in, dim=-1) / torch.linalg.vector_norm(h_out - h_in, dim=-1)
 
 
 class NormRatio(Measure):
-    """Mean norm ratio of every layer over tokens; tokens to which the layer adds exactly nothing are left out."""
+    """Mean norm ratio of every layer over tokens; tokens whose update is exactly zero are excluded."""
 
     name = "norm_ratio"
     units = dict.fromkeys(("mean",), "1")
@@ -53,7 +53,7 @@ class NormRatio(Measure):
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         tokens = observation.tokens
-        # One layer at a time: a difference of all layers at once is slower than the memory it needs.
+        # One layer at a time: faster than the difference of all layers at once, and with less memory.
         ratio = torch.stack([norm_ratio(h_in, h_out) for h_in, h_out in pairwise(tokens)])
         ratio = ratio.double().to(self.sums.device)
         valid = ratio.isfinite()
@@ -62,7 +62,7 @@ class NormRatio(Measure):
         self.counts += valid.double() @ weights
 
     def compute(self) -> dict[str, Tensor]:
-        """`mean` and `count`, each `[L, 2]`: layers 1..L; all tokens, and without the first."""
+        """`mean` and `count`, each `[L, 2]`: layers 1..L; all tokens, and without first tokens."""
         return {"mean": self.sums / self.counts, "count": self.counts.clone()}
 
     def rows(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Matrix-based Renyi entropy: over how many directions the tokens of a sequence spread (LIME, Sec. 5.3)."""
+"""Matrix-based Renyi entropy of the token states of a sequence (LIME, Sec. 5.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fulldepth.metrics.reservoir import EMPTY, priority
 PRESET = "plain"
 ALPHAS = (0.5, 1.0, 2.0)
 LAYERS_AT_ONCE = 8
-"""Layers whose float64 copies are held together."""
+"""Number of layers converted to float64 at a time."""
 
 
 def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor:
@@ -25,23 +25,23 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor
         S_\alpha(Z) = \frac{1}{1 - \alpha} \log \sum_i \left( \frac{\lambda_i(K)}{\operatorname{tr} K} \right)^\alpha,
         \quad K = Z Z^\top
 
-    with the limits `-sum p log p` at alpha = 1, `log rank` at 0 and `-log max p` at infinity. In float64, through the
-    smaller of the T x T and D x D eigenproblems (they share their non-zero eigenvalues); eigenvalues below
-    `min(T, D)` units of rounding count as zero. Entries of `K` are never clamped.
+    with the limits `-sum p log p` at alpha = 1, `log rank` at 0 and `-log max p` at infinity. Computed in float64 from
+    the smaller of the T x T and D x D eigenproblems (they share their non-zero eigenvalues); eigenvalues below
+    `min(T, D)` units of rounding count as zero. Entries of `K` are not clamped.
 
     Args:
         z: states of T tokens, `[..., T, D]`.
         alpha: order, at least 0; `math.inf` is allowed.
-        preset: a convention of `PRESETS`. Values of different presets or orders are not comparable.
+        preset: key of `PRESETS`. Values of different presets or orders are not comparable.
 
     Returns:
-        `[...]` float64 in nats, in [0, log min(T, D)] (`wei` and `skean`: a share in [0, 1]); NaN where all (prepared)
+        `[...]` float64 in nats, in [0, log min(T, D)] (`wei` and `skean`: normalised to [0, 1]); NaN if all (prepared)
         states are zero or one is not finite.
 
     Raises:
         ValueError: if the preset is unknown, alpha is negative, or `z` has fewer than two dimensions.
 
-    Source: "LIME: layer-integrated memory", Sec. 5.3; the presets' sources stand beside them.
+    Source: "LIME: layer-integrated memory", Sec. 5.3; for the presets see `PRESETS`.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; available: {', '.join(PRESETS)}")
@@ -55,21 +55,21 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor
 
 
 class Preset(NamedTuple):
-    """A convention: what happens to the states beforehand, and what (of T and D) the entropy is divided by."""
+    """A convention: preprocessing of the states, and the divisor of the entropy as a function of T and D."""
 
     prepare: Callable[[Tensor], Tensor]
     unit: Callable[[int, int], float]
 
 
 def _standardise(z: Tensor) -> Tensor:
-    """Z-score every feature over the tokens, and over the samples where the axis before the tokens' holds them."""
+    """Z-score every feature over the tokens, and over the samples if the axis before the token axis exists."""
     over = (-3, -2) if z.ndim > 2 else (-2,)
-    correction = min(1, math.prod(z.shape[axis] for axis in over) - 1)  # a lone token has deviation 0
+    correction = min(1, math.prod(z.shape[axis] for axis in over) - 1)  # a single token has deviation 0
     return (z - z.mean(over, keepdim=True)) / (z.std(over, correction=correction, keepdim=True) + 1e-5)
 
 
 def _centre_and_normalise(z: Tensor) -> Tensor:
-    """Subtract the mean token, then give every token unit length; a token at the mean stays zero."""
+    """Subtract the mean token, then scale every token to unit length; tokens equal to the mean become zero."""
     centred = z - z.mean(-2, keepdim=True)
     norms = centred.norm(dim=-1, keepdim=True)
     rounding = 1e-14 * z.norm(dim=-1, keepdim=True)
@@ -82,21 +82,21 @@ PRESETS: dict[str, Preset] = {
     "wei": Preset(_centre_and_normalise, lambda tokens, width: math.log(width)),
     "skean": Preset(_centre_and_normalise, lambda tokens, width: math.log(min(tokens, width))),
 }
-"""The conventions of the literature.
+"""Conventions of the literature.
 
 - `plain`: the papers' formula, natural logarithm, no preprocessing.
-- `lime-code`: LIME's public code. Every feature is z-scored over samples and tokens (eps 1e-5), `[..., B, T, D]`; one
-  sequence given alone, `[T, D]`, is z-scored over its own tokens. That code uses alpha = 0.5.
+- `lime-code`: LIME's public code. Every feature is z-scored over samples and tokens (eps 1e-5), `[..., B, T, D]`; a
+  single sequence, `[T, D]`, is z-scored over its own tokens. That code uses alpha = 0.5.
 - `wei`: Wei et al., "Diff-eRank" and "Matrix-Entropy". Tokens centred and scaled to unit length, alpha = 1, divided by
-  log D: 1 needs T > D.
-- `skean`: Skean et al., "Layer by Layer". As `wei` but divided by log min(T, D), that code's default. It also sets the
-  negative entries of the Gram matrix to 0, after which it is no Gram matrix any more and the entropy is too high; that
-  step is left out here, so its published figures lie above these.
+  log D (the maximum, 1, needs T > D).
+- `skean`: Skean et al., "Layer by Layer". As `wei` but divided by log min(T, D), that code's default. That code also
+  sets negative entries of the Gram matrix to 0, which makes the entropy too high; this step is omitted here, so
+  published values are higher.
 """
 
 
 def _spectrum(z: Tensor) -> Tensor:
-    """[..., min(T, D)] eigenvalues of `Z Z^T` over their sum; NaN where all are zero or `z` is not finite."""
+    """[..., min(T, D)] eigenvalues of `Z Z^T` over their sum; NaN if all are zero or `z` is not finite."""
     gram = z.mT @ z if z.shape[-2] > z.shape[-1] else z @ z.mT
     finite = gram.isfinite().flatten(-2).all(-1, keepdim=True)
     values = torch.linalg.eigvalsh(gram.where(finite[..., None], 0.0))
@@ -121,8 +121,8 @@ def _entropy(shares: Tensor, alpha: float) -> Tensor:
 class RenyiEntropy(Measure):
     """Mean entropy over sequences, of the residual stream in layers 0..L and the value states in layers 1..L.
 
-    Every position that is not padding takes part, whatever the token policy. At most `Setup.entropy_sequences`
-    sequences are read, chosen by a seeded hash of their index; a sequence without entropy (all zero) is left out.
+    All positions except padding are used, regardless of the token policy. At most `Setup.entropy_sequences` sequences
+    are used, chosen by a seeded hash of their index; a sequence whose entropy is NaN (all states zero) is excluded.
     """
 
     name = "renyi_entropy"
@@ -151,7 +151,7 @@ class RenyiEntropy(Measure):
                 self._add(index, observation.states[site][:, sequence, mask[sequence]])
 
     def _add(self, site: int, z: Tensor) -> None:
-        """Add one sequence's states, [S, T, D]: the last S of layers 0..L."""
+        """Add the states of one sequence, [S, T, D], for the last S of layers 0..L."""
         prepare, unit = PRESETS[PRESET]
         shares = torch.cat([_spectrum(prepare(part.double())) for part in z.split(LAYERS_AT_ONCE)])
         entropy = torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])  # [S, alphas]
@@ -160,11 +160,11 @@ class RenyiEntropy(Measure):
         self.counts[site, -len(z) :] += valid[:, 0].to(self.counts)
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """[2, L+1, alphas] mean entropy of the two sites, and [2, L+1] sequences behind it."""
+        """[2, L+1, alphas] mean entropy at the two sites, and [2, L+1] numbers of sequences."""
         return self.sums / self.counts[..., None], self.counts.clone()
 
     def rows(self) -> list[Row]:
-        """Rows for every site that was read, its layers and the orders."""
+        """Rows for every captured site, layer and order."""
         means, counts = self.compute()
         rows = []
         for index, site in enumerate(self.sites):

@@ -1,4 +1,4 @@
-"""A seeded, capped sample of tokens for the statistics that are no sums: exact while the data fit in it."""
+"""A seeded, capped sample of tokens for statistics that are not sums; it holds all tokens if they fit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fulldepth.metrics.accumulator import CPU, Accumulator
 from fulldepth.targets import IGNORE
 
 EMPTY = torch.iinfo(torch.int64).max
-"""Priority of a free slot: larger than every token's."""
+"""Priority of a free slot, larger than that of any token."""
 
 
 def priority(keys: Tensor, seed: int) -> Tensor:
-    """A pseudo-random int64 in [0, 2^62) for every key: the same for the same key and seed, on any machine.
+    """A pseudo-random int64 in [0, 2^62) for every key: a deterministic function of key and seed.
 
-    The `k` smallest priorities of a data set are a uniform sample of size `k` without replacement, which no batching
-    and no number of processes can change. (The finaliser of SplitMix64, on the key offset by the seed.)
+    The `k` smallest priorities of a data set are a uniform sample of size `k` without replacement, independent of
+    batching and of the number of processes. (The finaliser of SplitMix64, applied to the key offset by the seed.)
     """
     offset = (seed + 1) * 0x1E3779B97F4A7C15 & (1 << 64) - 1
     x = keys.to(torch.int64) + (offset - (1 << 64) if offset >> 63 else offset)
@@ -33,15 +33,15 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 class Sample:
-    """What a reservoir kept, in the order of the data.
+    """The tokens of a reservoir, in the order of the data.
 
-    A plain class, because torchmetrics squeezes one-element tensors in the tuples that `compute` returns.
+    Not a tuple, because torchmetrics squeezes one-element tensors in tuples that `compute` returns.
 
     Attributes:
         features: [N, *shape] float32.
         keys: [N] int64.
-        labels: [N] int64, -100 where a token has none.
-        seen: tokens offered; the sample is everything when this is N.
+        labels: [N] int64, -100 for tokens without a label.
+        seen: number of tokens offered; the sample is complete if this is N.
     """
 
     def __init__(self, features: Tensor, keys: Tensor, labels: Tensor, seen: int) -> None:
@@ -52,10 +52,10 @@ class Reservoir(Accumulator):
     """Keeps the `capacity` tokens of smallest seeded priority, with their features and labels.
 
     Args:
-        capacity: at most this many tokens are kept.
+        capacity: maximum number of tokens.
         shape: shape of one token's features, for example (L+1, D).
-        seed: another seed keeps another sample.
-        device: where the sample lies.
+        seed: seed of the priorities.
+        device: device of the sample.
     """
 
     features: Tensor
@@ -81,9 +81,9 @@ class Reservoir(Accumulator):
         ranks = priority(keys.to(self.priorities.device), self.seed)
         offered = (ranks < self.priorities.max()).nonzero().flatten()
         pool = torch.cat([self.priorities, ranks[offered]])
-        kept = pool.argsort()[: self.capacity]
+        best = pool.argsort()[: self.capacity]
         stays = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
-        stays[kept] = True
+        stays[best] = True
         slots = (~stays[: self.capacity]).nonzero().flatten()
         new = offered[stays[self.capacity :]]
         slots = slots[: len(new)]
@@ -94,7 +94,7 @@ class Reservoir(Accumulator):
         self.priorities[slots] = ranks[new]
 
     def observe(self, observation: Any, site: str) -> None:
-        """Offer the counted tokens of an observation; several measures may share one reservoir and all call this."""
+        """Offer the counted tokens of an observation, once even if several measures that share the reservoir do so."""
         if observation is self._last:
             return
         self._last = observation
@@ -102,12 +102,12 @@ class Reservoir(Accumulator):
         self.update(features.transpose(0, 1), observation.keys, observation.token_labels)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         super().reset()
         self._last = None
 
     def compute(self) -> Sample:
-        """The sample over all processes, sorted by key, so that later sums do not depend on who saw what."""
+        """The sample over all processes, sorted by key, so that later sums do not depend on the split of the data."""
         ranks, keys = self.priorities.flatten(), self.keys.flatten()
         best = ranks.argsort()[: self.capacity]
         best = best[ranks[best] < EMPTY]

@@ -1,4 +1,4 @@
-"""Retrieval weight: from which earlier layers a memory router reads keys and values (LIME, Fig. 2 and 3)."""
+"""Retrieval weight: weights of a memory router on the keys and values of earlier layers (LIME, Fig. 2 and 3)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ STATISTICS = ("mean", "share")
 
 
 def retrieval_weight(routing: Tensor, counted: Tensor | None = None) -> Tensor:
-    r"""How much of each earlier representation every head of a layer retrieves, averaged over tokens.
+    r"""Weight of each earlier representation in what every head of a layer retrieves, averaged over tokens.
 
     .. math:: w_{h,m} = \operatorname{mean}_t \alpha_{t,h,m}
         \qquad \text{(kv: } w_{h,m} = \textstyle\sum_{h'} W_{h,m,h'} \text{)}
 
-    Static and dynamic routers give distributions, so the weights of a head sum to 1. Those of a kv router are free:
-    what is given is their signed mass over the source's heads, of any size; `retrieval_share` makes it comparable.
+    The weights of static and dynamic routers are distributions: those of a head sum to 1. The weights of a kv router
+    are unconstrained; the result is their signed sum over the source's heads, and `retrieval_share` normalises it.
 
     Args:
-        routing: what the router of layer r gives: static `[H, r]`, dynamic `[B, T, H, r]`, kv `[H, r, H]` (own head,
-            source, source's head). Source m = 0..r-1 is the state `X_m`; for kv it is the keys and values that layer
-            m+1 made of the state it read. `m = r-1` is what attention without a memory reads.
-        counted: `[B, T]` bool, the tokens to average over; None = all. Only dynamic routers tell tokens apart.
+        routing: weights of the router of layer r: static `[H, r]`, dynamic `[B, T, H, r]`, kv `[H, r, H]` (own head,
+            source, source's head). Source m = 0..r-1 is the state `X_m`; for kv, the keys and values that layer m+1
+            computes from its input. Attention without a memory reads `m = r-1`.
+        counted: `[B, T]` bool, the tokens to average over; None = all. Used for dynamic routers only.
 
     Returns:
         `[H, r]` float64, unit 1.
@@ -39,12 +39,12 @@ def retrieval_weight(routing: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def retrieval_share(routing: Tensor, counted: Tensor | None = None) -> Tensor:
-    r"""The share of each earlier representation in all that a head retrieves, by absolute weight; mean over tokens.
+    r"""Share of each earlier representation in what a head retrieves, by absolute weight; mean over tokens.
 
     .. math:: s_{h,m} = \operatorname{mean}_t \frac{|\alpha_{t,h,m}|}{\sum_j |\alpha_{t,h,j}|}
         \qquad \text{(kv: } |\alpha_{h,m}| = \textstyle\sum_{h'} |W_{h,m,h'}| \text{)}
 
-    Equal to `retrieval_weight` where the weights are a distribution (static, dynamic).
+    Equal to `retrieval_weight` if the weights are a distribution (static, dynamic).
 
     Args:
         routing: as in `retrieval_weight`.
@@ -60,7 +60,7 @@ def retrieval_share(routing: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def signed_mass(routing: Tensor, counted: Tensor | None = None) -> Tensor:
-    """[N, H, r] float64: the weights of each counted token (N = 1 where all tokens share them), kv heads summed."""
+    """[N, H, r] float64: the weights of each counted token (N = 1 if all tokens share them), kv heads summed."""
     chosen = _tokens(routing, counted)
     return chosen.sum(-1) if routing.ndim == 3 else chosen
 
@@ -73,7 +73,7 @@ def absolute_share(routing: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def _tokens(routing: Tensor, counted: Tensor | None) -> Tensor:
-    """[N, ...] float64 weights of the counted tokens; N = 1 where the router does not tell tokens apart."""
+    """[N, ...] float64 weights of the counted tokens; N = 1 if all tokens share them."""
     if routing.ndim not in (2, 3, 4):
         raise ValueError(f"routing must be [H, r], [B, T, H, r] or [H, r, H], got shape {tuple(routing.shape)}")
     if routing.ndim != 4:
@@ -86,10 +86,10 @@ def _tokens(routing: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def routers(observation: Observation, setup: Setup) -> Iterator[tuple[int, Tensor]]:
-    """Layer and weights of every router, the weights checked against what is known of the model.
+    """Layer and weights of every router, checked against `Setup.routed_heads` and the layer's number of sources.
 
     Raises:
-        ValueError: if a router reads another number of sources than its layer has, or has other heads.
+        ValueError: if a router's number of sources or heads does not match.
     """
     for layer, routing in observation.coefficients[SITE].items():
         heads, sources = routing.shape[:2] if routing.ndim == 3 else routing.shape[-2:]
@@ -105,7 +105,7 @@ class RetrievalWeight(Measure):
     """Mean retrieval weight of every source m (column `other`) in every layer r with a router, over heads and tokens.
 
     Site `routing` is the mean over key/value heads; site `head_h` (h from 0) is that head's self-retrieval, the weight
-    of m = r-1. `mean` is the signed mass, `share` the share of the absolute weights; they differ for kv routers only.
+    of m = r-1. `mean` is the signed weight, `share` the share of the absolute weights; they differ for kv routers only.
     """
 
     name = "retrieval_weight"
@@ -128,17 +128,17 @@ class RetrievalWeight(Measure):
         tokens = int(observation.counted.sum())
         for layer, routing in routers(observation, self.setup):
             for total, weights in ((self.masses, signed_mass), (self.shares, absolute_share)):
-                shared = tokens if routing.ndim != 4 else 1  # one matrix stands for every token
+                shared = tokens if routing.ndim != 4 else 1  # one matrix holds for all tokens
                 total[layer - 1, :, :layer] += (weights(routing, observation.counted).sum(0) * shared).to(total)
             self.counts[layer - 1] += tokens
 
     def compute(self) -> dict[str, Tensor]:
-        """`mean` and `share`, `[L, H, L]` by layer r, head, source m; `count` `[L]`, 0 where there is no router."""
+        """`mean` and `share`, `[L, H, L]` by layer r, head, source m; `count` `[L]`, 0 for layers without a router."""
         counts = self.counts[:, None, None]
         return {"mean": self.masses / counts, "share": self.shares / counts, "count": self.counts.clone()}
 
     def rows(self) -> list[Row]:
-        """A row for each layer and source, then one for each layer and head, of both statistics."""
+        """For both statistics, one row for each layer and source, and one for each layer and head."""
         values = self.compute()
         rows = []
         for statistic in STATISTICS:

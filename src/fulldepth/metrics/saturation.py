@@ -1,4 +1,4 @@
-"""Saturation: the layer from which on the prediction no longer changes (aligned training, Sec. 2.2)."""
+"""Saturation: the first layer after which the prediction no longer changes (aligned training, Sec. 2.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fulldepth.metrics.jackknife import leave_one_out, standard_error
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
-    r"""The layer at which every position's prediction settles.
+    r"""The layer at which each position's prediction settles.
 
     .. math:: \min \{ l : g(h^{(l)}) = g(h^{(l+1)}) = \dots = g(h^{(L)}) \}
 
@@ -33,16 +33,16 @@ def saturation_layer(predictions: Tensor) -> Tensor:
 
 
 def _first_settled(agrees: Tensor) -> Tensor:
-    """[N] 1-based layer from which on `agrees [L, N]` (with the last layer, itself included) holds throughout."""
-    settled = agrees.flip(0).long().cumprod(0).sum(0)  # how many layers at the end agree without a break
+    """[N] first 1-based layer from which `agrees [L, N]` (agreement with the last layer) holds in all layers."""
+    settled = agrees.flip(0).long().cumprod(0).sum(0)  # number of consecutive layers at the end that agree
     return len(agrees) + 1 - settled
 
 
 class Saturation(Measure):
-    """How many positions settle at each layer 1..L, their share, the share settled so far, and the median layer.
+    """Number and share of positions that settle at each layer 1..L, the cumulative share, and the median layer.
 
     Over the positions that have a target, as for the layer-wise accuracy. The median has a standard error over
-    sequences; it is 0 where every replicate has the same median layer.
+    sequences; it is 0 if every replicate has the same median layer.
     """
 
     name = "saturation"
@@ -65,7 +65,7 @@ class Saturation(Measure):
         self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
 
     def compute(self) -> tuple[list[int], float, float]:
-        """Positions that settle at layers 1..L; the median layer and its standard error, NaN where there is none."""
+        """Positions that settle at layers 1..L; the median layer and its standard error, NaN without positions."""
         counts = self.histogram.sum(0)
         error = standard_error(_median(counts), _median(leave_one_out(self.histogram)), self.setup.group_sizes)
         return counts.tolist(), float(_median(counts)), float(error)

@@ -1,4 +1,4 @@
-"""Separability: how well a linear probe tells look-alike words apart on every layer (LIME, Sec. 5.3)."""
+"""Separability: accuracy of a linear probe that distinguishes look-alike words on every layer (LIME, Sec. 5.3)."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from fulldepth.metrics.reservoir import Reservoir
 
 FOLDS = 5
 OCCURRENCES = 500
-"""At most this many occurrences of a word are kept, chosen by a seeded hash."""
+"""Maximum number of stored occurrences of a word, chosen by a seeded hash."""
 SOLVERS = ("lbfgs", "newton-cg")
-"""The second is slower and steps in where the line search of the first gives up."""
+"""The second is slower and is used if the line search of the first fails."""
 
 
 def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int = 0) -> tuple[float, float]:
     """Cross-validated accuracy of a linear probe, in [0, 1]; chance is one over the number of classes.
 
-    L2-penalised multinomial logistic regression (C = 1) fitted to convergence on standardised features, mean and
-    deviation learnt inside each fold; stratified, shuffled folds; every class cut to the size of the smallest by a
-    seeded draw.
+    L2-penalised multinomial logistic regression (C = 1) fitted to convergence on standardised features, with mean and
+    standard deviation estimated inside each fold; stratified, shuffled folds; every class is subsampled to the size of
+    the smallest.
 
     Args:
         features: one row per occurrence, `[N, D]`.
         labels: class of each, `[N]`.
         folds: number of folds, at least 2.
-        seed: of the draw and of the folds.
+        seed: of the subsampling and of the folds.
 
     Returns:
-        Mean and (population) standard deviation of the accuracy over folds, unit 1; NaN where a feature is not finite
-        or no solver converges.
+        Mean and (population) standard deviation of the accuracy over folds, unit 1; NaN if a feature is not finite or
+        no solver converges.
 
     Raises:
-        ValueError: if the shapes do not belong together, or there are fewer than two classes, two folds, or `folds`
-            samples of some class.
+        ValueError: if the shapes do not match, or there are fewer than two classes, two folds, or `folds` samples of
+            some class.
 
     Source: "LIME: layer-integrated memory", Sec. 5.3 (there with an unconverged probe and unbalanced classes).
     """
@@ -62,8 +62,8 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
     if not np.isfinite(x).all():
         return math.nan, math.nan
     draw = np.random.default_rng(seed)
-    kept = [draw.choice(np.flatnonzero(y == label), sizes.min(), replace=False) for label in classes]
-    balanced = np.sort(np.concatenate(kept))
+    chosen = [draw.choice(np.flatnonzero(y == label), sizes.min(), replace=False) for label in classes]
+    balanced = np.sort(np.concatenate(chosen))
     scores = _probe(x[balanced], y[balanced], StratifiedKFold(folds, shuffle=True, random_state=seed))
     return float(scores.mean()), float(scores.std())
 
@@ -81,8 +81,8 @@ def _probe(x: np.ndarray, y: np.ndarray, splits: StratifiedKFold) -> np.ndarray:
 class Separability(Measure):
     """Linear separability of `Setup.words`, in the residual stream of layers 0..L and the value states of layers 1..L.
 
-    Every occurrence of a word may take part, whatever the token policy. At most 500 of each word are kept, and every
-    word enters as often as the rarest; no rows below two words, or if a word occurs less often than there are folds.
+    Occurrences are used regardless of the token policy: at most 500 of each word are stored, and as many of each word
+    are used as the rarest has. No rows for fewer than two words, or if a word has fewer occurrences than folds.
     """
 
     name = "separability"
@@ -99,7 +99,7 @@ class Separability(Measure):
         self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.kept.values() for reservoir in reservoirs)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset the states and all reservoirs."""
         super().reset()
         for reservoirs in self.kept.values():
             for reservoir in reservoirs:
@@ -119,7 +119,7 @@ class Separability(Measure):
                 reservoir.update(observation.select(site, where).transpose(0, 1), observation.keys_at(where))
 
     def compute(self) -> list[tuple[str, int, float, float, int]]:
-        """Site, layer, mean and standard deviation of the accuracy, and the occurrences used in all."""
+        """Site, layer, mean and standard deviation of the accuracy, and the total number of occurrences used."""
         results = []
         for site, reservoirs in self.kept.items():
             samples = [reservoir.compute().features for reservoir in reservoirs]  # each [N, S, D]
@@ -152,6 +152,6 @@ def _shapes(setup: Setup) -> dict[str, tuple[int, int]]:
 
 
 def _capacity(setup: Setup) -> int:
-    """Occurrences kept of each word: never more than the data set has positions, where that is known."""
+    """Stored occurrences per word, limited by the number of positions in the data set if it is known."""
     positions = setup.num_sequences * setup.sequence_length
     return min(OCCURRENCES, positions) if positions else OCCURRENCES

@@ -10,7 +10,7 @@ from torch import Tensor
 from fulldepth.metrics.base import Measure, Row, Setup
 
 DENSE = 512
-"""Up to this smaller dimension the whole eigenvalue problem is solved; above it, Lanczos finds the largest value."""
+"""Up to this smaller dimension the full eigenvalue problem is solved; above it, Lanczos finds the largest value."""
 
 
 def spectral_norm(weight: Tensor) -> Tensor:
@@ -18,13 +18,13 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
     .. math:: \|W\|_2 = \max_{\|v\| = 1} \|W v\| = \sqrt{\lambda_{\max}(W^\top W)}
 
-    In float64, by ARPACK from a fixed start where the matrix is large; a transposed layout changes nothing.
+    In float64; by ARPACK with a fixed start vector for large matrices. Invariant to transposition.
 
     Args:
         weight: a matrix, `[m, n]`, of a floating-point type.
 
     Returns:
-        0-d float64 on the CPU, in the weights' unit; NaN where a weight is not finite.
+        0-d float64 on the CPU, in the weights' unit; NaN if a weight is not finite.
 
     Raises:
         ValueError: if `weight` is not a matrix of floating-point numbers with at least one element.
@@ -46,7 +46,7 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
 
 def _largest_eigenvalue(tall: Tensor) -> float:
-    """The largest eigenvalue of `tall^T tall`; the matrix stays on its device, the Lanczos vectors on the CPU."""
+    """Largest eigenvalue of `tall^T tall`; the matrix stays on its device, the Lanczos vectors on the CPU."""
 
     def product(vector: np.ndarray) -> np.ndarray:
         moved = torch.tensor(vector.ravel(), dtype=torch.float64, device=tall.device)
@@ -55,15 +55,15 @@ def _largest_eigenvalue(tall: Tensor) -> float:
     size = tall.shape[1]
     gram = LinearOperator((size, size), matvec=product, dtype=np.float64)
     start = np.random.default_rng(0).standard_normal(size)
-    # the value's error is of the order of the squared residual: 1e-8 is full precision
+    # the eigenvalue's error is of the order of the squared residual, so 1e-8 gives full precision
     return float(eigsh(gram, k=1, which="LA", v0=start, tol=1e-8, return_eigenvectors=False)[0])
 
 
 class SpectralNorm(Measure):
     """Spectral norm of every projection named in `Setup.projections`, in layers 1..L.
 
-    Of a projection that is stored once for each of E experts, `[E, m, n]`, the `mean` and the `max` over experts, with
-    `count` = E. It sees weights, not batches; processes may share the matrices out among them.
+    For the projections of E experts, `[E, m, n]`, the `mean` and the `max` over experts, with `count` = E. `update`
+    takes weights, not batches; the matrices may be distributed over processes.
     """
 
     name = "spectral_norm"
@@ -84,11 +84,11 @@ class SpectralNorm(Measure):
         self.add("maxima", shape, reduce="max", device=setup.device)
 
     def update(self, site: str | int, layer: int, weight: Tensor) -> None:
-        """Add one matrix `[m, n]`, or those of all experts `[E, m, n]`.
+        """Add one matrix `[m, n]`, or the matrices of all experts `[E, m, n]`.
 
         Args:
             site: the projection's name or index.
-            layer: its 1-based layer.
+            layer: 1-based.
             weight: its weight.
         """
         index = self.setup.projections.index(site) if isinstance(site, str) else site
@@ -105,7 +105,7 @@ class SpectralNorm(Measure):
         self.maxima[at] = torch.maximum(self.maxima[at], norms.max())
 
     def compute(self) -> dict[tuple[str, int, str], tuple[float, int]]:
-        """(projection, layer, statistic) -> value and the number of matrices behind it, for what was seen."""
+        """(projection, layer, statistic) -> value and number of matrices, for the projections that were added."""
         norms = {}
         for index, layer in (self.counts + self.experts).nonzero().tolist():
             at = (index, layer)

@@ -1,4 +1,4 @@
-"""Stream mixing: how a model with several residual streams reads, keeps and writes each of them (Hyper-Connections)."""
+"""Stream mixing: weights with which each of several residual streams is read, kept and written (Hyper-Connections)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torch import Tensor
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 
 SITES = {"attention": "attention_mixing", "mlp": "mlp_mixing"}
-"""Branch -> the site of its connection's weights."""
+"""Branch -> site of its connection's weights."""
 STATISTICS = ("input", "kept", "given", "output")
 
 
 def stream_mixing(mixing: Tensor, counted: Tensor | None = None) -> Tensor:
-    r"""The weights of one connection by stream, averaged over tokens.
+    r"""Weights of one connection per stream, averaged over tokens.
 
     A branch f between streams `h_1..h_n` reads and writes
 
     .. math:: x = \sum_i \alpha_{i0} h_i, \qquad h'_j = \beta_j f(x) + \sum_i \alpha_{ij} h_i
 
-    Of every stream i: `input` = `alpha_i0`, how much the branch reads of it; `kept` = `alpha_ii`, how much of it stays;
-    `given` = the sum of `alpha_ij` over the other streams j, how much of it flows into them; `output` = `beta_i`, how
-    much of the branch it takes up. One stream of a pre-norm network has 1, 1, 0, 1.
+    For every stream i: `input` = `alpha_i0`, its weight in the branch's input; `kept` = `alpha_ii`, its weight in
+    itself; `given` = the sum of `alpha_ij` over the other streams j, its weight in them; `output` = `beta_i`, the
+    weight of the branch's output in it. The single stream of a pre-norm network has 1, 1, 0, 1.
 
     Args:
         mixing: the connection's weights `[alpha_i0, alpha_i1..alpha_in, beta_i]`, `[n, n + 2]`, or `[B, T, n, n + 2]`
-            where they depend on the token.
-        counted: `[B, T]` bool, the tokens to average over; None = all. Only the second form tells tokens apart.
+            if they depend on the token.
+        counted: `[B, T]` bool, the tokens to average over; None = all. Used for the second form only.
 
     Returns:
         `[n, 4]` float64, unit 1, any sign: columns in the order of `STATISTICS`.
@@ -40,7 +40,7 @@ def stream_mixing(mixing: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def _by_stream(mixing: Tensor, counted: Tensor | None) -> Tensor:
-    """[N, n, 4] of each counted token; N = 1 where all tokens share the weights."""
+    """[N, n, 4] weights of each counted token; N = 1 if all tokens share them."""
     if mixing.ndim not in (2, 4) or mixing.shape[-1] != mixing.shape[-2] + 2:
         raise ValueError(f"mixing must be [n, n + 2] or [B, T, n, n + 2], got shape {tuple(mixing.shape)}")
     if mixing.ndim == 4 and counted is not None and counted.shape != mixing.shape[:2]:
@@ -58,7 +58,7 @@ def _by_stream(mixing: Tensor, counted: Tensor | None) -> Tensor:
 class StreamMixing(Measure):
     """Mean weights of both connections of every layer over tokens.
 
-    Sites `attention_stream_i` and `mlp_stream_i`, i from 0.
+    The sites are `attention_stream_i` and `mlp_stream_i`, i from 0.
     """
 
     name = "stream_mixing"
@@ -78,7 +78,7 @@ class StreamMixing(Measure):
         tokens = int(observation.counted.sum())
         for index, site in enumerate(SITES.values()):
             for layer, mixing in observation.coefficients[site].items():
-                shared = tokens if mixing.ndim == 2 else 1  # one matrix stands for every token
+                shared = tokens if mixing.ndim == 2 else 1  # one matrix holds for all tokens
                 weights = _by_stream(mixing, observation.counted).sum(0) * shared
                 self.sums[index, layer - 1] += weights.to(self.sums)
                 self.counts[index, layer - 1] += tokens

@@ -1,4 +1,4 @@
-"""Results -> one self-contained page that works offline and on paper; imports no torch."""
+"""Renders results as one self-contained HTML page that works offline and in print; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fulldepth.results import DOCUMENT, PAGE, Results
 
 
 def render(results: Results, where: str = "") -> str:
-    """The page as one HTML document: style, script, plotly.js and data inside, no request to anywhere.
+    """The page as one HTML document with style, script, plotly.js and data embedded; it makes no requests.
 
-    Every string of the results travels as JSON and reaches the page as text, so that markup in a model's or a
-    token's name stays what it is.
+    Strings of the results are embedded as JSON and inserted as text, so that markup in names of models or tokens is
+    shown literally.
 
     Args:
-        results: what the page is of.
-        where: a sentence that says where the rows are, if not in a file beside the page.
+        results: the results to show.
+        where: a sentence on where the rows are stored, if not in a file beside the page.
     """
     return assemble(payload(results, where))
 
 
 def write(directory: str | Path) -> Path:
-    """Read the result folder `directory` and write its `report.html`, whole or not at all.
+    """Read the result folder `directory` and write its `report.html` atomically.
 
     Returns:
         Path of the page.
@@ -41,19 +41,19 @@ def write(directory: str | Path) -> Path:
 
 
 def write_together(folders: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Path:
-    """Read one result folder, or several of `fulldepth skip`, and write one `report.html`, whole or not at all.
+    """Read one result folder, or several of `fulldepth skip`, and write one `report.html` atomically.
 
     Args:
         folders: of the kinds `skip`, `curve`, `bench` and `quantise`, about the same model; or a single one of any
             kind.
-        output: folder of the page, made if absent; None = the first of `folders`.
+        output: folder of the page, created if absent; None = the first of `folders`.
         overwrite: replace the page of a folder that holds other results.
 
     Returns:
         Path of the page.
 
     Raises:
-        FulldepthError: if a folder holds no readable results, if they do not belong on one page, if `output` holds
+        FulldepthError: if a folder holds no readable results, if they cannot share a page, or if `output` holds
             results that are not on the page, is held by another process, or cannot be written.
     """
     paths = [Path(folder) for folder in folders]

@@ -1,4 +1,4 @@
-"""Findings on the page: the cards with their numbers, and the sentences that the page opens with."""
+"""Findings on the page: cards with numbers, and the opening sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fulldepth.report.phrases import figure_of, plus_minus, short
 
 Entry = Mapping[str, Any]
-"""A `Finding` as the document has it."""
+"""A `Finding` as stored in the document."""
 HEADLINES = {
     "validation_loss": ("Validation loss", "at the last evaluation"),
     "train_loss": ("Training loss", "since the evaluation before"),
@@ -25,7 +25,7 @@ HEADLINES = {
     "elapsed": ("Training time", ""),
     "peak_memory": ("Peak memory", ""),
 }
-"""Name in `results.json` -> what it is called, and its symbol or place; in the order of the cards."""
+"""Name in `results.json` -> title and symbol (or subtitle) of the card; in the order of the cards."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Shown:
 
     entry: Entry
     card: tuple[str, str, str, str] | None = None
-    """Name, symbol, digits and unit on its card; None where it has none."""
+    """Name, symbol, digits and unit on its card; None if it has no card."""
     later: bool = False
-    """Whether its sentence is folded, behind those that the page opens with."""
+    """Whether its sentence is folded, after the opening sentences."""
     prefix: str = ""
-    """What the sentence is of, where the page is of several things."""
+    """Subject of the sentence if the page shows several."""
 
 
 def in_order(headline: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The findings in the order of the cards; names that are not known come last."""
+    """The findings in the order of the cards; unknown names come last."""
     known = {name: headline[name] for name in HEADLINES if name in headline}
     return {**known, **headline}
 
 
 def with_cards(headline: Mapping[str, Entry], layers: object = None) -> list[Shown]:
-    """Every finding with its card; names that are not known stand as they are. `layers` is L of the model."""
+    """All findings with their cards; unknown names are shown as they are. `layers` is L of the model."""
     return [
         Shown(entry, (*HEADLINES.get(name, (short(name, 60), "")), *figure_of(entry, layers)))
         for name, entry in in_order(headline).items()
@@ -56,7 +56,7 @@ def with_cards(headline: Mapping[str, Entry], layers: object = None) -> list[Sho
 
 
 def cards(findings: Sequence[Shown]) -> list[dict[str, str]]:
-    """`name`, `symbol`, `digits`, `unit` and `error` of every card."""
+    """`name`, `symbol`, `digits`, `unit` and `error` of each card."""
     return [
         dict(zip(("name", "symbol", "digits", "unit", "error"), (*shown.card, plus_minus(shown.entry)), strict=True))
         for shown in findings
@@ -65,9 +65,9 @@ def cards(findings: Sequence[Shown]) -> list[dict[str, str]]:
 
 
 def sentences(findings: Sequence[Shown], most: int | None = None) -> tuple[list[str], list[str]]:
-    """The sentences that the page opens with, and those that are folded.
+    """The opening sentences and the folded ones.
 
-    All of them open the page if they are at most `most`, or if every one is marked as later.
+    No sentence is folded if there are at most `most`, or if all are marked as later.
     """
     marked = [
         (shown.later, shown.prefix + short(shown.entry["sentence"], 600))

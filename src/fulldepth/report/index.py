@@ -1,4 +1,4 @@
-"""The page that links the pages of several result folders, with the findings of each."""
+"""Index page, which links the pages of several result folders and lists their findings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Chapter(NamedTuple):
     """A result folder on the page."""
 
     folder: str
-    """Path below the index."""
+    """Path relative to the index."""
     title: str
     command: str
-    """Makes such a result."""
+    """Command that produces such a result."""
 
 
 def render_index(folder: Path, chapters: Sequence[Chapter], title: str) -> str:

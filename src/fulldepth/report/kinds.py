@@ -1,6 +1,6 @@
-"""Every kind of page: its name, what stands around its figures, and its sections.
+"""Kinds of pages: title, content around the figures, and sections.
 
-A new kind of results is one `PageKind` here, built from functions of its own file, and a line in `VERBS` of
+A new kind of results needs one `PageKind` here, built from functions of its own file, and a line in `VERBS` of
 `figures/record.py`.
 """
 
@@ -21,19 +21,19 @@ from fulldepth.report.tables import Table
 
 @dataclass(frozen=True)
 class PageKind:
-    """How the results of one kind become a page; `Source` is their table and document."""
+    """How results of one kind are shown on a page; `Source` is their table and document."""
 
     name: str
-    """Beside the name of the program: `Layer report`."""
+    """Shown beside the name of the program: `Layer report`."""
     byline: Callable[[Source], str]
     """One line under the title."""
     about: Callable[[Source], Pairs]
-    """(what, text) pairs on the model, the data and the run; an empty text is not shown."""
+    """(name, text) pairs on the model, the data and the run; an empty text is not shown."""
     findings: Callable[[Meta, Source], Sequence[Shown]] = measured.findings
-    """The findings of the document, or of the entry of one step: cards and sentences."""
+    """The findings of the document or of the entry of one step."""
     title: Callable[[Source], str] = lambda source: measured.title(source.meta)
     models: Callable[[Source], Table | None] = lambda _: None
-    """Several models side by side."""
+    """Table of several models side by side."""
     tables: Callable[[Source], Mapping[str, Sequence[Table | Mapping[str, Any]]]] = lambda _: {}
     """Id of a section -> tables (or strips of layers) before its figures."""
     warnings: Callable[[Source], list[str]] = lambda source: measured.warnings(source.meta)
@@ -43,7 +43,7 @@ class PageKind:
     """Title of the folded sentences."""
     sections: Sequence[Section] = OF_MODELS
     lead: int | None = None
-    """Sentences that the page opens with at most; None = no limit."""
+    """Maximum number of opening sentences; None = no limit."""
 
 
 def _skip(name: str) -> PageKind:
@@ -106,7 +106,7 @@ PAGES = {
     "quantise": _skip("Skipping and quantisation"),
     TOGETHER: _skip("Skipping report"),
 }
-"""Kind of page -> how it is made."""
+"""Kind of results -> kind of page."""
 
 
 def kind_of(source: Source) -> str:

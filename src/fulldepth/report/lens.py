@@ -1,4 +1,4 @@
-"""The lens grid as the page needs it: every distinct token once, probabilities in thousandths."""
+"""Packs the lens grid for the page: each distinct token once, probabilities in thousandths."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from fulldepth.report.phrases import short, visible
 
 TOKEN_LIMIT = 40
-"""Characters of a token that are kept."""
+"""Maximum number of characters of a token."""
 
 
 class Vocabulary:
-    """Distinct tokens, made visible and shortened, in order of first use."""
+    """Distinct tokens in order of first use, with invisible characters marked and long tokens shortened."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}
@@ -25,7 +25,7 @@ class Vocabulary:
 
 
 def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """The samples of one lens grid; empty where there is none.
+    """The samples of one lens grid; empty if there is none.
 
     Each has `title`, `tokens`, `targets` (indices), `saturation` (layers), and by layer 0..L the rows `top` (indices)
     and `probability` (thousandths; null where unknown).

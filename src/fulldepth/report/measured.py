@@ -1,4 +1,4 @@
-"""Pages of measurements and comparisons: title, findings, what was measured on what, tables."""
+"""Pages of measurements and comparisons: title, findings, model and data, tables."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from fulldepth.report.tables import Table
 
 Meta = Mapping[str, Any]
 Pairs = list[tuple[str, str]]
-"""(what, text), an empty text where the document does not say."""
+"""(name, text) pairs; a text is empty if the document does not state it."""
 TOKEN_LIMIT = 40
-"""Characters of a token that are kept."""
+"""Maximum number of characters of a token."""
 
 
 def title(meta: Meta) -> str:
-    """Name of what the page is about."""
+    """Title of the page."""
     if meta.get("models"):
         first, *others = [short(entry.get("label", "?"), 60) for entry in meta["models"]]
         return f"{first} against {', '.join(others[:3])}" + (" and others" if len(others) > 3 else "")
     run = meta.get("recipe") if meta.get("kind") == "training" else None
     name = str(run or (meta.get("model") or {}).get("name") or "Unnamed model")
-    if name.startswith("/"):  # of a long path the end says most; the whole stands under "What was measured"
+    if name.startswith("/"):  # keep the end of a long path; "What was measured" shows all of it
         name = "/".join(PurePosixPath(name).parts[-2:]).lstrip("/") or name
     return short(name, 160)
 
@@ -50,7 +50,7 @@ def byline(meta: Meta, verb: str = "measured") -> str:
 
 
 def compared(meta: Meta, subjects: str, at_step: str = "") -> str:
-    """How many `subjects` are compared, and how their layers meet."""
+    """How many `subjects` are compared, and how their layers are aligned."""
     count = len(meta.get("models") or [])
     depth = "by relative depth" if meta.get("depth") == "relative" else "layer by layer"
     return f"{count} {subjects}, compared {at_step}{depth}" if count else ""
@@ -63,7 +63,7 @@ def findings(entry: Meta, source: Source) -> list[Shown]:
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:
-    """The findings of a comparison; sentences on what its table of models has come later."""
+    """The findings of a comparison; sentences on numbers that the table of models shows are marked as later."""
     headline = entry.get("headline") or {}
     return [Shown(finding, later=name.split(":")[0] in HEADLINES) for name, finding in headline.items()]
 
@@ -75,12 +75,12 @@ def labelled(entry: Meta) -> str:
 
 
 def side_by_side(source: Source) -> Table | None:
-    """The findings of several models as a table: one column a model, the baseline marked."""
+    """The findings of several models as a table: one column per model, the baseline marked."""
     models = source.meta.get("models") or []
-    known = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
-    if not known:
+    names = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
+    if not names:
         return None
-    rows = [[HEADLINES[name][0], *(_number(entry, name) for entry in models)] for name in known]
+    rows = [[HEADLINES[name][0], *(_number(entry, name) for entry in models)] for name in names]
     return Table("Models side by side", [labelled(entry) for entry in models], rows)
 
 
@@ -92,20 +92,20 @@ def _number(entry: Meta, name: str) -> str:
 
 
 def about(meta: Meta) -> Pairs:
-    """The model, the data, the tokens and the run."""
+    """Pairs on the model, the data, the tokens and the run."""
     return [*_subject(meta), *run(meta)]
 
 
 def about_models(meta: Meta) -> Pairs:
-    """The same of several models; once where it is the same for all of them."""
+    """As `about` for several models; a text is given once if it is the same for all."""
     subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in meta.get("models") or []]
     pairs: Pairs = []
-    for what in subjects[0][1] if subjects else ():
-        texts = {subject[what] for _, subject in subjects}
+    for key in subjects[0][1] if subjects else ():
+        texts = {subject[key] for _, subject in subjects}
         if len(texts) == 1:
-            pairs += [(what, texts.pop())]
+            pairs += [(key, texts.pop())]
         else:
-            pairs += [(f"{what} of {name}", subject[what]) for name, subject in subjects]
+            pairs += [(f"{key} of {name}", subject[key]) for name, subject in subjects]
     return [*pairs, *run(meta)]
 
 
@@ -122,27 +122,30 @@ def _subject(meta: Meta) -> Pairs:
 
 
 def fingerprints(hashes: Iterable[tuple[str, Any]]) -> str:
-    """Beginnings of the hashes that are known, each once."""
-    return dotted(*dict.fromkeys(f"{what} {short(value, 23)}" for what, value in hashes if value))
+    """Prefixes of the known hashes, without repetition."""
+    return dotted(*dict.fromkeys(f"{kind} {short(value, 23)}" for kind, value in hashes if value))
 
 
 def run(meta: Meta, written: str = "Measured") -> Pairs:
-    """How, when and with what it was run."""
+    """Pairs on sampling, time, memory and versions of the run."""
     timings, memory = meta.get("timings") or {}, meta.get("memory") or {}
     spent = [("load", "loading"), ("forward", "forward passes"), ("total", "in all")]
-    times = [f"{seconds(timings[key])} {what}" for key, what in spent if timings.get(key) is not None]
+    times = [f"{seconds(timings[key])} {step}" for key, step in spent if timings.get(key) is not None]
     return [
         ("Sampling", listed(meta.get("sampling") or {})),
         ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
         ("Time", dotted(*times)),
-        ("Memory", dotted(*(f"{size(held)} {short(what, 30)}" for what, held in memory.items() if held is not None))),
+        (
+            "Memory",
+            dotted(*(f"{size(held)} {short(purpose, 30)}" for purpose, held in memory.items() if held is not None)),
+        ),
         ("Versions", listed(meta.get("versions") or {})),
         (written, short(meta.get("created") or "", 40)),
     ]
 
 
 def warnings(meta: Meta) -> list[str]:
-    """What to mind when reading; the models' own under their labels."""
+    """The document's warnings, then those of each model under its label."""
     texts = [short(text, 600) for text in meta.get("warnings") or []]
     if meta.get("complete") is False:
         texts.insert(0, "The run that wrote these results did not finish; what is here is complete in itself.")
@@ -158,7 +161,7 @@ def left_out(meta: Meta) -> list[list[str]]:
 
 
 def routers(source: Source) -> dict[str, list[Table]]:
-    """The tokens that a model's dynamic routers answer to; nothing where the document names no routers."""
+    """Table of the nearest tokens of a model's dynamic routers; empty if the document lists no routers."""
     stated_routers = source.meta.get("router_tokens") or {}
     rows = [
         [

@@ -1,4 +1,4 @@
-"""Puts template, style, script and data into one file."""
+"""Assembles template, style, scripts and data into one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 from fulldepth.report.sections import methods
 
 SCRIPTS = ("core.js", "strip.js", "plots.js", "lens.js", "numbers.js", "page.js")
-"""In the order in which they build on each other; they share one scope."""
+"""Scripts in order of dependency; they share one scope."""
 
 
 def assemble(document: dict[str, Any]) -> str:
@@ -30,13 +30,13 @@ def assemble(document: dict[str, Any]) -> str:
 
 
 def embed(document: Any) -> str:
-    """JSON that can stand inside a script element: pure ASCII, without a character that HTML would act on."""
+    """JSON that is safe inside a script element: ASCII only, without characters that are special in HTML."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def palette() -> str:
-    """The heat maps' colours as style variables `--ramp-0..10` with readable text colours `--on-0..10`."""
+    """The heat maps' colours as CSS variables `--ramp-0..10`, with readable text colours `--on-0..10`."""
 
     def variables(ramp: list[str], dark_text: str, light_text: str) -> str:
         texts = [max((dark_text, light_text), key=lambda text: contrast(text, colour)) for colour in ramp]

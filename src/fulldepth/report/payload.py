@@ -1,4 +1,4 @@
-"""Everything that the page's script reads, as one JSON document."""
+"""The JSON document that the page's script reads."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fulldepth.report.sections import arrange
 from fulldepth.results import Results
 
 MAX_STEPS = 60
-"""Positions of the step slider; the curves over training always have all checkpoints."""
+"""Maximum number of slider positions; curves over training always show all checkpoints."""
 MAX_STEP_NUMBERS = 4_000_000
-"""Numbers that the figures of all those positions may hold together (about 25 MB)."""
+"""Maximum number of values in the figures of all slider positions (about 25 MB)."""
 
 Packed = dict[str, dict[str, Any]]
 
 
 def payload(results: Results, where: str = "") -> dict[str, Any]:
-    """The document embedded in the page; `where` says where its rows are on disk, if not beside it.
+    """The document embedded in the page; `where` states where its rows are on disk, if not beside it.
 
-    `figures` holds the figures as first shown, `views` what changes with the step slider (a single view without a
-    series): verdict, lens grids, and per figure only the parts of its traces that differ from `figures`.
+    `figures` holds the figures as first shown. `views` holds what changes with the step slider (one view if the results
+    are not a series): verdict, lens grids, and per figure only the parts of its traces that differ from `figures`.
     """
     source = Source(results.table, results.meta)
     meta, table, kind = source.meta, source.table, kind_of(source)
@@ -64,7 +64,7 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
 
 
 def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: lens.Vocabulary) -> dict[str, Any]:
-    """Verdict and lens grids of one step (its `entry`), or of the whole document."""
+    """Verdict and lens grids of one step (its `entry`) or of the whole document."""
     findings = page.findings(entry, source)
     first, more = sentences(findings, page.lead)
     models = entry.get("models") or [{"label": "", "lens_grid": entry.get("lens_grid")}]
@@ -84,7 +84,7 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
 
 
 def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocabulary) -> list[dict[str, Any]]:
-    """One view a step, ascending. Adds to `shown` what the last step lacks and fixes the ranges over all steps."""
+    """One view per step, ascending. Adds to `shown` the figures missing at the last step, and fixes all axis ranges."""
     entries = {int(entry["step"]): entry for entry in source.meta.get("steps") or []}
     drawn: list[Packed] = []
     views = []
@@ -106,7 +106,7 @@ def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocab
 
 
 def _affordable(shown: Packed) -> int:
-    """How many steps the page can hold."""
+    """Number of steps that fit on the page."""
     numbers = sum(_numbers(trace) for packed in shown.values() for trace in packed["data"])
     return max(2, min(MAX_STEPS, MAX_STEP_NUMBERS // max(numbers, 1)))
 
@@ -118,7 +118,7 @@ def _numbers(value: Any) -> int:
 
 
 def pack(drawn: go.Figure) -> dict[str, Any]:
-    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without what all share."""
+    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout."""
     raw = drawn.to_plotly_json()
     layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
     return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": dict(raw["layout"]["meta"])}
@@ -134,7 +134,7 @@ def compact(value: Any) -> Any:
 
 
 def difference(packed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """What turns `base` into `packed`: changed entries of each trace (null = gone), or all of it if traces differ."""
+    """Changes from `base` to `packed`: changed entries per trace (null = removed), or all if the traces differ."""
     alt = packed["about"]["alt"]
     names = [[trace.get("name") for trace in figure["data"]] for figure in (packed, base)]
     if names[0] != names[1]:
@@ -147,7 +147,7 @@ def difference(packed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
-    """Give `base` one value range that holds at all steps, so that the slider moves the curves and not the axis."""
+    """Set one value range in `base` that covers all steps, so that the slider moves the curves, not the axis."""
     axis = base["layout"].get("yaxis", {})
     if axis.get("range") or axis.get("type") == "category" or any("z" in trace for trace in base["data"]):
         return

@@ -1,4 +1,4 @@
-"""Numbers and strings as a reader sees them."""
+"""Formats numbers and strings for display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 NOTHING = "–"
-"""Stands where a number is not known."""
+"""Shown instead of an unknown number."""
 TASKS = {
     "causal-lm": "causal language model",
     "masked-lm": "masked language model",
@@ -26,7 +26,7 @@ def short(text: object, limit: int = 200) -> str:
 
 
 def visible(text: str, keep: str = "") -> str:
-    """`text` with whitespace and every character that draws nothing written as a mark, except those in `keep`."""
+    """`text` with whitespace and invisible characters written as marks, except those in `keep`."""
     return "".join(c if c in keep else _mark(c) for c in text)
 
 
@@ -59,13 +59,13 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
 
 
 def plus_minus(entry: Mapping[str, Any]) -> str:
-    """The standard error of a headline's number, `± 0.0043`; empty where there is none."""
+    """The standard error of a headline's number, `± 0.0043`; empty if there is none."""
     error = entry.get("standard_error")
     return f"± {error:.2g}" if isinstance(error, int | float) and math.isfinite(error) else ""
 
 
 def quantity(value: Any, unit: str) -> str:
-    """A number with its unit in one string: `3.412 nats`, `4.2 %`, `9.41 M`; "–" where there is none."""
+    """A number with its unit in one string: `3.412 nats`, `4.2 %`, `9.41 M`; "–" if unknown."""
     if unit == "1" and isinstance(value, int) and value >= 1000:
         return scaled(value)
     if unit == "tokens/s" and isinstance(value, int | float):
@@ -74,7 +74,7 @@ def quantity(value: Any, unit: str) -> str:
 
 
 def scaled(value: Any) -> str:
-    """A large count in words of engineers: `9.4 M`, `1.2 B`; "?" where unknown."""
+    """A large count with a suffix: `9.4 M`, `1.2 B`; "?" if unknown."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "?"
     for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
@@ -84,14 +84,14 @@ def scaled(value: Any) -> str:
 
 
 def size(value: Any) -> str:
-    """Bytes as MiB or GiB; "?" where unknown."""
+    """Bytes as MiB or GiB; "?" if unknown."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "?"
     return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
 
 
 def seconds(value: Any) -> str:
-    """A duration: `3.4 s`, `12 min`; "?" where unknown."""
+    """A duration: `3.4 s`, `12 min`; "?" if unknown."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "?"
     if 0 < value < 1:
@@ -102,22 +102,22 @@ def seconds(value: Any) -> str:
 
 
 def dotted(*parts: str) -> str:
-    """The parts that are not empty, in one line."""
+    """The non-empty parts, joined with dots."""
     return " · ".join(filter(None, parts))
 
 
 def plain(value: Any) -> str:
-    """Any value; whole numbers with thousands marked."""
+    """Any value as text; integers with thousands separators."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value, 160)
 
 
 def stated(entry: Mapping[str, Any], *parts: tuple[str, str], written: Callable[[Any], str] = plain) -> str:
-    """In one line, what an entry says: for each (key, template) the value, where there is one."""
+    """The values of an entry in one line, by (key, template); missing values are left out."""
     return dotted(*(template.format(written(entry[key])) for key, template in parts if entry.get(key)))
 
 
 def listed(entry: Mapping[str, Any], written: Callable[[Any], str] = plain) -> str:
-    """In one line, the names of an entry with their values."""
+    """The keys of an entry with their values in one line."""
     named = ((short(key, 40).replace("_", " "), value) for key, value in entry.items() if value is not None)
     return dotted(*(f"{key} {written(value)}" for key, value in named))
 
@@ -136,7 +136,7 @@ def model_line(model: Mapping[str, Any]) -> str:
 
 
 def data_line(data: Mapping[str, Any]) -> str:
-    """How much of which data in one line."""
+    """Name and amount of the data in one line."""
     kind = str(data.get("kind") or "")
     return dotted(
         short(kind.replace("-", " "), 40),
@@ -147,4 +147,4 @@ def data_line(data: Mapping[str, Any]) -> str:
 
 
 SCALES: dict[str, Callable[[float], str]] = {"s": seconds, "MiB": lambda value: size(value * 2**20)}
-"""Unit -> how a number in it is written."""
+"""Unit -> formatter of numbers in that unit."""

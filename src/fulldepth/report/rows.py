@@ -1,4 +1,4 @@
-"""The result table by columns, for the browser: strings once, whole numbers as they are, floats in full precision."""
+"""Packs the result table by columns for the browser: distinct strings once, floats in full precision."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pandas as pd
 
 MAX_ROWS = 200_000
-"""A page holds at most this many rows (about 5 MB); pairs of layers are the first to go."""
+"""Maximum number of rows on a page (about 5 MB); pairs of layers are dropped first."""
 MAX_STRING = 1000
 
 
 def pack(table: pd.DataFrame, limit: int = MAX_ROWS) -> dict[str, Any]:
     """`columns`: name -> `{"values": [...], "codes": [...]}` for strings, a list with nulls for numbers.
 
-    `rows` is how many are here, `total` how many the table has, `left_out` says which are missing.
+    `rows` is the number of rows kept, `total` that of the table; `left_out` states which are missing.
     """
     rows, missing = table, ""
     if len(rows) > limit:

@@ -1,4 +1,4 @@
-"""The sections of the pages: what introduces each, and which figures and tables stand in it."""
+"""Sections of the pages: their introductions, figures and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fulldepth.report.tables import Table
 
 
 class Section(NamedTuple):
-    """A section of a page; figures name it by its `id`."""
+    """A section of a page; figures refer to it by `id`."""
 
     id: str
     title: str
@@ -145,13 +145,13 @@ def arrange(
 ) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants.
 
-    Curves over steps get a section of their own where theirs is not on the page, and so does what no record knows.
+    Curves over steps whose section is not on the page get a section of their own, and so do figures without a record.
 
     Args:
         names: of the figures.
         kind: of the results, see `figures.Source`.
-        sections: of the page; those on training and further figures stand after them.
-        tables: id of a section -> tables (or strips of layers) before its figures; those without rows are left out.
+        sections: of the page; those on training and further figures follow.
+        tables: id of a section -> tables (or strips of layers) before its figures; empty ones are left out.
     """
     slots: dict[str, list[str]] = {}
     for name in names:

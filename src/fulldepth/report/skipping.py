@@ -25,17 +25,17 @@ CARDS = {
     "prefill_time_saved": "Prefill time saved",
     "decode_time_saved": "Decode time saved",
 }
-"""Name in `results.json` (for benchmarks, followed by the model) -> what it is called."""
+"""Name in `results.json` (for benchmarks, followed by the model) -> title of the card."""
 QUANTISED = "quantised"
-"""Stands for the name of one of the models of a quantisation."""
+"""Placeholder for the name of a model of a quantisation."""
 TIMES = ("prefill_time_saved", "decode_time_saved")
 LATER = ("mmd", "spectral_norm", QUANTISED)
-"""Findings whose sentences are folded first."""
+"""Findings whose sentences are marked as later."""
 ORDER = (
     "Model", "Search", "Curve", "Healing", "Data", "Benchmark", "Quantisation", "Machine", "Fingerprints", "Seed",
     "Versions", "Measured",
 )  # fmt: skip
-"""Of what is said under “What was measured”."""
+"""Order of the pairs under “What was measured”."""
 
 
 def title(source: Source) -> str:
@@ -44,24 +44,24 @@ def title(source: Source) -> str:
 
 
 def model(source: Source) -> dict[str, Any]:
-    """What all folders together say of the model."""
-    known: dict[str, Any] = {}
+    """Entry of the model, merged from all folders."""
+    merged: dict[str, Any] = {}
     for part in source.parts:
         models = [entry.get("model") for entry in part.meta.get("models") or []][:1]
         for entry in (part.meta.get("model"), *models, *(plan.get("model") for _, plan in plans(part))):
-            known = {**{key: value for key, value in (entry or {}).items() if value is not None}, **known}
-    return known
+            merged = {**{key: value for key, value in (entry or {}).items() if value is not None}, **merged}
+    return merged
 
 
 def byline(source: Source) -> str:
-    """The model, and what it was judged by, in one line."""
+    """The model and the data of its losses in one line."""
     heldout = [(part.meta.get("data") or {}).get("heldout") or {} for part in source.parts]
     names = list(dict.fromkeys(short(data["name"], 60) for data in heldout if data.get("name")))
     return dotted(model_line(model(source)), f"judged by {' and by '.join(names)}" if names else "")
 
 
 def findings(_: Meta, source: Source) -> list[Shown]:
-    """The findings of all folders; of benchmarks, cards are those of exports that do not compute everything."""
+    """The findings of all folders; for benchmarks, only exports that skip blocks have cards."""
     return [
         Shown(
             entry,
@@ -86,11 +86,11 @@ def _headlines(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Entry]]:
 def _card(
     part: Part, name: str, model_label: str, entry: Entry, parts: Sequence[Part]
 ) -> tuple[str, str, str, str] | None:
-    """Name, symbol, digits and unit of a finding; None where the table of models or another card says it."""
+    """Name, symbol, digits and unit of a finding; None if the table of models or another card shows it."""
     if name in TIMES and not _lacks_blocks(part, model_label):
         return None
     if name == "loss_added" and part.kind == "curve" and any(other.kind == "skip" for other in parts):
-        return None  # that of the plan has a card; the curve says what more would cost
+        return None  # the plan's loss has a card; the curve shows the cost of removing more
     if name == "order" or (name == QUANTISED and len(parts) > 1):
         return None
     value = entry.get("value")
@@ -134,34 +134,34 @@ def _symbol(part: Part, name: str, model_label: str) -> str:
 
 
 def _if_several(part: Part, parts: Sequence[Part]) -> str:
-    """The folder's name where others on the page are of the same kind."""
+    """The folder's name if others on the page are of the same kind."""
     return short(part.label, 40) if sum(other.kind == part.kind for other in parts) > 1 else ""
 
 
 def _lacks_blocks(part: Part, label: str) -> bool:
-    """Whether a model of a benchmark does not compute everything."""
+    """Whether a model of a benchmark skips blocks."""
     return any(
         entry.get("label") == label and entry.get("not_computed") != [] for entry in part.meta.get("models") or []
     )
 
 
 def about(source: Source) -> Pairs:
-    """The model, the plans, the data, the machine and the run; the same text once."""
-    known, parts = model(source), source.parts
-    hashes = [(what, (part.meta.get(what) or {}).get("hash")) for what in ("model", "data") for part in parts]
-    texts: dict[str, dict[str, list[str]]] = {what: {} for what in ORDER}
-    texts["Model"] = {dotted(stated(known, ("name", "{}")), model_line(known)): [""]}
+    """Pairs on the model, the plans, the data, the machine and the run; equal texts are given once."""
+    described, parts = model(source), source.parts
+    hashes = [(kind, (part.meta.get(kind) or {}).get("hash")) for kind in ("model", "data") for part in parts]
+    texts: dict[str, dict[str, list[str]]] = {name: {} for name in ORDER}
+    texts["Model"] = {dotted(stated(described, ("name", "{}")), model_line(described)): [""]}
     texts["Fingerprints"] = {measured.fingerprints(hashes): [""]}
     for part in parts:
-        for what, text in [*_pairs(part), *measured.run(part.meta)]:
+        for name, text in [*_pairs(part), *measured.run(part.meta)]:
             if text:
-                texts.setdefault(what, {}).setdefault(text, []).append(part.label)
+                texts.setdefault(name, {}).setdefault(text, []).append(part.label)
     if len(texts["Measured"]) > 1:
         times = sorted(texts["Measured"])
         texts["Measured"] = {f"{times[0]} to {times[-1]}": [""]}
     return [
-        (what if len(labelled) == 1 else f"{what} ({', '.join(short(label, 40) for label in labels)})", text)
-        for what, labelled in texts.items()
+        (name if len(labelled) == 1 else f"{name} ({', '.join(short(label, 40) for label in labels)})", text)
+        for name, labelled in texts.items()
         for text, labels in labelled.items()
     ]
 
@@ -184,7 +184,7 @@ def _pairs(part: Part) -> Pairs:
 
 
 def _search(plan: Meta) -> str:
-    """How the blocks were found, and what that took."""
+    """The search method and its cost."""
     if not plan.get("blocks"):
         return ""
     cost = plan.get("cost") or {}
@@ -241,7 +241,7 @@ def _method(method: Any) -> str:
 
 
 def warnings(source: Source) -> list[str]:
-    """Warnings of the folders, each once, and what keeps their numbers from being compared."""
+    """Warnings of the folders without repetition, and reasons why their numbers are not comparable."""
     texts = dict.fromkeys(text for part in source.parts for text in measured.warnings({**part.meta, "models": None}))
     return [*texts, *_not_comparable(source)]
 
@@ -252,7 +252,7 @@ def left_out(source: Source) -> list[list[str]]:
 
 
 def _not_comparable(source: Source) -> Iterator[str]:
-    """What of the page was read on different data, or could not be checked."""
+    """Warnings on losses that were measured on different data or could not be checked."""
     hashes = {part.label: str((part.meta.get("data") or {}).get("hash") or "") for part in source.parts}
     hashes = {label: digest for label, digest in hashes.items() if digest}
     if len(set(hashes.values())) > 1:
@@ -263,21 +263,21 @@ def _not_comparable(source: Source) -> Iterator[str]:
             "The original’s loss is not the same for all models that were timed: they were judged by different data. "
             "Quality is shown as the loss added to the original’s."
         )
-    unknown = [short(one.name, 40) for one in source.benchmarked if one.loss is None and not one.baseline]
+    unknown = [short(model.name, 40) for model in source.benchmarked if model.loss is None and not model.baseline]
     if unknown:
         yield f"The held-out loss of {', '.join(unknown)} is not known, so quality against time leaves it out."
 
 
 def tables(source: Source) -> dict[str, Sequence[Table | dict[str, Any]]]:
-    """Id of a section -> tables that stand in it, and strips of layers."""
+    """Id of a section -> its tables and strips of layers."""
     return {**skipping_tables.tables(source), "blocks": _strips(source)}
 
 
 def _strips(source: Source) -> list[dict[str, Any]]:
-    """The model's depth for each set of blocks that went: which, in what order, and the loss that each added."""
-    known = removals(source.parts)
+    """A strip of layers for each set of removed blocks: which, in what order, and the loss that each added."""
+    sets_removed = removals(source.parts)
     has_depth = isinstance(model(source).get("num_layers"), int)
-    return [_strip(removal, source.layers, has_depth, len(known) > 1) for removal in known]
+    return [_strip(removal, source.layers, has_depth, len(sets_removed) > 1) for removal in sets_removed]
 
 
 def _strip(removal: Removal, layers: int, has_depth: bool, several: bool) -> dict[str, Any]:

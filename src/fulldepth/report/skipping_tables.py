@@ -17,13 +17,13 @@ from fulldepth.report.phrases import NOTHING, scaled, seconds, short, size
 from fulldepth.report.tables import Table, by_subject, settings_table
 
 UNITS = (" %", "×", " ms", " s")
-"""Said once where all numbers of a cell have it."""
+"""Units written once if all numbers of a cell have them."""
 Columns = dict[str, Callable[[BenchmarkedModel], str]]
 
 
 def _added(model: BenchmarkedModel) -> str:
-    known = not model.baseline and model.loss is not None and model.base is not None
-    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if known else NOTHING
+    has_losses = not model.baseline and model.loss is not None and model.base is not None
+    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if has_losses else NOTHING
 
 
 LOSSES: Columns = {
@@ -33,7 +33,7 @@ LOSSES: Columns = {
 
 
 def tables(source: Source) -> dict[str, Sequence[Table]]:
-    """Id of a section -> tables that stand in it."""
+    """Id of a section -> its tables."""
     models, parts = source.benchmarked, source.parts
     timed, quantised = ([model for model in models if model.part.kind == kind] for kind in ("bench", "quantise"))
     return {
@@ -45,11 +45,11 @@ def tables(source: Source) -> dict[str, Sequence[Table]]:
 
 
 def side_by_side(source: Source) -> Table | None:
-    """Every model that was timed: loss, time, size, and whether something else beats it."""
+    """All timed models: loss, time, size, and on which frontiers they are."""
     models = source.benchmarked
     if not models:
         return None
-    if agree(models):  # one original stands for all
+    if agree(models):  # show one original for all
         first = next((model for model in models if model.baseline), None)
         models = [model for model in models if not model.baseline or model is first]
     best = {phase: _unbeaten(models, phase) for phase in PHASES}
@@ -71,7 +71,7 @@ def side_by_side(source: Source) -> Table | None:
 
 
 def _source(models: Sequence[BenchmarkedModel]) -> str:
-    """Where the losses of exports come from, as the beginning of a note."""
+    """The beginning of a note: the source of the exports' losses."""
     stated = [short(model.name, 40) for model in models if model.stated and not model.baseline]
     if not stated:
         return ""
@@ -125,7 +125,7 @@ def _parameters(model: BenchmarkedModel) -> str:
 
 
 def _grid(models: Sequence[BenchmarkedModel]) -> Table:
-    """Everything at every place of the grid."""
+    """All numbers in every cell of the grid."""
     columns = [
         *(f"{phase.capitalize()}" for phase in PHASES),
         *(f"{phase.capitalize()} saved" for phase in PHASES),
@@ -166,14 +166,14 @@ def _orders(models: Sequence[BenchmarkedModel]) -> Table:
 
 
 def _norms(part: Part, parts: Sequence[Part]) -> Table:
-    """Spectral norms of the original's projections in layers that lost a block and in those that kept it."""
+    """Spectral norms of the original's projections in layers with and without a removed block."""
     removal = planned(part)
     lost = set(removed(removal))
     rows = []
     for site in (site for sites in groups(part, removal).values() for site in sites):
         norms = curve(part.table, "spectral_norm", "value", site)
-        known = [(layer, value) for layer, value in zip(norms.layers, norms.values, strict=True) if value is not None]
-        sets = [[v for layer, v in known if (layer in lost) is which] for which in (True, False)]
+        finite = [(layer, value) for layer, value in zip(norms.layers, norms.values, strict=True) if value is not None]
+        sets = [[v for layer, v in finite if (layer in lost) is which] for which in (True, False)]
         if all(sets):
             middle = [median(values) for values in sets]
             ratio = f"{middle[0] / middle[1]:.2f}×" if middle[1] else NOTHING
@@ -206,7 +206,7 @@ def _spread(spread: Spread | None, written: Callable[[float], str]) -> str:
 
 
 def _times(model: BenchmarkedModel, phase: str) -> str:
-    """Multiples of the original's."""
+    """Times as multiples of the original's."""
     if model.baseline:
         return NOTHING if model.relative(phase) is None else "1×"
     return _spread(model.relative(phase), lambda value: f"{value:.2f}×")
@@ -228,7 +228,7 @@ def _bytes(measure: str) -> Callable[[BenchmarkedModel], str]:
 
 
 def _size(value: float) -> str:
-    """Bytes in a unit that suits them."""
+    """Bytes in a suitable unit."""
     return f"{value:,.0f} B" if value < 2**14 else f"{value / 2**10:,.0f} KiB" if value < 2**20 else size(value)
 
 

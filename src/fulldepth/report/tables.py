@@ -1,4 +1,4 @@
-"""Tables of the page: their record, tables with a row for each model or run, settings."""
+"""Tables of the page: `Table`, tables with one row per model or run, tables of settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fulldepth.report.phrases import NOTHING, short
 
 Subject = TypeVar("Subject")
 PROSE = ("about", "source")
-"""Settings that are prose and decide nothing."""
+"""Settings that are descriptions and have no effect."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    """The name of the row, then a cell for each column."""
+    """Each row: its name, then one cell per column."""
     corner: str = ""
-    """Head of the first column."""
+    """Header of the first column."""
     note: str = ""
     folded: bool = False
-    """Whether it is behind its title."""
+    """Whether the table is collapsed under its title."""
     text: bool = False
     """Whether the cells are text rather than numbers."""
 
@@ -37,7 +37,7 @@ def by_subject(
     columns: Mapping[str, Callable[[Subject], str]],
     note: str = "",
 ) -> Table:
-    """A row for each subject, given with its name; columns that none of them fills are left out."""
+    """One row per (name, subject); columns that are empty for all of them are left out."""
     cells = {name: [cell(subject) for _, subject in subjects] for name, cell in columns.items()}
     filled = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
     rows = [[name, *row] for (name, _), *row in zip(subjects, *filled.values(), strict=True)] if filled else []
@@ -45,13 +45,13 @@ def by_subject(
 
 
 def settings_table(title: str, settings: Any) -> Table:
-    """All settings that are set, folded."""
+    """All settings with a value, in a folded table."""
     rows = [[short(key, 80), short(value)] for key, value in flatten(settings or {}).items() if key not in PROSE]
     return Table(title, [""], rows, folded=True, text=True)
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as YAML would show it; what is unset is left out."""
+    """Dotted key -> value as in YAML; unset settings are left out."""
     if isinstance(settings, Mapping):
         flat: dict[str, str] = {}
         for key, value in settings.items():

@@ -1,4 +1,4 @@
-"""Several result folders as one page: which go together, under what names."""
+"""Combines several result folders into one page."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.results import COLUMNS, SCHEMA_VERSION, TABLE, Results
 
 NAMES = {"measure": "measurement", "training": "training run", "comparison": "comparison"}
-"""Kind of a folder -> what it holds, where it is not one of `KINDS`."""
+"""Kind of a folder not in `KINDS` -> description of its content."""
 
 
 def together(folders: Sequence[str | Path]) -> Results:
-    """The folders as one: kind `skips`, rows with the column `folder`, the documents in `parts`.
+    """The folders combined: kind `skips`, rows with the column `folder`, the documents in `parts`.
 
-    Searches come first, then curves, benchmarks and quantisations; among them the order is kept.
+    Searches come first, then curves, benchmarks and quantisations; folders of one kind keep their order.
 
     Raises:
-        FulldepthError: if a folder is named twice or cannot be read, if one of them is not of `fulldepth skip`, or if
+        FulldepthError: if a folder is named twice or cannot be read, if one is not a result of `fulldepth skip`, or if
             they are about different models.
     """
     paths = [Path(folder) for folder in folders]
@@ -45,7 +45,7 @@ def together(folders: Sequence[str | Path]) -> Results:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """As little of the end of each path as tells them apart."""
+    """The shortest endings of the paths that are unique."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(part[-length:]) for part in parts]
@@ -55,7 +55,7 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def rows_of(paths: Sequence[Path]) -> str:
-    """Where the rows of a page are, in one sentence."""
+    """One sentence on which files hold the rows of a page."""
     *others, last = names(paths)
     if not others:
         return f"The file {TABLE} in {last} holds all of them."
@@ -63,13 +63,13 @@ def rows_of(paths: Sequence[Path]) -> str:
 
 
 def _types(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
-    """Whole numbers stay whole where some folders do not have them."""
+    """Types that keep integer columns integer although some folders lack them."""
     integers = (name for table in tables for name in table.columns if pd.api.types.is_integer_dtype(table[name].dtype))
     return {**dict.fromkeys(integers, "Int64"), "value": "float64"}
 
 
 def _check(loaded: Sequence[tuple[str, Results]]) -> None:
-    """Refuse folders that have nothing to do with each other."""
+    """Raise if the folders cannot share a page."""
     for label, results in loaded:
         kind = str(results.meta.get("kind"))
         if kind not in KINDS:
@@ -82,17 +82,17 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
         if class_name and other_class and class_name != other_class:
             raise FulldepthError(
-                f"{label} is about a {class_name}, {other} about a {other_class}: they belong on pages apart."
+                f"{label} is about a {class_name}, {other} about a {other_class}: they cannot share a page."
             )
         if digest and other_hash and dtype == other_dtype and digest != other_hash:
             raise FulldepthError(
                 f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
-                f"{other_hash[:19]}. Make a page of each."
+                f"{other_hash[:19]}. Make one page for each."
             )
 
 
 def _subject(meta: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Precision that was asked for, class and hash of the model; empty where the document does not say."""
+    """Requested precision, class and hash of the model; empty if the document does not state them."""
     model = meta.get("model") or (meta.get("plan") or {}).get("model") or {}
     precision = str((meta.get("settings") or {}).get("dtype") or "auto")
     return precision, str(model.get("class") or ""), str(model.get("hash") or "")

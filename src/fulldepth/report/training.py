@@ -1,4 +1,4 @@
-"""Pages of training runs and their comparisons: what was trained, its costs, tables of runs."""
+"""Pages of training runs and their comparisons: model and settings, costs, tables of runs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fulldepth.report.phrases import NOTHING, dotted, model_line, quantity, scal
 from fulldepth.report.tables import PROSE, Table, by_subject, flatten, settings_table
 
 Column = tuple[str, str, str, str]
-"""Title, the run's own number, the number against the baseline (either may be empty), and the format of the latter:
-Python's for a difference, `×` for a multiple."""
+"""Title, key of the run's own number, key of the number relative to the baseline (either may be empty), and format of
+the latter: Python's for a difference, `×` for a multiple."""
 
 
 def byline_of_runs(source: Source) -> str:
-    """How many runs are compared, where, and how their layers meet."""
+    """How many runs are compared, at which step, and how their layers are aligned."""
     step = source.meta.get("step")
     return compared(source.meta, "training runs", f"at step {step:,}, " if isinstance(step, int) else "")
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:
-    """The findings of a comparison of runs; those of one run against the baseline come later."""
+    """The findings of a comparison of runs; those of a single run against the baseline are marked as later."""
     return [Shown(finding, later=":" in name) for name, finding in (entry.get("headline") or {}).items()]
 
 
@@ -41,12 +41,12 @@ def tables_of_runs(source: Source) -> dict[str, list[Table]]:
 
 
 def about(meta: Meta) -> Pairs:
-    """What was trained, and how."""
+    """Pairs on the model, the data and the training."""
     return [*_subject(meta), *run(meta, "Written")]
 
 
 def about_runs(meta: Meta) -> Pairs:
-    """What all runs of a comparison have in common."""
+    """Pairs that all runs of a comparison have in common."""
     return [*_shared(meta), *run(meta, "Written")]
 
 
@@ -70,10 +70,10 @@ def _shared(meta: Meta) -> Pairs:
 
 
 def _runs(meta: Meta) -> Table:
-    """What the runs do not have in common: a row a run."""
+    """Table of the differences between the runs, one row per run."""
     subjects = {labelled(entry): dict(_subject(entry)) for entry in meta.get("models") or []}
-    columns = [what for what in next(iter(subjects.values()), {}) if what not in dict(_shared(meta))]
-    rows = [[name, *(pairs[what] or NOTHING for what in columns)] for name, pairs in subjects.items()]
+    columns = [key for key in next(iter(subjects.values()), {}) if key not in dict(_shared(meta))]
+    rows = [[name, *(pairs[key] or NOTHING for key in columns)] for name, pairs in subjects.items()]
     return Table("The runs", columns, rows if columns else [], "Run", text=True)
 
 
@@ -90,7 +90,7 @@ def _objective(meta: Meta) -> str:
 
 
 def _data(data: Meta) -> str:
-    """What was trained on, and how much is held out."""
+    """Training data, and the amount held out."""
     counts = (
         ("tokens", "{} tokens"),
         ("documents", "{} documents"),
@@ -147,7 +147,7 @@ def _cost(source: Source) -> Table:
 
 
 def side_by_side(source: Source) -> Table:
-    """The comparison in one table: a row a run, at the last step that all have."""
+    """The comparison in one table: one row per run, at the last common step."""
     meta = source.meta
     columns = (
         ("Validation loss", "validation_loss", "", NOTHING),
@@ -214,7 +214,7 @@ def _cell(meta: Meta, own: str, against: str, form: str) -> Callable[[Meta], str
 
 
 def _differing(meta: Meta) -> Table:
-    """The settings in which the runs differ: a row a setting, a column a run."""
+    """The settings in which the runs differ: one row per setting, one column per run."""
     models = meta.get("models") or []
     flat = [flatten(entry.get("settings") or {}) for entry in models]
     keys = dict.fromkeys(key for settings in flat for key in settings if key not in PROSE)

@@ -19,8 +19,8 @@ def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
     """Refuse a folder whose document and table contradict each other.
 
     Raises:
-        FulldepthError: if the kind is not one of a folder, a required column or entry is missing, or the table has
-            more layers than the model.
+        FulldepthError: if the kind is not that of a result folder, a required column or entry is missing, or the table
+            has more layers than the model.
     """
     kind = str(meta.get("kind"))
     if kind == TOGETHER:

@@ -91,9 +91,9 @@ class Results:
         return rows.set_index("layer")["value"]
 
     def save(self, directory: str | Path) -> Path:
-        """Write `results.json` and `results.parquet` into `directory` (made if absent), each whole or not at all.
+        """Write `results.json` and `results.parquet` into `directory` (created if absent), each atomically.
 
-        The document names the sha256 of the table, so that a folder that was interrupted between the two is refused.
+        The document states the sha256 of the table, so that a folder of an interrupted write is refused.
 
         Raises:
             FulldepthError: if the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Settings of every verb, and how they are layered: defaults < recipe (YAML) < `key=value`. No torch is loaded here."""
+"""Settings of every command, layered: defaults < recipe (YAML) < `key=value`. Importing this does not load torch."""
 
 from fulldepth.settings.layers import Settings, assignments, layer, merge, names, read
 

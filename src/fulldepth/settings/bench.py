@@ -1,4 +1,4 @@
-"""What can be set for `fulldepth skip bench`; defaults < recipe < command line."""
+"""Settings of `fulldepth skip bench`; defaults < recipe < command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
 
 
 class BenchSettings(ReadingSettings):
-    """Everything that decides what is timed, and how data are read for the losses."""
+    """Settings of the timings, and of the data on which losses are computed."""
 
     options: ClassVar = {
         "What is timed": ("batches", "contexts", "new_tokens", "repeats", "tasks", "task_limit", "seed"),
@@ -25,8 +25,8 @@ class BenchSettings(ReadingSettings):
     batches: list[Length] = Field(default=[1, 4], min_length=1, max_length=1000)
     """Comma-separated numbers of sequences run at once."""
     contexts: list[Length] = Field(default=[128, 512], min_length=1, max_length=1000)
-    """Comma-separated lengths of the prompt in tokens, each timed with every batch size, as far as the model's
-    positions go."""
+    """Comma-separated lengths of the prompt in tokens, each timed with every batch size; the default lengths are
+    shortened to the model's positions."""
     new_tokens: Length = 16
     """Tokens decoded after the prompt, one at a time, while the cache grows."""
     repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 5

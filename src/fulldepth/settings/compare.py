@@ -1,4 +1,4 @@
-"""What a comparison can be told."""
+"""Settings of `fulldepth compare`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Label = Annotated[str, Field(max_length=1000)]
 
 
 class CompareSettings(Settings):
-    """Settings of `fulldepth compare`."""
+    """How results are labelled and aligned."""
 
     options: ClassVar = {"How to compare": ("names", "baseline", "depth")}
 
     names: list[Label] | None = None
     """Comma-separated labels, one for each result; None = the folders' names, made unique."""
     baseline: int | str = 0
-    """Label, or position from 0, of the model that the others are compared with."""
+    """Label, or position from 0, of the model to compare the others with."""
     depth: Literal["layer", "relative"] | None = None
     """layer: compare layer by layer; relative: at the same relative depth l/L; None = layer if depths are equal."""

@@ -1,8 +1,8 @@
 """Layered settings: defaults < recipe (YAML) < `key=value`. Unknown keys and wrong types are errors, all at once.
 
-YAML is read by PyYAML with rules of our own (`_Loader`): ruamel.yaml would save only the patterns of numbers and the
-check for repeated keys, and still needs code against aliases, merge keys, dates, keys that are no text, `%YAML 1.1`,
-deep nesting and long numbers.
+PyYAML reads the files, with the stricter rules of `_Loader`. ruamel.yaml would only replace the patterns of numbers and
+the check for repeated keys; aliases, merge keys, dates, non-text keys, `%YAML 1.1`, deep nesting and long numbers would
+still need code here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fulldepth.files import read_bytes, reading
 _INSTALLED = Path(__file__).parents[1] / "recipes_data"
 _CHECKOUT = Path(__file__).parents[3] / "recipes"
 RECIPES = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-"""One folder of YAML files for each verb. A wheel carries a copy; a checkout (editable install) reads its own."""
+"""One folder of YAML files for each command. A wheel contains a copy; an editable install reads the checkout's."""
 
 MOST_BYTES = 1 << 20
 """Largest recipe file."""
 MOST_DEPTH = 32
 """Deepest nesting of settings."""
 MOST_DIGITS = 40
-"""Longest whole number."""
+"""Digits of the longest integer."""
 MOST_CHARACTERS = 950
-"""Longest message about what is wrong with settings."""
+"""Longest error message about invalid settings."""
 MOST_PROBLEMS = 100
-"""Settings that are wrong, of which a message tells."""
+"""Invalid settings that one error message lists at most."""
 
 KINDS = {"str": "text", "int": "integer", "float": "number", "list": "list", "dict": "mapping", "bool": "true/false"}
 EXPECTATIONS = {
@@ -45,16 +45,16 @@ EXPECTATIONS = {
     "a valid array": "a list",
     "an object": "a mapping",
 }
-"""What pydantic expects -> the same in the words of a YAML file; any other message stays as it is."""
+"""Type as pydantic names it -> as a YAML file names it; other messages stay unchanged."""
 
 
 class Settings(pydantic.BaseModel):
-    """Base of every verb's settings: no unknown keys, no silent conversions, nothing changes after the start."""
+    """Base of every command's settings: frozen; unknown keys and implicit conversions are errors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Panel of the command's help -> settings that have an option of their own there."""
+    """Panel of the command's help -> settings that have their own option there."""
 
 
 S = TypeVar("S", bound=pydantic.BaseModel)
@@ -63,10 +63,10 @@ S = TypeVar("S", bound=pydantic.BaseModel)
 def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
     """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
 
-    Values are taken strictly, as JSON would give them: 1 is a number, `true` and "1" are not.
+    Values are validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
 
     Args:
-        model: the settings class, which holds the defaults.
+        model: the settings class, which defines the defaults.
         sources: nested mappings of plain values (`read`, `assignments`, or keyword arguments).
 
     Raises:
@@ -87,17 +87,17 @@ def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
 
 
 def read(recipe: str | Path, verb: str) -> dict[str, Any]:
-    """The settings in a YAML file, or in a recipe that ships with the package.
+    """Read the settings in a YAML file or in a recipe of the package.
 
     Args:
         recipe: path of a file, or a name such as `quick` (see `names`).
-        verb: the command that it is for; its recipes are looked up by name.
+        verb: the command whose recipes are looked up by name.
 
     Raises:
         FulldepthError: if there is no such file or name, or the file is not a small YAML mapping without aliases.
     """
     path = Path(recipe)
-    with reading(one_line(path)):  # the name itself may be none
+    with reading(one_line(path)):  # the operating system may refuse the name itself
         is_file = path.is_file()
     if not is_file:
         if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
@@ -120,7 +120,7 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
 
 
 def names(verb: str) -> list[str]:
-    """Names of the recipes that ship for a verb, sorted."""
+    """Names of a command's recipes in the package, sorted."""
     return sorted(path.stem for path in (RECIPES / verb).glob("*.yaml"))
 
 
@@ -155,7 +155,7 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The second mapping over the first, key by key, also inside mappings."""
+    """Merge two nested mappings; values of `above` override those of `below`."""
     merged = dict(below)
     for key, value in above.items():
         inner = merged.get(key)
@@ -164,15 +164,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core rules: only true/false are booleans (`no` is a word), 1e-3 is a number, dates are text.
+    """YAML 1.2's core schema: only true/false are booleans (`no` is text), 1e-3 is a number, dates are text.
 
-    Aliases are refused (nine short lines of them are a billion values), and so are deep nesting and endless numbers.
+    Aliases (nine short lines can expand to a billion values), deep nesting and very long numbers are refused.
     """
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node; anchors, aliases and nodes below `MOST_DEPTH` are errors."""
+        """The next node; anchors, aliases and nesting deeper than `MOST_DEPTH` are errors."""
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             found = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
@@ -186,14 +186,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """A whole number of at most `MOST_DIGITS` digits."""
+        """An integer of at most `MOST_DIGITS` digits."""
         if len(node.value) > MOST_DIGITS:
             found = f"a number of {len(node.value):,} digits"
             raise yaml.constructor.ConstructorError(None, None, found, node.start_mark)
         return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping whose keys are text and appear once (PyYAML would keep the last one silently)."""
+        """A mapping with unique text keys (PyYAML silently keeps the last of repeated ones)."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -207,7 +207,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _EXPONENT = r"(?:[eE][-+]?[0-9]+)"
-_PLAIN = {  # type -> what its scalars look like, and the characters that one can start with
+_PLAIN = {  # type -> pattern of its scalars, and their possible first characters
     "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
     "int": (r"[-+]?(?:0|[1-9][0-9]*)", [*"-+0123456789"]),
@@ -227,7 +227,7 @@ def _parse(text: str) -> Any:
 
 
 def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
-    """One line for each setting that is wrong."""
+    """One line for each invalid setting."""
     expected: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     lines = []
@@ -252,7 +252,7 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
 
 
 def _locate(given: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any]:
-    """The part of pydantic's location that exists in what was given (the rest names members of unions)."""
+    """The longest prefix of pydantic's location that exists in `given` (the rest names members of unions)."""
     keys: list[str] = []
     for part in location:
         try:
@@ -264,15 +264,15 @@ def _locate(given: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any
 
 
 def _fields(model: type[pydantic.BaseModel], path: list[str]) -> list[str]:
-    """Names of the fields of the settings class that sits at `path` inside `model`."""
+    """Field names of the settings class at `path` inside `model`."""
     for key in path:
-        if key in model.model_fields:  # else an index or a key of a container of settings
+        if key in model.model_fields:  # otherwise an index or key of a container of settings
             model = next(_classes(model.model_fields[key].annotation))
     return list(model.model_fields)
 
 
 def _classes(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
-    """Every settings class that an annotation names, such as `Inner` in `list[Inner] | None`."""
+    """Settings classes in an annotation, such as `Inner` in `list[Inner] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -292,7 +292,7 @@ def _show(value: Any) -> str:
 
 
 def _few_lines(lines: list[str]) -> str:
-    """As many lines as a message holds."""
+    """Join as many lines as fit into `MOST_CHARACTERS`."""
     message = one_line(lines[0], MOST_CHARACTERS)
     for line in lines[1:]:
         if len(message) + len(line) + 1 > MOST_CHARACTERS:

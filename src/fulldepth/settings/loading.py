@@ -1,4 +1,4 @@
-"""What the settings of several verbs share: how a model is loaded, and bounds of numbers."""
+"""Settings shared by several commands: loading a model, and bounds of numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 Length = Annotated[int, Field(ge=1, le=10_000_000)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Rate = Annotated[float, Field(gt=0, le=1e3)]
-"""Bounds far above what anybody uses: what lies beyond is a slip, and would run out of memory or time."""
+"""Upper bounds far above any real use: larger values are typing errors that would exhaust memory or time."""
 
 
 class LoadingSettings(Settings):
@@ -27,4 +27,4 @@ class LoadingSettings(Settings):
     tokenizer: str | None = None
     """Folder or Hub name of the tokenizer; None = the checkpoint's."""
     trust_remote_code: bool = False
-    """Run modelling code that the checkpoint carries."""
+    """Run modelling code from the checkpoint."""

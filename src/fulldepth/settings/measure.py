@@ -1,4 +1,4 @@
-"""What can be set for `fulldepth measure`; defaults < recipe < command line."""
+"""Settings of `fulldepth measure`; defaults < recipe < command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
 
 
 class MeasureSettings(LoadingSettings):
-    """Everything that decides which numbers a run gives; saved with them."""
+    """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
         "What to measure": ("measures", "tokens", "words", "reference"),
@@ -26,7 +26,7 @@ class MeasureSettings(LoadingSettings):
     }
 
     measures: list[str] | None = None
-    """Comma-separated names out of displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
+    """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
     expected_retrieval, stream_mixing; None = all that model and data allow."""
     max_sequences: Count = 256
@@ -34,26 +34,26 @@ class MeasureSettings(LoadingSettings):
     sequence_length: Length | None = None
     """Tokens in a sequence; None = 256, or the model's positions if fewer."""
     batch_size: Count = 8
-    """Sequences in one forward pass; no number depends on it."""
+    """Sequences in one forward pass; does not affect results."""
     tokens: TokenPolicy = "auto"
-    """Which tokens count: all, no-first, last, cls (the first), eos; padding never does. auto: all for language models
+    """Which tokens count: all, no-first, last, cls (the first), eos; never padding. auto: all for language models
     and vision without a class token; cls, last or eos for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
     lens_tokens: Count | None = None
-    """Read only a seeded sample of this many positions with the lens; None = all that have a target."""
+    """Positions in the seeded sample that the lens is applied to; None = all that have a target."""
     reservoir_tokens: Count = 2048
-    """Tokens kept for what is no sum (centred cosine, CKA, NC1, MMD); exact while the data fit."""
+    """Tokens kept for measures that are not sums (centred cosine, CKA, NC1, MMD); exact while the data fit."""
     entropy_sequences: Count = 64
-    """Sequences that enter the matrix entropies."""
+    """Sequences used for the matrix entropies."""
     grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid."""
     seed: Seed = 0
-    """Seed of every sample that is drawn."""
+    """Seed of all random samples."""
     split: str | None = None
     """Split of a Hub data set or an image folder."""
     truncate: bool = False
-    """Cut prompt-response pairs that are longer than the sequence length, rather than refuse them."""
+    """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
     tower: Literal["text", "vision"] | None = None
     """text or vision, for models with two towers."""
     device_map: str | dict[str, Any] | None = None
@@ -61,4 +61,4 @@ class MeasureSettings(LoadingSettings):
     reference: str | None = None
     """Model that MMD compares with, layer by layer."""
     anatomy: dict[str, Any] | None = None
-    """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family that is neither listed nor found."""
+    """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family neither listed nor detected."""

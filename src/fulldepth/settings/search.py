@@ -1,4 +1,4 @@
-"""What can be set for `fulldepth skip search`; defaults < recipe < command line."""
+"""Settings of `fulldepth skip search`; defaults < recipe < command line."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FORMATS = {
     "decilm": "the same in the layout of vLLM and llama.cpp",
     "layer": "whole layers gone, for plans of that granularity",
 }
-"""Export format -> what it is, for help and for checks before torch is loaded; `fulldepth.skip.exports.formats` has the
-formats themselves, by the same names."""
+"""Export format -> description, for help and for checks before torch is loaded; `fulldepth.skip.exports.formats`
+implements the formats under the same names."""
 
 
 def known_format(name: str) -> str:
-    """The name of an export format.
+    """Return the name of an export format.
 
     Raises:
-        FulldepthError: if there is none of that name.
+        FulldepthError: if there is no such format.
     """
     if name not in FORMATS:
         raise unknown("format", name, FORMATS)
@@ -48,17 +48,17 @@ class ReadingSettings(LoadingSettings):
     """How the data of a search, a curve or a benchmark are read."""
 
     batch_size: Batch = 8
-    """Sequences run at once while losses are read."""
+    """Sequences in one forward pass when losses are computed."""
     sequence_length: Length | None = None
     """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
     limit: Rows | None = None
     """Rows (or windows of text) to read; None = all."""
     seed: Seed = 0
-    """Seed of the held-out fifth, and of everything else that is drawn."""
+    """Seed of the held-out fifth and of all other random choices."""
 
 
 class SearchSettings(ReadingSettings):
-    """Everything that decides which plan a search gives."""
+    """Everything that determines the plan that a search returns."""
 
     options: ClassVar = {
         "The search": ("blocks", "search", "criterion", "granularity", "given", "format", "budget", "seed"),
@@ -68,43 +68,43 @@ class SearchSettings(ReadingSettings):
     }
 
     blocks: Layer | None = None
-    """How many blocks to remove; None = as many as are given."""
+    """How many blocks to remove; None = the number of `given` layers."""
     criterion: Criterion = "loss"
     """What candidates are ranked by on held-out data: loss (of the untrained candidate), scaled (the loss after one
     epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
     search: Method = "greedy"
-    """greedy: one by one, candidates that are surely worse leave early; exact: one by one, all on all data; one-shot,
+    """greedy: one by one, dropping clearly worse candidates early; exact: one by one, all on all data; one-shot,
     cosine, taylor, random, last: ranked once; given: the layers of `given`."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp or layer."""
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
-    """The layers to remove, 1-based, in order: 3,7; with it the search is `given`."""
+    """The layers to remove, 1-based, in order: 3,7; implies `search: given`."""
     format: Annotated[str, AfterValidator(known_format)] | None = None
-    """Format of `skip apply` that the plan is for: refused before the search if the model cannot have it."""
+    """Format of `skip apply` that the plan is for: checked against the model before the search."""
     chunks: Batch = 32
-    """Parts of the held-out data after each of which candidates may leave; fewer where there are fewer batches."""
+    """Chunks of the held-out data, after each of which candidates may be dropped; fewer if there are fewer batches."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the bounds by which candidates leave, for each round."""
+    """Confidence of the bounds by which candidates are dropped, for each round."""
     budget: Budget | str | None = None
-    """FLOPs (2e15) or a time (90s, 10m, 2h) for the search without the fits. A greedy round that a budget ends is told
-    in the plan (`stopped_by_budget`), and is unsure; None = no bound."""
+    """FLOPs (2e15) or a time (90s, 10m, 2h) for the search without the fits. A greedy round that a budget ends is noted
+    in the plan (`stopped_by_budget`), and its choice is uncertain; None = no limit."""
     fit: bool = True
-    """Train the scalars that heal, with the control "scalars only"."""
+    """Train the healing scalars, and the control "scalars only"."""
     learning_rate: Rate = 3e-3
-    """Of that training."""
+    """Learning rate of the scalars."""
     epochs: Epochs = 10
-    """Passes over the training examples at most."""
+    """Most passes over the training examples."""
     fit_batch_size: Batch = 32
     """Examples in an optimiser step."""
     patience: Epochs = 2
     """Epochs without a better held-out loss before the training ends."""
     per_channel: bool = False
-    """A factor for each channel, rather than one a layer; such a plan cannot be exported in any format."""
+    """One factor per channel instead of one per layer; such a plan cannot be exported in any format."""
     fit_kl: bool = False
     """Train towards the unmodified model's predictions."""
     gradient_checkpointing: bool | None = None
-    """Keep one state a block while scalars are trained, and run each block again in the backward pass: less memory,
-    half as much computing again, the same result. None: where autograd would keep more than about 4 GiB, and where
+    """Keep one state per block while scalars are trained, and run each block again in the backward pass: less memory,
+    1.5 times the computation, the same result. None: where autograd would keep more than about 4 GiB, and where
     weights are offloaded."""
     device_map: str | dict[str, Any] | None = None
     """`auto` spreads a model over devices, CPU and disk; or a map of modules to devices and `disk`."""
@@ -112,7 +112,7 @@ class SearchSettings(ReadingSettings):
     @model_validator(mode="before")
     @classmethod
     def _given_layers_are_a_search(cls, values: Any) -> Any:
-        """Layers that are given need no `search: given` beside them."""
+        """Setting `given` implies `search: given`."""
         if isinstance(values, dict) and values.get("given") and "search" not in values:
             return {**values, "search": "given"}
         return values
@@ -123,10 +123,10 @@ PLACES = {"device", "device_map", "format", "gradient_checkpointing", "tokenizer
 
 
 def parse_budget(budget: float | str | None) -> tuple[float | None, float | None]:
-    """FLOPs and seconds of a budget, one of them or none.
+    """`(FLOPs, seconds)` of a budget, at most one of them not None.
 
     Raises:
-        FulldepthError: for what is neither a positive number of FLOPs nor a time.
+        FulldepthError: if `budget` is neither a positive number of FLOPs nor a time.
     """
     if budget is None:
         return None, None

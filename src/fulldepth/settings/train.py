@@ -1,4 +1,4 @@
-"""What can be set for `fulldepth train`; defaults < recipe < command line."""
+"""Settings of `fulldepth train`; defaults < recipe < command line."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
 Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
 TermSetting = float | dict[str, Any] | None
-"""A penalty: its weight, or a mapping of options with `weight` among them; None = off."""
+"""A penalty: its weight, or a mapping of options that includes `weight`; None = off."""
 
 
 class ModelSettings(Settings):
-    """The model: built from a configuration, or continued from a checkpoint. Other keys go to its configuration."""
+    """The model: built from a configuration or loaded from a checkpoint. Other keys go to its configuration."""
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
     type: str = "llama"
     """`model_type` of the configuration: depth_llama, llama, qwen3, gpt2, any causal language model of transformers."""
     checkpoint: str | None = None
-    """Folder or Hub name whose weights training starts from; further keys then change its configuration."""
+    """Folder or Hub name of the weights to start from; other keys then change its configuration."""
 
 
 class DataSettings(Settings):
-    """The text."""
+    """Text to train and validate on."""
 
     name: str = "corpus:builtin/train"
     """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set."""
@@ -44,23 +44,23 @@ class DataSettings(Settings):
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
     validation: str | None = None
-    """Text for validation; None = a share of the documents is held out."""
+    """Text for validation; None = held-out documents."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the documents that is held out."""
+    """Share of the documents that is held out for validation."""
     validation_sequences: Batch = 32
     """Sequences in each validation."""
     across_documents: bool = True
     """Whether attention may cross from one document of a window into the next."""
     cache: str | None = None
-    """Folder for the tokens of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
+    """Folder of the token cache of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
 
 
 class ObjectiveSettings(Settings):
-    """Penalties beside the cross-entropy.
+    """Penalties added to the cross-entropy.
 
     Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `jump`, `coherence`, `orthogonality`,
     `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as `weight`. None
-    switches a term off that the method has.
+    switches off a term of the method.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
@@ -71,27 +71,27 @@ class ObjectiveSettings(Settings):
 
     @property
     def terms(self) -> dict[str, float | dict[str, Any]]:
-        """The terms that are on, by name."""
+        """Enabled terms by name."""
         return {name: given for name, given in self.__pydantic_extra__.items() if given is not None}
 
 
 class InitializerSettings(Settings):
-    """How weights are drawn that no checkpoint gives; the defaults are the model class's own."""
+    """Initialisation of weights that come from no checkpoint; the defaults are the model class's own."""
 
     distribution: Literal["model", "truncated-normal"] = "model"
-    """Of matrices and embeddings. model: the class's own, normal with deviation model.initializer_range (0.02) in a
-    llama; truncated-normal: deviation inputs**-0.5 (embeddings: channels**-0.5), cut at three of them (Meta Lingua).
-    Routers and Hyper-Connections keep their own start."""
+    """Distribution of matrices and embeddings. model: the class's own, normal with standard deviation
+    model.initializer_range (0.02) in a llama; truncated-normal: standard deviation inputs**-0.5 (embeddings:
+    channels**-0.5), cut at three of them (Meta Lingua). Routers and Hyper-Connections keep their own initialisation."""
     output_scale: Rate = 1.0
-    """Factor of the matrices that write into the residual stream (o_proj, down_proj): for Hyper-Connections with n
-    streams n**-0.5 (arXiv 2409.19606, Sec. 4), for a depth of L layers (2 L)**-0.5."""
+    """Factor of the matrices that write into the residual stream (o_proj, down_proj): n**-0.5 for Hyper-Connections
+    with n streams (arXiv 2409.19606, Sec. 4), (2 L)**-0.5 for a depth of L layers."""
     memory: Literal["model", "fan-in", "pseudocode"] = "model"
-    """Key and value projections that read a memory. model: as other matrices; fan-in: uniform within D**-0.5 (LIME's
-    later code); pseudocode: uniform within (H_kv D d_h)**-0.5, what kaiming_uniform draws in LIME App. E."""
+    """Initialisation of key and value projections that read a memory. model: as other matrices; fan-in: uniform within
+    D**-0.5 (LIME's later code); pseudocode: uniform within (H_kv D d_h)**-0.5, kaiming_uniform of LIME App. E."""
 
 
 class TrainSettings(Settings):
-    """Everything that decides what a run trains; saved with it."""
+    """Everything that determines a training run; saved with it."""
 
     options: ClassVar = {
         "What is trained": (
@@ -105,7 +105,7 @@ class TrainSettings(Settings):
     about: str = ""
     """One sentence on the recipe; `fulldepth train --list` shows it."""
     source: str = ""
-    """Where the numbers come from, and what was chosen where the source is silent."""
+    """Source of the values, and the choices made where the source does not state them."""
     stage: Literal["pretrain", "sft"] = "pretrain"
     """pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
     method: str = "standard"
@@ -122,7 +122,7 @@ class TrainSettings(Settings):
     global_batch_size: Batch = 16
     """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
     micro_batch_size: Batch | None = None
-    """Sequences in one forward pass of one process; None = the process's whole share."""
+    """Sequences in one forward pass of one process; None = the process's whole share of the batch."""
     sequence_length: Length = 128
     """Tokens in a sequence."""
     seed: Seed = 0
@@ -135,14 +135,14 @@ class TrainSettings(Settings):
     min_learning_rate: NonNegativeRate = 0.0
     """Learning rate at the end of the cosine."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up: cosine, linear or constant."""
+    """Learning rate after the warm-up: cosine, linear or constant."""
     warmup_steps: NonNegativeSteps = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegativeRate = 0.1
-    """Weight decay of the parameters that `decay` names."""
+    """Weight decay of the parameters that `decay` selects."""
     decay: Literal["matrices", "all", "routers"] = "matrices"
     """matrices: all but norms, biases, embeddings, static routers and static parts of Hyper-Connections; all: every
-    parameter (Meta Lingua); routers: dynamic and kv routers only (LIME App. A, to the letter)."""
+    parameter (Meta Lingua); routers: dynamic and kv routers only (LIME App. A, literally)."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: Rate = 1e-8
@@ -161,18 +161,18 @@ class TrainSettings(Settings):
     device: str | None = None
     """cpu or cuda; None = the accelerator if there is one."""
     workers: Workers | None = None
-    """Processes that load data, for each training process; they change no number. None = up to 4, one for each core,
-    and 0 in a run of fewer than 2**24 tokens."""
+    """Data loading processes of each training process; no effect on results. None = up to 4, one for each core, and 0
+    in a run of fewer than 2**24 tokens."""
 
     eval_every: Count = 50
     """Steps between validations (loss, displacement, jump rate)."""
     save_every: Count = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Count | None = None
-    """Keep only this many; None = all, so that the run can be measured as a series."""
+    """Checkpoints to keep, the latest ones; None = all, so that the run can be measured as a series."""
     save_in_background: bool = True
-    """With fsdp, write checkpoints while training goes on; takes memory of the CPU for a copy of the shards."""
+    """With fsdp, write checkpoints while training continues; needs CPU memory for a copy of the shards."""
     log_every: Count = 10
     """Steps between lines of `report_to`."""
     report_to: list[str] = Field(default_factory=list)
-    """Comma-separated trackers that transformers' Trainer knows: tensorboard, wandb."""
+    """Comma-separated trackers that transformers' Trainer supports: tensorboard, wandb."""

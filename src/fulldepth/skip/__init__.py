@@ -1,4 +1,4 @@
-"""Removes the blocks that do not pay, heals with scalars, and ships a checkpoint that is proven."""
+"""Finds blocks to remove, trains scalars that compensate, and exports verified checkpoints."""
 
 from fulldepth.data.batches import Example, batches
 from fulldepth.data.examples import Examples, read_examples

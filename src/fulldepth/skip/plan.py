@@ -1,4 +1,4 @@
-"""`Plan`: which blocks go, in what order, at what loss; one small JSON file that can be checked against a model."""
+"""`Plan`: the blocks to remove, in order, with losses and scalars; a JSON file that can be checked against a model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fulldepth.settings import Settings, layer
 FILE = "plan.json"
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
-"""Largest file: four numbers for each layer and channel."""
+"""Largest file. A plan has at most four numbers for each layer and channel."""
 CRITERIA = ("loss", "scaled", "kl")
-"""What candidates are ranked by: loss untrained, loss after a short fit of the scalars, divergence from the model."""
+"""Ranking of candidates: by loss, by loss after a short fit of the scalars, by divergence from the original model."""
 SEARCHES = ("greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given")
 COSTS = ("forwards", "flops", "seconds")
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
@@ -39,14 +39,14 @@ PER_CHANNEL = (
     "Scalars per channel cannot be folded: norms see the direction of the stream, and factors that differ by channel "
     "turn it. So no format of `skip apply` holds them; such a plan can only be used in place."
 )
-"""Why plans with such scalars are refused."""
+"""Error for plans with scalars per channel."""
 
 FLOAT32 = 3.4e38
-"""Scalars are float32, which reaches a little farther."""
+"""Largest scalar, slightly below the largest float32."""
 
 
 def _must(is_right: Callable[[Any], bool], expected: str) -> pydantic.AfterValidator:
-    """A check of one entry; `expected` is what an error says."""
+    """A check of one entry; errors contain `expected`."""
 
     def check(value: Any) -> Any:
         if not is_right(value):
@@ -64,7 +64,7 @@ Factors = dict[str, dict[str, Factor | list[Factor]]]
 
 
 def _one_of(kind: str, choices: Collection[str]) -> pydantic.AfterValidator:
-    """A check of a name; the error says the nearest choice."""
+    """A check of a name; errors contain the nearest choice."""
 
     def check(name: str) -> str:
         if name not in choices:
@@ -75,7 +75,7 @@ def _one_of(kind: str, choices: Collection[str]) -> pydantic.AfterValidator:
 
 
 def _once_each(blocks: list[int]) -> list[int]:
-    """At least one block, and none twice."""
+    """Refuse an empty list, and a block that occurs twice."""
     if not blocks:
         raise FulldepthError("blocks is empty; a plan removes at least one block.")
     if twice := sorted(block for block, times in Counter(blocks).items() if times > 1):
@@ -84,14 +84,14 @@ def _once_each(blocks: list[int]) -> list[int]:
 
 
 def _hashed(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Data with their hash."""
+    """Refuse data without a valid hash."""
     if not HASH.fullmatch(str(data.get("hash"))):
         raise FulldepthError(f"data.hash is {one_line(repr(data.get('hash')), 100)}, expected {HASH_FORM}.")
     return data
 
 
 def _counted(cost: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Cost with all of `COSTS`."""
+    """Refuse a cost that lacks one of `COSTS`."""
     for name in COSTS:
         value = cost.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -100,7 +100,7 @@ def _counted(cost: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _finite(entry: dict[str, JsonValue], info: pydantic.ValidationInfo) -> dict[str, JsonValue]:
-    """An open entry that JSON can hold."""
+    """Refuse an open entry that JSON cannot represent."""
     try:
         json.dumps(entry, allow_nan=False)
     except ValueError as error:
@@ -115,21 +115,21 @@ class PlannedModel(Settings):
     """The model that a plan was made for."""
 
     name: Name
-    """Folder or Hub name, as it was given."""
+    """Folder or Hub name, as passed to the search."""
     class_name: Name = Field(alias="class")
     hash: Hash
     """`model_hash`."""
 
 
 class ControlLoss(Settings):
-    """Held-out losses of what the plan is compared with."""
+    """Held-out losses of the controls."""
 
     scalars_only: Loss
-    """Nothing skipped, scalars trained."""
+    """Of the model with trained scalars and nothing skipped."""
 
 
 class Plan(Settings):
-    """The entries of `plan.json`, which fit each other. `of` and `load` say in plain words what does not."""
+    """The entries of `plan.json`, checked for consistency. `of` and `load` raise readable errors."""
 
     schema_version: int
     model: PlannedModel
@@ -139,18 +139,18 @@ class Plan(Settings):
     blocks: Annotated[list[PositiveInt], pydantic.AfterValidator(_once_each)]
     """1-based layers in the order of their removal."""
     losses: list[Loss]
-    """Mean held-out loss in nats of the model itself, and after each removal; not healed, whatever the criterion."""
+    """Mean held-out loss in nats of the original model and after each removal, without scalars for every criterion."""
     healed_loss: Loss | None
-    """The same with the scalars; None if none were fitted."""
+    """The loss after all removals with the scalars; None if none were fitted."""
     control_loss: ControlLoss | None
     scalars: Factors
-    """Empty if none were fitted; else every layer that is left."""
+    """Of every remaining layer; empty if none were fitted."""
     data: Annotated[dict[str, JsonValue], pydantic.AfterValidator(_hashed), pydantic.AfterValidator(_finite)]
-    """`hash` of the examples, and whatever else tells where they came from."""
+    """`hash` of the examples, and further entries on their origin."""
     seed: NonNegativeInt
     versions: dict[str, str]
     cost: Annotated[dict[str, JsonValue], pydantic.AfterValidator(_counted), pydantic.AfterValidator(_finite)]
-    """`forwards`, `flops` and `seconds` of the search, and whatever else is worth knowing about it."""
+    """`forwards`, `flops` and `seconds` of the search, and further entries."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -172,11 +172,11 @@ class Plan(Settings):
         """A plan from the plain values of `plan.json`.
 
         Args:
-            document: what `document` gives.
-            where: words for errors that say what holds it.
+            document: as returned by `document`.
+            where: name of its source, for errors.
 
         Raises:
-            FulldepthError: for everything that is missing, unknown, of the wrong type or does not fit the rest.
+            FulldepthError: if an entry is missing, unknown, of the wrong type, or inconsistent with others.
         """
         if not isinstance(document, Mapping):
             raise FulldepthError(f"{where} is no plan: it holds {type(document).__name__}, expected a JSON object.")
@@ -195,10 +195,10 @@ class Plan(Settings):
         raise FulldepthError(f"{where} is no valid plan. {text}")
 
     def changed(self, **entries: Any) -> Plan:
-        """The same plan with other entries (plain values, as in the file), checked again.
+        """A copy with other entries (plain values, as in the file), checked again.
 
         Raises:
-            FulldepthError: if they do not fit.
+            FulldepthError: if they are not valid.
         """
         return Plan.of({**self.document(), **entries})
 
@@ -211,16 +211,16 @@ class Plan(Settings):
 
     @property
     def warnings(self) -> list[str]:
-        """Remarks on the data, from when they were read."""
+        """Warnings from reading the data."""
         return [str(line) for line in _list(self.data.get("warnings"))]
 
     @property
     def unsure_rounds(self) -> list[int]:
-        """Numbers of the rounds in which the data did not tell the best two candidates apart."""
+        """Numbers of the rounds whose best two candidates do not differ significantly on the data."""
         return _list(self.cost.get("unsure_rounds"))
 
     def document(self) -> dict[str, Any]:
-        """Plain values in the order of the file, layers by number."""
+        """The entries as plain values, in the order of the file; layers are sorted by number."""
         document = self.model_dump(mode="json", by_alias=True)
         scalars = document["scalars"]
         document["scalars"] = {
@@ -230,13 +230,13 @@ class Plan(Settings):
         return document
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan, whole or not at all; the same plan gives the same bytes.
+        """Write the plan atomically; equal plans give equal bytes.
 
         Args:
-            path: the file, whose folder is made if absent; or a folder that exists, for `plan.json` in it.
+            path: the file (its folder is created if absent), or an existing folder for `plan.json`.
 
         Raises:
-            FulldepthError: if it cannot be written, or was changed in place into nonsense.
+            FulldepthError: if it cannot be written, or is no longer valid after changes in place.
         """
         document = Plan.of(self.document()).document()
         target = Path(path)
@@ -255,7 +255,7 @@ class Plan(Settings):
         """Read a plan from its file, or from the folder that holds `plan.json`.
 
         Raises:
-            FulldepthError: if there is none, or it is not valid; says what is wrong with which entry.
+            FulldepthError: if there is none, or an entry is not valid.
         """
         target = Path(path)
         target = target / FILE if target.is_dir() else target
@@ -263,7 +263,7 @@ class Plan(Settings):
             raise FulldepthError(f"There is no plan {target}. `fulldepth skip search` writes one.")
         try:
             document = read_json(target, most=MOST_BYTES)
-        except FulldepthError as error:  # said as `of` says it
+        except FulldepthError as error:  # in the same form as errors of `of`
             why = str(error).removeprefix(f"Cannot read {target}: ")
             raise FulldepthError(f"{target} is no valid plan: {why}") from error
         return cls.of(document, str(target))
@@ -292,17 +292,17 @@ class Plan(Settings):
 
 
 def plan_scalars(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
-    """A plan's scalars, float32, beside the model's weights; None if none were fitted."""
+    """A plan's scalars, float32, on the device of the model; None if none were fitted."""
     if plan is None or plan.healed_loss is None:
         return None
     return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
 
 
 def check_scalars(plan: Plan) -> None:
-    """Refuse scalars that do not fit the blocks.
+    """Refuse scalars that do not match the blocks.
 
     Raises:
-        FulldepthError: with what is wrong.
+        FulldepthError: with the reason.
     """
     _check_names(plan)
     widths = {len(f) for factors in plan.scalars.values() for f in factors.values() if isinstance(f, list)}
@@ -323,7 +323,7 @@ def check_scalars(plan: Plan) -> None:
 
 
 def _check_names(plan: Plan) -> None:
-    """Which layers have scalars, and which scalars each."""
+    """Refuse scalars of unknown layers, and layers with the wrong scalars."""
     for key, factors in plan.scalars.items():
         if not LAYER.fullmatch(key):
             raise FulldepthError(f"scalars names the layer {one_line(key, 60)!r}; expected a number from 1.")
@@ -343,7 +343,7 @@ def check_depth(plan: Plan, anatomy: Anatomy) -> None:
     """Refuse a model whose layers are not those of a plan.
 
     Raises:
-        FulldepthError: if blocks are not there, or scalars are not those of the model's layers.
+        FulldepthError: if the model lacks blocks of the plan, or the scalars are not those of its layers.
     """
     depth = anatomy.num_layers
     if beyond := sorted(block for block in plan.blocks if block > depth):
@@ -362,7 +362,7 @@ def check_depth(plan: Plan, anatomy: Anatomy) -> None:
 
 
 def _list(entry: JsonValue) -> list[Any]:
-    """An open entry that should be a list."""
+    """The entry if it is a list, else an empty list."""
     return entry if isinstance(entry, list) else []
 
 

@@ -1,4 +1,4 @@
-"""`generate_responses`: the unmodified model's own responses to prompts, as data of a search."""
+"""`generate_responses`: the unmodified model's responses to prompts, used as data of a search."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from fulldepth.progress import Watcher
 
 FILE = "responses.jsonl"
 MOST = 10_000_000
-"""Prompts, tokens of a response and sequences of a batch."""
+"""Largest number of prompts, of tokens in a response, and of sequences in a batch."""
 
 
 class Responses(NamedTuple):
-    """Prompts with the model's own responses, and the settings of their generation."""
+    """Prompts with the model's responses, and the settings of their generation."""
 
     pairs: list[dict[str, Any]]
     """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages."""
     settings: dict[str, Any]
-    """Settings that decide the responses, and counts of them; plain values for a plan's `data`."""
+    """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
 
     def text(self) -> str:
         """The pairs as the text of a `.jsonl` file."""
         return "".join(json.dumps(pair) + "\n" for pair in self.pairs)
 
     def save(self, path: str | Path) -> Path:
-        """Write the pairs as a `.jsonl` file, whole or not at all.
+        """Write the pairs as a `.jsonl` file, atomically.
 
         Raises:
             FulldepthError: if it cannot be written.
@@ -55,16 +55,16 @@ class Responses(NamedTuple):
 
 
 def read_prompts(data: Any, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
-    """The prompts of rows, whose responses, if any, are not looked at.
+    """The prompts of rows; their responses, if any, are ignored.
 
     Args:
-        data: what `read_examples` takes as pairs; rows may also hold a prompt alone. Of a chat, all before its last
-            response is the prompt.
+        data: pairs as for `read_examples`; a row may also hold only a prompt. The prompt of a chat is everything
+            before its last response.
         tokenizer: with a chat template, prompts become messages.
-        limit: the first so many rows.
+        limit: number of rows to read, from the first; None = all.
 
     Raises:
-        FulldepthError: if there is no prompt in a row, or no row.
+        FulldepthError: if a row has no prompt, or there are no rows.
     """
     opened = open_data(data, limit=limit, suffixes=TABLES)
     prompts: list[Prompt] = []
@@ -89,29 +89,29 @@ def generate_responses(
     batch_size: int = 8,
     watcher: Watcher | None = None,
 ) -> Responses:
-    """The model's own responses to the first `n` prompts, generated in batches with left padding and a cache.
+    """The model's responses to the first `n` prompts, generated in batches with left padding and a cache.
 
-    Greedy responses are the same for every `batch_size`, up to ties that rounding decides. So are sampled ones: token
-    by token, the logits divided by the temperature get Gumbel noise out of a generator of (`seed`, number of the
-    prompt) and the largest wins, which is a sample from their softmax (no top-k, no top-p). What the checkpoint's
-    `generation_config` asks for, but for its end tokens, is set aside. Empty responses are left out and reported.
+    Responses do not depend on `batch_size`, except for ties that rounding decides. For sampling, Gumbel noise from a
+    generator seeded by (`seed`, number of the prompt) is added to the logits divided by the temperature; the largest
+    sum is a sample from their softmax (no top-k, no top-p). Of the checkpoint's `generation_config` only the end tokens
+    are used. Empty responses are left out and reported.
 
     Args:
-        model: a causal language model; training mode is switched off meanwhile.
+        model: a causal language model; runs in evaluation mode, which is restored on leaving.
         tokenizer: the model's, with its chat template if it has one.
         prompts: texts or lists of messages (see `read_prompts`).
         n: None = all.
         temperature: 0 = greedy.
         seed: of the sampling.
-        max_new_tokens: where a response is broken off that has not ended by itself.
-        batch_size: prompts at a time; alike in length, as they are sorted.
-        watcher: told the progress, and what is wrong with responses.
+        max_new_tokens: most tokens of a response; longer ones are cut off.
+        batch_size: prompts in a batch; prompts are sorted by length.
+        watcher: receives progress, and messages on empty and unfinished responses.
 
     Returns:
         Pairs in the order of the prompts, and the settings.
 
     Raises:
-        FulldepthError: for settings that make no sense, a model that cannot generate, prompts that are empty or leave
+        FulldepthError: for settings out of range, a model that cannot generate, prompts that are empty or leave
             no room for a response, or if no response is left.
 
     Source: Hopscotch (arXiv 2506.03303), its data generation; Gumbel-max trick: Gumbel 1954.
@@ -141,7 +141,7 @@ def generate_responses(
 def _answers(
     model: PreTrainedModel, prompts: Sequence[list[int]], config: GenerationConfig, noise: Sequence[LogitsProcessor]
 ) -> list[list[int]]:
-    """Ids after each prompt of one batch, to the end of the longest answer."""
+    """Generated ids of one batch, up to the length of the longest response."""
     batch = _left_padded(prompts, device_of(model))
     generate: Any = model.generate
     sequences = generate(**batch, generation_config=config, logits_processor=LogitsProcessorList(noise))
@@ -149,12 +149,12 @@ def _answers(
 
 
 class GumbelNoise(LogitsProcessor):
-    """Adds temperature * Gumbel noise to the logits, so that the largest is a sample of softmax(logits / temperature).
+    """Adds temperature * Gumbel noise to the logits: the argmax is a sample of softmax(logits / temperature).
 
     Args:
         temperature: above 0.
-        seed: with the number of a row, decides all its noise.
-        rows: number of each row of the batch, whatever batch it is in.
+        seed: with the number of a row, seeds its noise.
+        rows: number of each row in the data, independent of the batch.
     """
 
     def __init__(self, temperature: float, seed: int, rows: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ def _responses(
             continue
         unfinished += stop is None
         tokens += len(ids[:stop])
-        if isinstance(prompts[index], str):  # the template makes the same messages of it when it is read
+        if isinstance(prompts[index], str):  # the template gives the same messages when the pair is read
             prompt = prompts[index] if tokenizer.chat_template else rendered[index]
             pairs.append({"prompt": prompt, "response": text})
         else:
@@ -244,7 +244,7 @@ def _check_prompts(
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Ids that end a response: the tokenizer's, and all that the checkpoint's `generation_config` names."""
+    """Ids that end a response: those of the tokenizer and of the checkpoint's `generation_config`."""
     named = model.generation_config.eos_token_id if model.generation_config else None
     ids = {named} if isinstance(named, int) else set(named or ())
     return ids | ({tokenizer.eos_token_id} - {None})
@@ -252,7 +252,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 @contextmanager
 def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode and plain generation defaults meanwhile."""
+    """Evaluation mode and default generation settings inside `with`."""
     config, training = model.generation_config, [module for module in model.modules() if module.training]
     model.eval()
     model.generation_config = GenerationConfig()

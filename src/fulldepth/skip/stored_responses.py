@@ -1,4 +1,4 @@
-"""Generated responses in a search's folder: written once, found again after a restart, never over something else."""
+"""Generated responses in a search's folder: written once, reused after a restart, never over other files."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from fulldepth.settings import Settings
 from fulldepth.skip.responses import FILE, Responses
 
 NOTES = "responses.json"
-"""How the responses beside it were generated."""
+"""File that describes how the responses beside it were generated."""
 
 
 class StoredNotes(Settings):
     """The entries of `responses.json`, which is written before the responses."""
 
     asked: dict[str, JsonValue]
-    """Model, prompts and settings that decide the responses."""
+    """Model, prompts and settings that determine the responses."""
     made: dict[str, JsonValue]
     """`Responses.settings`."""
     sha256: str
-    """Of the bytes of `responses.jsonl`."""
+    """Digest of `responses.jsonl`."""
 
 
 def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[[], Responses]) -> dict[str, Any]:
-    """Write generated responses into `folder`, or find those of an earlier start with the same settings there.
+    """Write generated responses into `folder`, or reuse those of an earlier start with the same settings.
 
     Args:
         folder: for `responses.jsonl` and `responses.json`.
-        asked: settings that decide the responses, in plain values.
-        generate: makes them.
+        asked: settings that determine the responses, as plain values.
+        generate: generates the responses.
 
     Returns:
-        `Responses.settings`, as the file holds them.
+        `Responses.settings`, as stored.
 
     Raises:
-        FulldepthError: if the folder holds other responses, or files of these names that are not whole.
+        FulldepthError: if the folder holds other responses, or incomplete files of these names.
     """
     stored = _read(folder, asked)
     if stored is None:
@@ -65,19 +65,18 @@ def check_data(data: Any, folder: Path) -> None:
     target = folder / FILE
     if isinstance(data, str | Path) and target.exists() and Path(data).exists() and target.samefile(data):
         raise FulldepthError(
-            f"The prompts are to be read from {data}, which the generated responses would replace. Choose another "
-            "output folder."
+            f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
 
 
 def _read(folder: Path, asked: Mapping[str, Any]) -> StoredNotes | None:
-    """The notes of an earlier start; None if the responses are still to be generated."""
+    """The notes of an earlier start; None if the responses have to be generated."""
     notes, responses = folder / NOTES, folder / FILE
     if not notes.exists():
         if responses.exists():
             raise FulldepthError(
-                f"{responses} exists, and it is not known how it was made: there is no {NOTES} beside it. It is never "
-                "written over; choose another output folder."
+                f"{responses} exists without {NOTES}, which describes its generation. It is never written over; choose "
+                "another output folder."
             )
         return None
     again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."

@@ -1,11 +1,11 @@
-"""A plan in a few lines, for the person who waited for it."""
+"""Summary of a plan in a few lines, for the command line."""
 
 from __future__ import annotations
 
 from fulldepth.skip.plan import Plan
 
 UNSEEING = ("given", "random", "last")
-"""Ways of choosing blocks that look at no data."""
+"""Searches that choose blocks without data."""
 
 
 def stopped_rounds(plan: Plan) -> list[str]:
@@ -15,7 +15,7 @@ def stopped_rounds(plan: Plan) -> list[str]:
 
 
 def optimism(plan: Plan) -> str | None:
-    """Why the losses of a plan are lower than on other data: what was decided on the same held-out sequences.
+    """The reason why a plan's losses are optimistic: decisions that used the same held-out sequences.
 
     Returns:
         `blocks were chosen and the training of scalars was stopped on the same sequences`, one of the two, or None.
@@ -27,7 +27,7 @@ def optimism(plan: Plan) -> str | None:
 
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
-    """Name, value and remark: the losses in the order of removal, what healing gave, what it is compared with."""
+    """(name, value, remark) of the losses in the order of removal, of the healed model, and of the control."""
     base = plan.losses[0]
     rows = [("unmodified", f"{base:.4f} nats", "")]
     for number, (layer, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):

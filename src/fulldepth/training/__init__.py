@@ -1,4 +1,4 @@
-"""`fulldepth train`: models that use their whole depth."""
+"""`fulldepth train`: training with objectives and architectures for the use of depth."""
 
 from fulldepth.training.export import export_run
 from fulldepth.training.plan import dry_run_lines

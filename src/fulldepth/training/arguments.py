@@ -1,4 +1,4 @@
-"""Settings as the Trainer's arguments."""
+"""Converts settings to the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
     """The Trainer's arguments for a run; under torchrun this also joins the other processes.
 
     Args:
-        settings: of the run.
+        settings: the run's settings.
         folder: the run folder.
         kind: class of the arguments (TRL has its own).
-        more: arguments of that class.
+        more: further arguments of that class.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, the device is not there, or these processes cannot shard.
+        FulldepthError: if batch sizes do not divide, the device does not exist, or these processes cannot shard.
     """
     world = launch.world()
     micro, accumulation = batch_split(settings, world)
@@ -77,10 +77,10 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
 
 
 def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
-    """(sequences of a forward pass, accumulated passes) of each of `world` processes.
+    """(sequences per forward pass, accumulated passes) of each of `world` processes.
 
     Raises:
-        FulldepthError: if the batch cannot be cut evenly.
+        FulldepthError: if the batch cannot be divided evenly.
     """
     share, remainder = divmod(settings.global_batch_size, world)
     if remainder or not share:
@@ -104,7 +104,7 @@ def _schedule(settings: TrainSettings) -> tuple[str, dict[str, Any]]:
 
 
 def _checkpointing(settings: TrainSettings) -> dict[str, Any]:
-    """Recomputation in the backward pass, by the name that this version of transformers gives it."""
+    """Gradient checkpointing, under its name in this version of transformers."""
     renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     name = "activation_checkpointing" if renamed else "gradient_checkpointing"
     return {name: settings.gradient_checkpointing, f"{name}_kwargs": {"use_reentrant": False}}

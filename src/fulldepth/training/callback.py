@@ -1,4 +1,4 @@
-"""What happens beside the steps: progress, evaluation, the record, checkpoints and their seals, a clean end."""
+"""The Trainer callback of a run: progress, evaluation, record, checkpoints and their seals, and a clean stop."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sharding import require_shards
 
 PATIENCE = 60.0
-"""Seconds that a run which failed waits for its last checkpoint."""
+"""Seconds that a failed run waits for its last checkpoint to be written."""
 
 
 class Conductor(TrainerCallback):
-    """Drives a run: evaluates, records, asks for checkpoints, seals them, and stops when told to.
+    """Controls a run: evaluates, records, requests and seals checkpoints, and stops on SIGTERM.
 
     Args:
-        settings: of the run.
-        record: where the rows go.
-        evaluator: on the held-out windows.
-        watcher: told what happens.
-        notes: of the checkpoint that the run goes on from, plain ones at the start; with the run's origin.
+        settings: the run's settings.
+        record: receives the rows.
+        evaluator: evaluates the model on the held-out windows.
+        watcher: receives progress and messages.
+        notes: notes of the checkpoint to resume from, default ones at the start; with the run's origin.
         after_evaluation: called with the run folder when its results have changed, on the first process.
     """
 
@@ -61,7 +61,7 @@ class Conductor(TrainerCallback):
         self._unsealed: tuple[Path, RunNotes] | None = None
 
     def join(self, trainer: Any) -> None:
-        """Take part in a trainer's run."""
+        """Attach to a trainer."""
         self.trainer = trainer
         trainer.tallies["record"] = self.tally
         trainer.add_callback(self)
@@ -82,14 +82,14 @@ class Conductor(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Note the learning rate that this step is taken with; the scheduler moves on right after."""
+        """Note the learning rate of this step, before the scheduler changes it."""
         self._rate = self.trainer._get_learning_rate()
         return control
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Evaluate and ask for a checkpoint where it is due."""
+        """Evaluate and request a checkpoint when due."""
         step, last = state.global_step, state.global_step >= self.settings.steps
         self._seal(wait=False)
         self.clock.stop()
@@ -102,7 +102,7 @@ class Conductor(TrainerCallback):
         if not control.should_save:
             self.clock.start()
             return control
-        self.trainer.guard.check()  # before there is a folder
+        self.trainer.guard.check()  # before the folder exists
         self._seal(wait=True)
         if args.should_save:
             begin_checkpoint(self._checkpoint(step))
@@ -111,9 +111,9 @@ class Conductor(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Seal the checkpoint that has just been written, or that is being written as soon as it is."""
+        """Seal the checkpoint; one that is written in the background is sealed once it is complete."""
         sums = self._gathered(self._means(reset=False))
-        current().wait()  # every process has written its part, or begun to
+        current().wait()  # until every process has written its part or begun to
         checkpoint = self._checkpoint(state.global_step)
         if args.should_save:
             self.record.keep_in(checkpoint)
@@ -126,25 +126,25 @@ class Conductor(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Wait for what is still being written."""
+        """Wait until the last checkpoint is written, and seal it."""
         self._seal(wait=True)
         return control
 
     def rescue(self) -> None:
-        """Seal what is still being written when a run ends by an error, if that takes no longer than `PATIENCE`."""
+        """After an error, seal the checkpoint that is being written, if it completes within `PATIENCE`."""
         writing = self.trainer.writing
         if self._unsealed is not None and (writing is None or writing.completes(PATIENCE)):
             self._seal(wait=True)
 
     def _seal(self, *, wait: bool) -> None:
-        """Seal the last checkpoint if it is written to the end; with `wait`, when it is."""
+        """Seal the last checkpoint if it is completely written; with `wait`, wait until it is."""
         writing = self.trainer.writing
         if self._unsealed is None or (writing is not None and not wait and not writing.done):
             return
         (checkpoint, notes), self._unsealed, self.trainer.writing = self._unsealed, None, None
         if writing is not None:
             writing.wait()
-        if self.trainer.args.should_save:  # on this process the writing ends when it has ended everywhere
+        if self.trainer.args.should_save:  # its writing ends when that of all processes has
             seal(checkpoint, notes.model_dump())
             if self.settings.keep_checkpoints is not None:
                 drop_checkpoints(self.record.folder, self.settings.keep_checkpoints)
@@ -153,7 +153,7 @@ class Conductor(TrainerCallback):
         return self.record.folder / f"checkpoint-{step}"
 
     def _agreed(self) -> bool:
-        """Whether any process was asked to stop; all hear of it after the same step."""
+        """Whether any process was asked to stop; all processes agree after the same step."""
         if current().world > 1:
             flag = torch.tensor(float(self.stop_asked), device=self.trainer.args.device)
             self.stop_asked = bool(any_process(flag))
@@ -183,7 +183,7 @@ class Conductor(TrainerCallback):
         self.watcher.say(_line(step, evaluation, means, speed))
 
     def _means(self, reset: bool) -> dict[str, list[float]]:
-        """Part -> [sum, count] since the last evaluation, the part before a resumption included."""
+        """Part of the loss -> [sum, count] since the last evaluation, including the time before a resumption."""
         for name, (total, count) in self.tally.take().items():
             before = self.carried.get(name, [0.0, 0.0])
             self.carried[name] = [before[0] + total, before[1] + count]
@@ -193,7 +193,7 @@ class Conductor(TrainerCallback):
         return means
 
     def _gathered(self, means: dict[str, list[float]]) -> dict[str, list[float]]:
-        """The same over all processes."""
+        """Sum `means` over all processes."""
         everyone = current().gather(means)
         names = list(dict.fromkeys(name for part in everyone for name in part))
         return {n: [sum(part.get(n, [0.0, 0.0])[i] for part in everyone) for i in (0, 1)] for n in names}
@@ -201,14 +201,14 @@ class Conductor(TrainerCallback):
 
 @contextmanager
 def stopping(conductor: Conductor) -> Iterator[None]:
-    """SIGTERM ends the run after the current step instead of in the middle of it."""
+    """On SIGTERM, end the run after the current step."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         conductor.stop_asked = True
 
     try:
         before = signal.signal(signal.SIGTERM, ask)
-    except ValueError:  # not in the main thread: signals are somebody else's
+    except ValueError:  # only the main thread can set signal handlers
         yield
         return
     try:
@@ -218,7 +218,7 @@ def stopping(conductor: Conductor) -> Iterator[None]:
 
 
 def peak_memory() -> float:
-    """MiB at most so far: of the accelerator, else of this process."""
+    """Peak memory in MiB: of the accelerator, else of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10
@@ -228,7 +228,7 @@ def peak_memory() -> float:
 def _line(
     step: int, evaluation: Evaluation, means: dict[str, list[float]], speed: tuple[float, str, str] | None
 ) -> str:
-    """One evaluation in one line."""
+    """Summary of one evaluation in one line."""
     parts = [f"step {step}:", f"validation {evaluation.loss:.4f}"]
     for name, (total, count) in means.items():
         parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")

@@ -1,4 +1,4 @@
-"""What a run looks at while it trains: validation loss and the displacement profile, on the held-out windows."""
+"""Evaluation during training: validation loss and displacement profile on the held-out windows."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from fulldepth.metrics import displacement, jump_rate
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The state of a model on the validation windows."""
+    """Results of a model on the validation windows."""
 
     loss: float
     """Mean cross-entropy in nats."""
     targets: int
     displacement: list[float]
-    """Mean displacement of layers 1..L, over the tokens whose states have a direction; NaN where none has."""
+    """Mean displacement of layers 1..L over the tokens with nonzero states; NaN where there are none."""
     tokens: int
     jump_rates: list[float]
-    """zeta_L, zeta_{L-1}, zeta_{L-2} in per cent, as many as there are layers for."""
+    """zeta_L, zeta_{L-1}, zeta_{L-2} in per cent; fewer in models of fewer layers."""
 
 
 class Evaluator:
-    """Evaluates a model on held-out sequences; every process takes its share.
+    """Evaluates a model on held-out sequences, which the processes share.
 
     Args:
         data: items for `collate`.
-        collate: makes a batch out of items: `input_ids`, `labels`, where there is padding `attention_mask`.
+        collate: makes a batch of items: `input_ids`, `labels` and, if there is padding, `attention_mask`.
         batch_size: sequences in one forward pass.
     """
 
@@ -46,7 +46,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: Any) -> Evaluation:
-        """Evaluate `model`, and leave it as it was."""
+        """Evaluate `model`; its training mode is restored."""
         anatomy: Anatomy = find_anatomy(model)
         device = next(model.parameters()).device
         task = Task.of(model)
@@ -66,7 +66,7 @@ class Evaluator:
         return _evaluation(sums.tolist())
 
     def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        """This process's batches, and whether each counts: all processes run equally many, as sharding needs."""
+        """This process's batches, and whether each counts: with sharding all processes must run equally many."""
         rank, world = current().rank, current().world
         starts = range(0, len(self.data), self.batch_size)
         for first in range(0, len(starts), world):
@@ -78,13 +78,13 @@ class Evaluator:
 
 
 def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
-    """Of every layer the displacement sum and the tokens that have one; then tokens, loss sum, targets."""
+    """[2 L + 3]: sum of displacements and number of defined ones by layer; then tokens, loss sum, targets."""
     loss, targets = task.loss(outputs), task.targets(batch)
     assert targets is not None
     device = states[-1].device
     counted = task.counted(batch, states[-1])
     profile = [displacement(a.to(device), b.to(device))[counted].double() for a, b in pairwise(states)]
-    undefined = [psi.isnan() for psi in profile]  # of a zero vector; left out, as in every measure
+    undefined = [psi.isnan() for psi in profile]  # at zero vectors; excluded, as in every measure
     sums = [psi.masked_fill(out, 0.0).sum() for psi, out in zip(profile, undefined, strict=True)]
     counts = [(~out).sum() for out in undefined]
     total = torch.where(targets > 0, loss.double() * targets, 0.0)  # a mean over no target is NaN

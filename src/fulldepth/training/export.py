@@ -1,4 +1,4 @@
-"""`fulldepth train export`: an ordinary checkpoint out of a training run's, sharded or not."""
+"""`fulldepth train export`: converts the checkpoints of a run, sharded or not, to ordinary ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_THE_MODEL = {
     *("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "optimizer.json"),
     *("training_args.bin", "weights", "optimizer"),
 }
-"""What a checkpoint holds for resuming a run."""
+"""Files of a checkpoint that only resuming needs."""
 
 
 def export_run(
@@ -45,28 +45,28 @@ def export_run(
     every: bool = False,
     watcher: Watcher | None = None,
 ) -> list[Path]:
-    """Make ordinary checkpoints (configuration, tokenizer, safetensors) of a run's, sharded or not.
+    """Convert checkpoints of a run, sharded or not, to ordinary ones (configuration, tokenizer, safetensors).
 
-    With `output`, the model of one checkpoint goes there. Without, shards are put together in place: the checkpoint
-    then holds `model.safetensors` instead of them, and can still be resumed from. Either way a kill leaves the
-    checkpoint as it was, and one copy of the weights must fit into the CPU's memory.
+    With `output`, the model of one checkpoint is written there. Without, shards are merged in place: the checkpoint
+    then holds `model.safetensors` instead of them and can still be resumed from. If the process is killed, the
+    checkpoint stays as it was. One copy of the weights must fit into CPU memory.
 
     Args:
         run: a training run's folder.
         output: the new folder, which must not exist; None = in place.
-        step: of the checkpoint; None = the last whole one.
+        step: step of the checkpoint; None = the last complete one.
         dtype: `float32`, `bfloat16` or `float16`, with `output` only; None = that of the checkpoint.
-        every: in place, all checkpoints that are in shards.
-        watcher: told what happens.
+        every: merge all sharded checkpoints in place.
+        watcher: receives progress messages.
 
     Returns:
         The folders that now hold a model.
 
     Raises:
-        FulldepthError: if there is no such run or checkpoint, `output` exists, the arguments do not fit each other,
-            the disk is full, or a file is damaged.
+        FulldepthError: if there is no such run or checkpoint, `output` exists, the arguments are inconsistent, the disk
+            is full, or a file is damaged.
     """
-    if is_sealed(run) and step is None and not every:  # a checkpoint instead of its run
+    if is_sealed(run) and step is None and not every:  # the folder of a checkpoint instead of its run
         run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
     watcher, checkpoints = watcher or Watcher(), dict(sealed_checkpoints(run))
     if not checkpoints:
@@ -97,9 +97,9 @@ def export_run(
 
 
 def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:
-    """Replace a checkpoint's shards of weights by ordinary safetensors; nothing to do where there are none.
+    """Replace a checkpoint's shards of weights by ordinary safetensors, if there are any.
 
-    The shards count until the new seal, which does not name them, is written; after it the safetensors do.
+    The shards stay valid until the new seal, which does not name them, is written; then the safetensors are.
 
     Raises:
         FulldepthError: if a shard is damaged.
@@ -125,7 +125,7 @@ def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:
 
 
 def _write_model(checkpoint: Path, folder: Path, dtype: str | None) -> None:
-    """The model of a checkpoint, its tokenizer and what else is no state of the training."""
+    """Write the model of a checkpoint and its other files, except training state."""
     for path in checkpoint.iterdir():
         training = path.name in NOT_THE_MODEL or path.name.startswith(("rng_state", "."))
         if not training and not (path.suffix == ".safetensors" and (dtype or is_sharded(checkpoint))):
@@ -143,10 +143,10 @@ def _write_model(checkpoint: Path, folder: Path, dtype: str | None) -> None:
 
 
 def _sharded_model(checkpoint: Path) -> PreTrainedModel:
-    """The model whose shards a checkpoint holds, on the CPU.
+    """The model of a sharded checkpoint, on the CPU.
 
     Raises:
-        FulldepthError: if they do not fit the configuration, or are damaged.
+        FulldepthError: if the shards do not fit the configuration, or are damaged.
     """
     config = load_config(checkpoint)
     with reading(checkpoint):
@@ -163,7 +163,7 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
 
 @contextmanager
 def explaining_full_disk(sentence: Callable[[], str]) -> Iterator[None]:
-    """Turn an error of a full disk into a `FulldepthError` that goes on with a sentence, made when it is needed."""
+    """Convert a disk-full error to a `FulldepthError` that ends with `sentence()`."""
     try:
         yield
     except Exception as error:

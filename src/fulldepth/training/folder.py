@@ -1,4 +1,4 @@
-"""The run folder: whose it is, what is whole in it, what a resumed run goes on from."""
+"""The run folder: ownership, saved settings, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fulldepth.training.settings import TrainSettings
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
-"""Of a run's results."""
+"""`kind` in the metadata of a run's results."""
 NOT_OURS = (
     *(DOCUMENT, TABLE, PAGE, "plan.json", "progress.json", "responses.json*", "config.json", "*.safetensors"),
     *("checkpoint-*", TOKENIZER, "steps", "fulldepth_skip.json"),
 )
-"""Patterns of what other commands, and runs whose settings are gone, leave in a folder."""
+"""Patterns of files from other commands, or from runs whose settings are missing."""
 MAY_DIFFER = {
     *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
     *("eval_every", "save_every", "save_in_background", "micro_batch_size", "fsdp"),
@@ -34,13 +34,13 @@ MAY_DIFFER = {
 
 
 def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None:
-    """The checkpoint to go on from, or None to start at the beginning; nothing is written.
+    """The checkpoint to resume from, or None to start at the beginning; nothing is written.
 
-    A run that ended before its first step leaves nothing to go on from: its folder is as good as empty.
+    The folder of a run that ended before its first step counts as empty.
 
     Raises:
-        FulldepthError: if the folder holds a run and `resume` is not set, holds a run of other settings, or anything
-            else that a run would write over.
+        FulldepthError: if the folder holds a run and `resume` is not set, holds a run with other settings, or any
+            other file that a run would overwrite.
     """
     if (folder / SETTINGS).exists():
         if _took_no_step(folder):
@@ -58,16 +58,16 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None
 
 @contextmanager
 def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: bool) -> Iterator[list[Path]]:
-    """Hold a run folder: settings written, half-written checkpoints cleared away, nobody else writing into it.
+    """Lock a run folder, write the settings, and remove or rename incomplete checkpoints.
 
     Args:
         folder: the run folder.
         settings: written into it.
-        resume: whether the run may be there already.
-        is_main: whether this process writes; the others only hear how that went.
+        resume: whether the folder may already hold the run.
+        is_main: whether this process writes; the others only receive errors.
 
     Yields:
-        What was in the way and is now under another name.
+        Checkpoints that were renamed because they are incomplete.
 
     Raises:
         FulldepthError: in every process, if the folder is in use, holds something else, or cannot be written.
@@ -77,7 +77,7 @@ def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: boo
         if is_main:
             try:
                 stack.enter_context(locked(folder))
-                open_run(folder, settings, resume)  # another process may have been here since the first look
+                open_run(folder, settings, resume)  # again: another process may have written here since
                 renamed = _claim(folder, settings)
             except FulldepthError as error:
                 problem = str(error)
@@ -88,9 +88,9 @@ def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: boo
 
 
 def _took_no_step(folder: Path) -> bool:
-    """Whether a run wrote its settings here, and then no row beyond step 0 and no checkpoint.
+    """Whether the folder holds only the settings of a run, with no row beyond step 0 and no checkpoint.
 
-    Settings in any other form than `dump` gives may be somebody's recipe and are never written over.
+    Settings in another form than that of `dump` may be a user's recipe and are never overwritten.
     """
     others = [pattern for pattern in NOT_OURS if pattern not in (TOKENIZER, DOCUMENT, TABLE, PAGE, "checkpoint-*")]
     started = [path for path in folder.glob("checkpoint-*") if not (path / UNFINISHED).exists()]
@@ -110,7 +110,9 @@ def _took_no_step(folder: Path) -> bool:
 def _claim(folder: Path, settings: TrainSettings) -> list[Path]:
     try:
         if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
-            shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # of another size, or of other text
+            shutil.rmtree(
+                folder / TOKENIZER, ignore_errors=True
+            )  # it may have another size, or be trained on other text
         with atomic(folder / SETTINGS) as part:
             part.write_text(dump(settings), encoding="utf-8")
         renamed = settle_checkpoints(folder)
@@ -122,7 +124,7 @@ def _claim(folder: Path, settings: TrainSettings) -> list[Path]:
 
 
 def _check_results(folder: Path) -> None:
-    """Refuse to go on where another command has put its results; broken ones are written anew."""
+    """Refuse a folder with results of another command; unreadable results are written anew."""
     if not (folder / DOCUMENT).exists():
         return
     try:
@@ -137,7 +139,7 @@ def _check_results(folder: Path) -> None:
 
 
 def dump(settings: TrainSettings) -> str:
-    """Settings as YAML that reads back to the same."""
+    """Settings as YAML from which `saved_settings` restores them."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -145,7 +147,7 @@ def saved_settings(folder: Path) -> TrainSettings:
     """The settings of the run in a folder.
 
     Raises:
-        FulldepthError: if the file cannot be read, or does not hold such settings; names the file.
+        FulldepthError: if the file cannot be read or holds no such settings; the message names the file.
     """
     path = folder / SETTINGS
     try:

@@ -12,22 +12,22 @@ from fulldepth.training.settings import TrainSettings
 WEIGHT = {"float32": 4, "autocast": 4, "bfloat16": 2}
 """Precision -> bytes of a weight, a gradient, and each of AdamW's two states."""
 PRODUCT = {"float32": 4, "autocast": 2, "bfloat16": 2}
-"""Precision -> bytes of what linear layers and attention read and write."""
+"""Precision -> bytes of an input or output of linear layers and attention."""
 NORM = {"float32": 12, "autocast": 13, "bfloat16": 8}
-"""Precision -> bytes per channel that a norm keeps: its input, the normalised input, and its output for the products.
-Statistics are float32; autocast makes a copy for each product, three in attention, two in the MLP."""
+"""Precision -> bytes per channel that a norm keeps for the backward pass: input, normalised input, and output.
+Statistics are float32; autocast copies the output for each matrix product, three in attention, two in the MLP."""
 
 
 HEADER = {"weight": 106, "moment": 270, "token": 60}
-"""Bytes beside the numbers themselves: for a tensor in a safetensors file, for a tensor in `optimizer.pt`, and for a
-token in `tokenizer.json`."""
+"""Overhead in bytes: of a tensor in a safetensors file, of a tensor in `optimizer.pt`, and of a token in
+`tokenizer.json`."""
 RANDOM_STATE, DOCUMENTS = 15_000, 20_000
-"""Bytes of one process's random states; of the JSON files, the schedule and the record of a short run."""
+"""Bytes of one process's random states; bytes of the JSON files, schedule and record of a short run."""
 
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """Bytes of one checkpoint on disk, over all of its files; the same in one file as in shards."""
+    """Bytes of one checkpoint on disk, over all of its files, sharded or not."""
 
     weights: int
     optimiser: int
@@ -43,17 +43,17 @@ class CheckpointSize:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at the start of a backward pass; the fragments that an allocator wastes come on top."""
+    """Bytes of one process at the start of a backward pass, without fragmentation of the allocator."""
 
     weights: int
-    """P weights; under autocast a bfloat16 copy of the matrices more."""
+    """P weights; under autocast also a bfloat16 copy of the matrices."""
     gradients: int
     optimiser: int
     """AdamW's two moments."""
     activations: int
     """What the forward pass keeps for the backward pass, without the logits."""
     logits: int
-    """B T V of logits, their softmax in float32 and its gradient."""
+    """B T V logits, their softmax in float32 and its gradient."""
 
     @property
     def total(self) -> int:
@@ -65,26 +65,26 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
     """Estimate the memory of one process.
 
     Weights, gradients and optimiser are `P` (trainable) parameters times the bytes of the precision; with FSDP2 each
-    process has its share (the layer at work, whose weights are gathered, is left out). Activations, per token, in
-    channels D, MLP width F, heads of d_h channels, c bytes a product:
+    process has its share (the gathered weights of the current layer are ignored). Activations per token, with D
+    channels, MLP width F, heads of d_h channels, and c bytes per product:
 
     - a layer: two norms (8 to 13 bytes D), attention `c (2 H + 2 H_kv) d_h` for queries, keys, values and output
       (eager: and `H T` weights), MLP `4 c F` (right with a gate; without one, 2 to 8 by activation function);
-    - what the architecture keeps besides, as its configuration says (`extra_activation_bytes`);
+    - additional activations of the architecture, from its configuration (`extra_activation_bytes`);
     - the head: one norm.
 
-    For Llama and `depth_llama` that is within a quarter of what autograd keeps, for others within a factor of two
-    (dropout and some activation functions keep more).
+    For Llama and `depth_llama` the estimate is within a quarter of what autograd keeps, for others within a factor of
+    two (dropout and some activation functions keep more).
 
-    Gradient checkpointing keeps each layer's input (`num_residual_streams` states if the configuration says so, else
-    one), and one layer at a time in full. Penalties are left out: JREG keeps scalars, aligned training chunks of
-    logits, CR up to ten states of each of its layers.
+    Gradient checkpointing keeps each layer's input (`num_residual_streams` states if the configuration has them, else
+    one) and all activations of one layer at a time. Penalties are ignored: JREG keeps scalars, aligned training chunks
+    of logits, CR up to ten states of each of its layers.
 
     Args:
         model: on the meta device.
-        settings: precision, attention, checkpointing, FSDP and sequence length are read.
+        settings: precision, attention, checkpointing, FSDP and sequence length are used.
         micro_batch: sequences in a forward pass.
-        processes: that take part.
+        processes: number of processes.
     """
     precision = settings.precision
     shards = processes if settings.fsdp else 1
@@ -104,12 +104,12 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
 
 
 def checkpoint_size(model: PreTrainedModel, settings: TrainSettings, *, processes: int = 1) -> CheckpointSize:
-    """Size of a checkpoint: `P` weights and two moments of each trained one, times the bytes of the precision.
+    """Estimate the size of a checkpoint: weights and two moments of each trained one, times the bytes of the precision.
 
     Args:
-        model: on the meta device; tied weights count once, as they are stored once.
-        settings: the precision is read.
-        processes: that take part; each has its random states.
+        model: on the meta device; tied weights are stored, and counted, once.
+        settings: the precision is used.
+        processes: number of processes, each of which saves its random states.
     """
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -124,7 +124,7 @@ def checkpoint_size(model: PreTrainedModel, settings: TrainSettings, *, processe
 
 
 def _activations(config: PreTrainedConfig, settings: TrainSettings) -> float:
-    """Bytes per token that the forward pass keeps, without the logits."""
+    """Activation bytes per token, without the logits."""
     precision, layers = settings.precision, config.num_hidden_layers
     layer = _layer(config, settings)
     own = getattr(config, "extra_activation_bytes", None)
@@ -138,7 +138,7 @@ def _activations(config: PreTrainedConfig, settings: TrainSettings) -> float:
 
 
 def _layer(config: PreTrainedConfig, settings: TrainSettings) -> float:
-    """Bytes per token that one plain layer keeps."""
+    """Activation bytes per token of one plain layer."""
     product, width, channels = PRODUCT[settings.precision], config.hidden_size, head_channels(config)
     heads = getattr(config, "num_attention_heads", None) or 0
     attention = product * 2 * (heads + key_value_heads(config)) * channels
@@ -149,5 +149,5 @@ def _layer(config: PreTrainedConfig, settings: TrainSettings) -> float:
 
 
 def _product_weights(model: PreTrainedModel) -> int:
-    """Parameters that autocast copies: those of linear layers, each a multiplication and an addition."""
+    """Parameters that autocast copies: those of linear layers (one multiplication and one addition each)."""
     return int(sum(map(weight_products, model.modules())) / 2)

@@ -1,7 +1,7 @@
-"""Weights at the start of a run, where a paper or its framework draws them otherwise than transformers does.
+"""Initialisation schemes of papers and their frameworks that differ from that of transformers.
 
-It is a matter of training, not of an architecture: the rules hold for every causal model, and a checkpoint does not
-record them.
+Initialisation belongs to training, not to an architecture: the rules apply to every causal model, and a checkpoint does
+not record them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.training.settings import InitializerSettings
 
 CUT = 3.0
-"""Standard deviations at which a truncated normal ends (Meta Lingua)."""
+"""Bound of the truncated normal in standard deviations (Meta Lingua)."""
 OUTPUTS = ("o_proj", "down_proj", "c_proj")
 """Names of the matrices that write into the residual stream, two in each layer."""
 
@@ -28,14 +28,16 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     """Draw a new model's weights again by the rules of the settings, from torch's global generator. In place.
 
     - `distribution: truncated-normal`: a matrix with k inputs has N(0, 1/k) cut at 3 standard deviations, an embedding
-      of D channels N(0, 1/D) cut likewise; the cut makes the deviation 0.98658 of the nominal one. A padding token's
-      embedding and biases are zero. Norms, and what the model's switches add (`added_parameters`), keep their start.
+      of D channels N(0, 1/D) cut likewise; the cut makes the standard deviation 0.98658 of the nominal one. Biases and
+      the embedding of the padding token are zero. Norms and the weights of the model's switches (`added_parameters`)
+      keep their initialisation.
     - `output_scale`: factor of the matrices that write into the residual stream.
-    - `memory`: the weights that the model names for this rule (`memory_bounds`) are drawn from U(-b, b) with its b.
+    - `memory`: the weights that the model lists for this rule (`memory_bounds`) are drawn from U(-b, b), with b
+      from the same list.
 
     Args:
-        model: as its class has initialised it.
-        settings: what to draw; the defaults change nothing and draw no number.
+        model: as initialised by its class.
+        settings: the rules; the defaults change nothing and draw no random number.
 
     Raises:
         FulldepthError: as `check_initializer`.
@@ -55,11 +57,11 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
 
 
 def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> None:
-    """Refuse what has no meaning for a model; reads names and shapes only.
+    """Check that the settings apply to a model, from names and shapes only.
 
     Raises:
-        FulldepthError: for `memory` without a memory that is read so, and for a model with matrices that are no
-            linear layers (`distribution`) or without the known names of output matrices (`output_scale`).
+        FulldepthError: for `memory` without such a memory, and for a model with matrices outside linear layers
+            (`distribution`) or without the known names of output matrices (`output_scale`).
     """
     kind = model.config.model_type
     _memory_bounds(model, settings)
@@ -80,13 +82,13 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
 
 
 def _added(model: nn.Module) -> set[str]:
-    """Names of the weights that the model's switches add to those of a stock model; they keep their own start."""
+    """Names of the weights that the model's switches add to a stock model; they keep their initialisation."""
     names: set[str] = getattr(model, "added_parameters", set)()
     return names
 
 
 def _matrices(model: nn.Module) -> Iterator[Any]:
-    """Every linear layer and embedding that a stock model has, of tied ones the first."""
+    """Linear layers and embeddings of the stock model; of tied ones the first."""
     done_ids: set[int] = set()
     added = _added(model)
     for name, module in model.named_modules():
@@ -102,7 +104,7 @@ def _outputs(model: nn.Module) -> list[Any]:
 
 
 def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dict[str, float]:
-    """Names of the weights that `memory` draws, and the bounds within which they are uniform."""
+    """Name of each weight that `memory` draws -> bound of its uniform distribution."""
     if settings.memory == "model":
         return {}
     declared = getattr(model, "memory_bounds", None)

@@ -1,4 +1,4 @@
-"""How a run reads its items: in which order, with how many worker processes, in which shape."""
+"""Data loading of a run: order of the items, number of worker processes, and collation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
 
 MOST_WORKERS = 4
-"""Of a training process, unless `workers` says otherwise: reading a window is a copy out of the page cache."""
+"""Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
 SMALL_RUN = 1 << 24
-"""Tokens; a run that reads fewer starts no workers by itself: starting them takes longer than all of its reading."""
+"""Tokens below which a run starts no workers by default: starting them takes longer than reading all tokens."""
 FORKS = "TOKENIZERS_PARALLELISM"
 
 
 def worker_count(settings: TrainSettings, processes: int) -> int:
-    """Processes that load data for each training process: `workers`, or by default up to four, one for each core.
+    """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
 
     Args:
-        settings: of the run.
-        processes: that train on this machine.
+        settings: the run's settings.
+        processes: training processes on this machine.
     """
     if settings.workers is not None:
         return settings.workers
@@ -41,10 +41,10 @@ def worker_count(settings: TrainSettings, processes: int) -> int:
 
 
 def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, Any]]:
-    """What makes a batch out of windows: rows, or one row where attention could not keep documents apart otherwise.
+    """The collator of windows: one row per window, or one row in all where flash attention must separate documents.
 
     Raises:
-        FulldepthError: if a penalty needs the windows as rows of their own.
+        FulldepthError: if a penalty needs each window in a row of its own.
     """
     if settings.data.across_documents or settings.attention != "flash_attention_2":
         return default_data_collator
@@ -59,8 +59,8 @@ def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, 
 class LoadingMixin(AnyTrainer):
     """Gives a Trainer with `settings` the order of a run: one pass of `steps * global_batch_size` items.
 
-    Every step is a full batch, also where one epoch of the data ends and the next begins; the numbers of processes, of
-    workers and of micro-batches change no batch, and neither does a resumption.
+    Every step is a full batch, also across epoch boundaries. Batches do not depend on the numbers of processes, workers
+    and micro-batches, or on resuming.
     """
 
     def _get_train_sampler(self, train_dataset: Any = None) -> ShuffledSampler:
@@ -69,20 +69,20 @@ class LoadingMixin(AnyTrainer):
         return ShuffledSampler(items, seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's own, with workers that leave SIGTERM to the process that trains."""
+        """The Trainer's data loader, with workers that ignore SIGTERM."""
         loader = super().get_train_dataloader()
-        inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter hands reads on, not writes
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter forwards attribute reads, not writes
         inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
         return loader
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Train as the Trainer does, without warnings of tokenizers in workers."""
         with _silent_forks():
             return super().train(*args, **kwargs)
 
 
 def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
-    """Schedulers send SIGTERM to every process of a job; a worker that died of it would end the run before it saves."""
+    """Ignore SIGTERM: schedulers send it to every process, and a dying worker would end the run before it saves."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if start is not None:
         start(number)
@@ -90,7 +90,7 @@ def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
 
 @contextmanager
 def _silent_forks() -> Iterator[None]:
-    """Keep tokenizers, which have been used by now, from warning in every worker; workers tokenise nothing."""
+    """Suppress the fork warning of tokenizers in every worker; workers tokenise nothing."""
     before = os.environ.get(FORKS)
     os.environ.setdefault(FORKS, "false")
     try:

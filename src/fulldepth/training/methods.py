@@ -1,4 +1,4 @@
-"""Presets of the objective by the name of a method, so that one recipe trains with any of them."""
+"""Presets of the objective by method name, so that one recipe can train with any method."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
-    """The settings with the method's terms filled in (a term that is given under `objective` stays as it is), and a run
-    folder to start from replaced by its last checkpoint.
+    """The settings with the method's terms filled in (terms under `objective` take precedence), and a run folder in
+    `model.checkpoint` replaced by its last checkpoint.
 
     Raises:
         FulldepthError: for an unknown method.

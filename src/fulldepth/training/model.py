@@ -1,4 +1,4 @@
-"""The model of a run: its configuration out of settings, its weights from a seed or a checkpoint."""
+"""Builds the model of a run: configuration from settings, weights from a seed or a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
+import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import find_gguf, load_checkpoint, load_config
 from fulldepth.training.initial import draw_weights
@@ -46,19 +46,16 @@ def build_config(
     positions: int | None = None,
     special_tokens: Mapping[str, int | None] | None = None,
 ) -> PreTrainedConfig:
-    """The configuration that settings describe; every key besides `type` and `checkpoint` is one of its options.
+    """Build the configuration from settings; every key besides `type` and `checkpoint` is one of its options.
 
-    With a checkpoint its configuration is the base and the keys override it. `type: llama`, the default, then means
-    the checkpoint's own type. A class with switches also takes checkpoints of its stock family (`stock_model_type`).
+    With a checkpoint, the keys override the checkpoint's configuration, and `type: llama`, the default, means the
+    checkpoint's own type. A class with switches also takes checkpoints of its stock family (`stock_model_type`).
 
     Args:
-        model: the settings. Their own keys win over the arguments below.
-        vocab_size: tokens of the tokenizer; None = not known yet, and the settings name it.
-        positions: tokens in a sequence; without a checkpoint, the model gets exactly as many.
+        model: the settings. Their own keys override the arguments below.
+        vocab_size: tokens of the tokenizer; None = given by the settings.
+        positions: tokens in a sequence; without a checkpoint, the model gets exactly as many positions.
         special_tokens: `special_tokens(tokenizer)`: `bos_token_id`, `eos_token_id`, `pad_token_id`.
-
-    Returns:
-        The configuration; nothing is built.
 
     Raises:
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
@@ -83,9 +80,9 @@ def build_config(
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int | None]:
-    """Ids of the beginning, the end and padding, as a configuration wants them.
+    """Ids of the bos, eos and padding token by their names in a configuration.
 
-    Padding is left out where it is one of the other two: the embedding of a padding token is never trained.
+    Padding is None where it equals one of the other two: the embedding of a padding token is never trained.
     """
     ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"]):
@@ -96,16 +93,16 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model on the CPU, in the run's precision and in training mode.
 
-    Weights are drawn from the seed, as `initializer` says, or come from the checkpoint that the settings name. Then
-    only weights that the model's switches add (`added_parameters`) may be missing there; they are drawn from the
-    seed. The caller's random numbers are untouched.
+    Weights are drawn from the seed by the rules of `initializer`, or loaded from the settings' checkpoint. Only weights
+    that the model's switches add (`added_parameters`) may be missing there; they are drawn from the seed. The global
+    random state is restored.
 
     Args:
         config: from `build_config`.
-        settings: seed, precision, attention, initializer and checkpoint are read.
+        settings: seed, precision, attention, initializer and checkpoint are used.
 
     Raises:
-        FulldepthError: if attention of that kind is not there, the initializer has no meaning for the model, or the
+        FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
             checkpoint's weights do not fit.
     """
     dtype = WEIGHTS[settings.precision]
@@ -147,7 +144,7 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None) -> type[PreTraine
         kinds = [config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING]
         raise unknown("model type", model.type, {*COMMON, *get_close_matches(model.type, kinds, n=3)})
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise FulldepthError(f"Model type {kind.model_type!r} is no causal language model; nothing here can train it.")
+        raise FulldepthError(f"Model type {kind.model_type!r} is no causal language model and cannot be trained.")
     stock = getattr(kind, "stock_model_type", None)
     if base is not None and not isinstance(base, kind) and base.model_type != stock:
         takes = f", which a {stock} can become, too" if stock is not None else ""
@@ -170,13 +167,13 @@ def _read(checkpoint: str) -> PreTrainedConfig:
 
 
 def _options(kind: type[PreTrainedConfig]) -> set[str]:
-    """Names that a configuration class takes."""
+    """Names of the options of a configuration class."""
     named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
     return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
 
 
 def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: int | None) -> dict[str, Any]:
-    """Sizes that the tokenizer and the data decide, as far as the class has them."""
+    """Sizes given by tokenizer and data, as far as the class has such options."""
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": positions}
     return {name: size for name, size in sizes.items() if size is not None and name in _options(kind)}
 
@@ -184,7 +181,7 @@ def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: i
 def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
     """A checkpoint's configuration with some values replaced."""
     changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
-    own = ("model_type", "architectures", "auto_map", "_name_or_path")  # say what the checkpoint is, and with what code
+    own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
     values = {name: value for name, value in base.to_dict().items() if name not in own}
     changed: PreTrainedConfig = kind.from_dict(values | changes)
     return changed
@@ -208,7 +205,7 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: in
 
 
 def _take_weights(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> None:
-    """Copy a checkpoint's weights into a model that has the same ones, and perhaps others that switches add."""
+    """Copy a checkpoint's weights into a model, which may have further weights that switches add."""
     source = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.state_dict()
     target = model.state_dict()
     name = type(model).__name__
@@ -231,5 +228,5 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an error (strict configurations put the cause there), in one line."""
+    """The last line of an error message, where strict configurations state the cause."""
     return " ".join(str(error).strip().splitlines()[-1:])[:300].strip() if str(error).strip() else repr(error)

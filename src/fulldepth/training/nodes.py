@@ -1,4 +1,4 @@
-"""Resuming on several machines: the first process decides, and sends what the others cannot read."""
+"""Resuming on several machines: the first process chooses the checkpoint and sends it to machines without access."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fulldepth.training.resume import RunNotes, resume_notes
 from fulldepth.training.settings import TrainSettings
 
 PIECE = 64 << 20
-"""Bytes that are sent at once."""
+"""Bytes per broadcast."""
 RECEIVED = "received"
 
 
 @contextmanager
 def resuming(folder: Path, settings: TrainSettings) -> Iterator[tuple[Path | None, RunNotes]]:
-    """The checkpoint that a run goes on from, as the first process sees it, and its notes.
+    """The checkpoint to resume from, chosen by the first process, and its notes.
 
-    Where a machine does not share the first one's run folder, one of its processes gets a copy of the checkpoint, which
-    lies in that machine's run folder until the run ends.
+    On a machine that does not share the first one's run folder, one process receives a copy of the checkpoint into that
+    machine's run folder; it is removed when the run ends.
 
     Yields:
-        The checkpoint where this process can read it, None to start at the beginning; and the notes of its seal.
+        Path of the checkpoint readable by this process, or None to start at the beginning; and the notes of its seal.
 
     Raises:
-        FulldepthError: in every process, if the first one cannot go on from the folder, `fsdp` is on and not all
+        FulldepthError: in every process, if the first one cannot resume from the folder, `fsdp` is on and not all
             processes share the folder, or a copy cannot be written.
     """
     name, notes = current().first(lambda: _last(folder, settings))
@@ -58,7 +58,7 @@ def resuming(folder: Path, settings: TrainSettings) -> Iterator[tuple[Path | Non
 
 
 def shares(folder: Path) -> list[bool]:
-    """For every process, whether its folder of this name is the first process's."""
+    """For every process, whether its `folder` is the same folder as the first process's."""
     process = current()
     probe = folder / process.agree(temporary_name(folder / "shared").name)
     if process.world > 1 and process.is_main:
@@ -76,7 +76,7 @@ def _last(folder: Path, settings: TrainSettings) -> tuple[str | None, RunNotes]:
 
 
 def _sent(folder: Path, name: str, copy: Path, sharing: list[bool]) -> Path:
-    """Send a checkpoint's files to one process of every machine that does not see them; where this process reads it."""
+    """Send a checkpoint to one process of every machine without access; the path at which this process reads it."""
     process = current()
     needy = process.gather(not sharing[process.rank] and process.local_rank == 0)
     group = distributed.new_group([0, *[rank for rank, needs in enumerate(needy) if needs]], backend="gloo")
@@ -104,7 +104,7 @@ def _send(checkpoint: Path, group: Any) -> None:
 
 
 def _receive(checkpoint: Path, group: Any) -> str | None:
-    """Take what `_send` sends; what went wrong, in words, after everything has been taken."""
+    """Receive everything that `_send` sends; the error message, or None."""
     table: list[Any] = [None]
     distributed.broadcast_object_list(table, src=0, group=group)
     problem = None

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups: what decays, and what has a learning rate of its own."""
+"""AdamW's parameter groups: weight decay and learning rate by kind of parameter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fulldepth.training.settings import TrainSettings
 def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
     """Every trainable parameter in exactly one group; no group is empty.
 
-    A model that knows its own rules (`parameter_groups`, as `DepthLlamaForCausalLM`) is asked. Elsewhere
+    A model's own method `parameter_groups` is used if it has one (`DepthLlamaForCausalLM`). For other models
     `decay: matrices` leaves vectors and embeddings without weight decay.
 
     Raises:
-        FulldepthError: for `decay: routers` where no router decays.
+        FulldepthError: for `decay: routers` if the model has no dynamic or kv router.
     """
     if hasattr(model, "parameter_groups"):
         groups = model.parameter_groups(
@@ -60,12 +60,12 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
 
 
 class GroupsMixin(AnyTrainer):
-    """Gives a Trainer with an objective `settings=`, and the parameter groups that they describe."""
+    """Adds `settings=` to a Trainer with an objective, and takes the parameter groups from them."""
 
     def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
         self.settings = settings
         super().__init__(*args, **kwargs)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
-        """Those of the settings."""
+        """The parameter groups by the run's settings."""
         return parameter_groups(model, self.settings)

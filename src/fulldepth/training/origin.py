@@ -1,4 +1,4 @@
-"""What decides a run's numbers beside its settings: noted in every checkpoint, compared when a run goes on."""
+"""The origin of a run: data, order, environment. Stored in every checkpoint and compared on resuming."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fulldepth.training.settings import TrainSettings
 
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
 NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
-"""Entries of `config.json` that decide no number in training, or that the Trainer sets from the tokenizer."""
+"""Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
 
 
 def origin_of(settings: TrainSettings, data: str, arguments: TrainingArguments) -> Origin:
-    """The origin of what is trained from now on.
+    """The origin of a run as it starts or resumes.
 
     Args:
-        settings: of the run.
-        data: hash over what the trainer reads.
-        arguments: of the Trainer.
+        settings: the run's settings.
+        data: hash of the training data.
+        arguments: the Trainer's arguments.
     """
     return Origin(
         data=data,
@@ -43,21 +43,21 @@ def origin_of(settings: TrainSettings, data: str, arguments: TrainingArguments) 
 def check_origin(
     now: Origin, before: Origin | None, config: PreTrainedConfig, settings: TrainSettings, checkpoint: Path | None
 ) -> list[str]:
-    """Compare what a run goes on with to what its checkpoint was made with; every process calls this.
+    """Compare the origin of a resumed run to that of its checkpoint; every process must call this.
 
     Args:
-        now: of this process.
-        before: of the checkpoint; None if it notes nothing.
-        config: of the model.
-        settings: of the run.
-        checkpoint: that the run goes on from; None at the start.
+        now: origin of this process.
+        before: origin in the checkpoint; None if it has none.
+        config: the model's configuration.
+        settings: the run's settings.
+        checkpoint: the checkpoint to resume from; None at the start.
 
     Returns:
-        What may change numbers from here on: a sentence each, the same in every process.
+        One sentence for each difference that may change numbers, the same in every process.
 
     Raises:
-        FulldepthError: in every process, if numbers would differ without a word: other data than before or than in
-            another process, another order, another configuration, or other batches of a penalty that depends on them.
+        FulldepthError: in every process, if numbers would differ: other data than before or than in another process,
+            another order, another configuration, or other batches of a penalty that depends on them.
     """
     lines: list[str] = []
     problem = None
@@ -74,7 +74,7 @@ def check_origin(
             lines = _compared(now, before, settings, checkpoint)
     except FulldepthError as error:
         problem = str(error)
-    problem, lines = current().gather((problem, lines))[0]  # process 0 has seen what the others may not: its own disk
+    problem, lines = current().gather((problem, lines))[0]  # only process 0 can be sure to read the checkpoint
     if problem is not None:
         raise FulldepthError(problem)
     return lines
@@ -102,7 +102,7 @@ def _compared(now: Origin, before: Origin | None, settings: TrainSettings, check
 
 
 def _batches(now: Origin, before: Origin, settings: TrainSettings) -> list[str]:
-    """A sentence if the processes changed; refuses other batches where a penalty depends on them."""
+    """A sentence if processes or micro-batches changed; refused where a penalty depends on the batches."""
     shape, earlier = (now.processes, now.micro_batch), (before.processes, before.micro_batch)
     if shape == earlier:
         return []
@@ -118,7 +118,7 @@ def _batches(now: Origin, before: Origin, settings: TrainSettings) -> list[str]:
 
 
 def _places(now: Origin, before: Origin) -> list[str]:
-    """Sentences on another device or other versions."""
+    """Sentences on changes of device and versions."""
     lines = []
     if now.device != before.device:
         lines.append(f"The run was on {before.device} and is on {now.device} now: numbers may round otherwise.")
@@ -131,14 +131,14 @@ def _places(now: Origin, before: Origin) -> list[str]:
 
 
 def _compare_configs(config: PreTrainedConfig, checkpoint: Path) -> None:
-    """Refuse a configuration that is not the checkpoint's: `model.checkpoint` may have changed since the start."""
+    """Refuse a configuration other than the checkpoint's: `model.checkpoint` may have changed since the start."""
     path = checkpoint / "config.json"
     if not path.is_file():
         return
     stored = read_json(path)
     if not isinstance(stored, dict):
         raise FulldepthError(f"Cannot read {path}: it holds no configuration.")
-    with reading(path):  # through the class, so that another version of it writes the same entries
+    with reading(path):  # through the class, so that files of other versions have the same entries
         before = _entries(type(config).from_dict(stored))
     now = _entries(config)
     for name in sorted((before.keys() | now.keys()) - NO_NUMBERS):
@@ -156,5 +156,5 @@ def _entries(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _short(data: str) -> str:
-    """Enough of a hash to tell it from another."""
+    """Prefix of a hash, for messages."""
     return one_line(data[:19], 40)

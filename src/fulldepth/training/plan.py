@@ -1,4 +1,4 @@
-"""The dry run: what a recipe would cost, before anything is allocated or downloaded but a tokenizer."""
+"""The dry run: cost of a recipe, estimated without allocating a model or downloading more than a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fulldepth.training.optimiser import parameter_groups
 from fulldepth.training.settings import TrainSettings
 
 UTILISATION = 0.5
-"""Assumed share of the measured rate of large matrix products that training reaches: the rest goes into norms, sums,
-small products, the optimiser and communication."""
+"""Assumed share of the measured rate of large matrix products that training reaches; norms, sums, small products, the
+optimiser and communication take the rest."""
 GPU_SIZES = (16, 24, 40, 48, 80, 141, 192)
 """GiB of memory of common accelerators (sold as GB)."""
 USABLE = 0.9
-"""Share of an accelerator's memory that the estimate may fill: the rest is the driver's, or lost in fragments."""
+"""Share of an accelerator's memory that the estimate may fill; the rest is for the driver and fragmentation."""
 FACTOR = {"float32": torch.float32, "autocast": torch.bfloat16, "bfloat16": torch.bfloat16}
 """Precision -> type of the factors of matrix products."""
 SIDE = {"cpu": 1024}
@@ -41,27 +41,27 @@ DAY = 86400
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run consists of and what it costs."""
+    """Size and cost of a run."""
 
     settings: TrainSettings
-    """With the terms of the method filled in."""
+    """Settings with the terms of the method filled in."""
     model: str
     """Class of the model."""
     parameters: int
-    """Distinct ones; a tied head counts once."""
+    """Number of parameters; a tied head counts once."""
     parameters_without_embeddings: int
-    """Without token and position embeddings, and without an output head of its own."""
+    """Parameters without token and position embeddings and without an untied output head."""
     trainable: int
     flops: TokenFlops
-    """Per token, forward."""
+    """FLOPs of the forward pass per token."""
     objective_flops: float
-    """Per token of training, added by penalties."""
+    """Training FLOPs per token of penalties."""
     recomputed_flops: float
-    """Per token of training, that gradient checkpointing computes again."""
+    """Training FLOPs per token that gradient checkpointing recomputes."""
     memory: Memory
-    """Of one process."""
+    """Memory of one process."""
     other_memory: Memory | None
-    """Of one process if `fsdp` were the other way round; None for a single process."""
+    """Memory of one process with `fsdp` negated; None for a single process."""
     checkpoint: CheckpointSize
     processes: int
     micro_batch: int
@@ -72,38 +72,38 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """In an optimiser step."""
+        """Tokens in an optimiser step."""
         return self.settings.global_batch_size * self.settings.sequence_length
 
     @property
     def tokens(self) -> int:
-        """In the whole run."""
+        """Tokens in the whole run."""
         return self.settings.steps * self.tokens_per_step
 
     @property
     def step_flops(self) -> float:
-        """Operations that one token costs in training, on the device."""
+        """Training FLOPs per token, recomputation included."""
         return self.flops.training + self.objective_flops + self.recomputed_flops
 
     @property
     def total_flops(self) -> float:
-        """Operations of the whole run, without evaluations."""
+        """FLOPs of the whole run, without evaluations."""
         return self.step_flops * self.tokens
 
     @property
     def seconds(self) -> float | None:
-        """Expected time of training: operations / (rate * utilisation * processes)."""
+        """Expected training time: FLOPs / (rate * utilisation * processes)."""
         return None if self.rate is None else self.total_flops / (self.rate * self.utilisation * self.processes)
 
     @property
     def save_seconds(self) -> float | None:
-        """Expected time of training between two checkpoints: `save_every` of `steps` parts of the whole."""
+        """Expected training time between two checkpoints: `seconds * min(save_every, steps) / steps`."""
         steps = self.settings.steps
         return None if self.seconds is None else self.seconds * min(self.settings.save_every, steps) / steps
 
     @property
     def checkpoints(self) -> int:
-        """On the disk at the end."""
+        """Checkpoints on disk at the end of the run."""
         written, limit = math.ceil(self.settings.steps / self.settings.save_every), self.settings.keep_checkpoints
         return written if limit is None else min(written, limit)
 
@@ -116,18 +116,18 @@ def plan(
     rate: float | None = None,
     utilisation: float = UTILISATION,
 ) -> Plan:
-    """Cost of a run. The model exists on the meta device only, so any size can be planned anywhere.
+    """Estimate the cost of a run. The model is on the meta device, so any size can be planned on any machine.
 
     Args:
-        settings: of the run.
-        config: of the model; any causal language model of transformers.
-        processes: that share each batch.
+        settings: the run's settings.
+        config: the model's configuration; any causal language model of transformers.
+        processes: number of processes that share each batch.
         rate: measured FLOP/s of a process (`measure_rate`); None = no expected time.
-        utilisation: share of that rate that training is assumed to reach.
+        utilisation: assumed share of that rate that training reaches.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, no class fits, or the
-            initializer or weight decay has no meaning for the model.
+        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, the configuration has no causal
+            language model, or the initializer or weight decay does not apply to the model.
     """
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
@@ -157,12 +157,12 @@ def plan(
 
 
 def measure_rate(device: str | torch.device, dtype: torch.dtype, *, seconds: float = 1.0) -> float:
-    """FLOP/s of products of large square matrices (1,024 rows on a CPU, 8,192 elsewhere), the first one left out.
+    """Measure the FLOP/s of products of large square matrices (1,024 rows on a CPU, 8,192 elsewhere), after a warm-up.
 
     Args:
-        device: where.
-        dtype: of the factors.
-        seconds: how long to measure, at least one product.
+        device: device of the matrices.
+        dtype: type of the factors.
+        seconds: duration of the measurement; at least one product.
     """
     where = torch.device(device)
     side = SIDE.get(where.type, DEVICE_SIDE)
@@ -178,10 +178,10 @@ def measure_rate(device: str | torch.device, dtype: torch.dtype, *, seconds: flo
 
 
 def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
-    """What `fulldepth train --dry-run` prints: `(name, value, sentence)` lines for this device and these processes.
+    """Output of `fulldepth train --dry-run`: `(name, value, sentence)` lines for this device and these processes.
 
     Raises:
-        FulldepthError: if the settings do not fit each other, or a tokenizer or checkpoint that they name is not there.
+        FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
     processes = launch.world()
     config = build_config(settings.model, vocab_size=_vocab_size(settings), positions=settings.sequence_length)
@@ -190,7 +190,7 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
 
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
-    """A plan in words: name, value with its unit, and a sentence that says what it means."""
+    """A plan as text: name, value with its unit, and a sentence that explains it."""
     settings, flops, memory = plan.settings, plan.flops, plan.memory
     parts = ("weights", "gradients", "optimiser", "activations", "logits")
     split = ", ".join(f"{name} {_bytes(getattr(memory, name))}" for name in parts)
@@ -231,7 +231,7 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _checkpoint_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """What checkpoints take on the disk."""
+    """Lines on the disk space of checkpoints."""
     size, count, limit = plan.checkpoint, plan.checkpoints, plan.settings.keep_checkpoints
     kept = "all are kept" if limit is None else f"keep_checkpoints={limit}"
     split = f"Weights {_bytes(size.weights)}, optimiser {_bytes(size.optimiser)}, the rest {_bytes(size.rest)}."
@@ -257,7 +257,7 @@ def _fitting_sentence(plan: Plan) -> str:
 
 
 def _vocab_size(settings: TrainSettings) -> int | None:
-    """Tokens of the tokenizer, where the model's settings do not say how many embeddings it has."""
+    """Tokens of the tokenizer; None if the model's settings give the number of embeddings."""
     if "vocab_size" in (settings.model.model_extra or {}) or settings.model.checkpoint is not None:
         return None
     if settings.tokenizer is None:
@@ -267,14 +267,14 @@ def _vocab_size(settings: TrainSettings) -> int | None:
 
 
 def _without_embeddings(model: PreTrainedModel) -> int:
-    """Parameters that are in no embedding table and not in the output head."""
+    """Number of parameters outside embedding tables and the output head."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {p for module in [*tables, model.get_output_embeddings()] for p in module.parameters()}
     return sum(p.numel() for p in model.parameters() if p not in left_out)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> None:
-    """One product, waited for."""
+    """Compute one product and wait for it."""
     torch.matmul(left, right)
     if left.device.type != "cpu":
         torch.accelerator.synchronize(left.device)
@@ -308,6 +308,6 @@ def _duration(seconds: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Three significant digits, or all integer digits if there are more."""
     places = 2 if number < 10 else 1 if number < 100 else 0
     return f"{number:,.{places}f}"

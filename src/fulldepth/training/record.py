@@ -1,4 +1,4 @@
-"""The record of a run: rows at every evaluation, kept in the result folder while the run goes on."""
+"""The record of a run: result rows of every evaluation, saved to the result folder during the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fulldepth.training.resume import RECORD, read_rows, step_of
 
 @dataclass
 class Record:
-    """Rows of a run, by step; `meta` says what they belong to."""
+    """Result rows of a run by step, and the metadata of its results."""
 
     folder: Path
     meta: dict[str, Any]
     table: pd.DataFrame = field(default_factory=lambda: tabulate([], step=0))
     complete: bool = False
-    """Whether the run has come to its end."""
+    """Whether the run has finished."""
 
     @classmethod
     def reopen(cls, folder: Path, meta: dict[str, Any], checkpoint: Path) -> Record:
@@ -35,7 +35,7 @@ class Record:
             FulldepthError: if its rows cannot be read.
         """
         rows = read_rows(checkpoint)
-        if rows is None and (folder / DOCUMENT).exists():  # of a version that kept none in its checkpoints
+        if rows is None and (folder / DOCUMENT).exists():  # checkpoints of earlier versions hold no rows
             rows = Results.load(folder).table
         return cls(folder, meta) if rows is None else cls(folder, meta, _until(rows, step_of(checkpoint)))
 
@@ -46,13 +46,13 @@ class Record:
     def add(
         self, step: int, evaluation: Evaluation, means: dict[str, tuple[float, int]], facts: dict[str, Any]
     ) -> None:
-        """Rows of one evaluation, on disk when this returns.
+        """Add the rows of one evaluation and save the result folder.
 
         Args:
             step: optimiser steps taken.
             evaluation: on the held-out windows.
             means: part of the loss -> (sum, count) over the micro-batches since the last evaluation.
-            facts: measure -> (value, statistic, unit), or None where it is not known.
+            facts: measure -> (value, statistic, unit), or None if unknown.
         """
         rows: list[Any] = [
             ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, "nats")
@@ -80,7 +80,7 @@ class Record:
         return None if rows.empty else float(rows.value.iloc[-1])
 
     def results(self) -> Results:
-        """What is known so far."""
+        """The results so far."""
         return Results(self.table, finite({**self.meta, "complete": self.complete, "headline": headline(self.table)}))
 
     def save(self) -> None:
@@ -94,25 +94,25 @@ def _until(table: pd.DataFrame, step: int) -> pd.DataFrame:
 
 
 class Stopwatch:
-    """Training time: runs between `start` and `stop`, and goes on from what an earlier process measured."""
+    """Measures training time between `start` and `stop`, added to the time of earlier processes."""
 
     def __init__(self, elapsed: float = 0.0) -> None:
         self.elapsed, self._lap = elapsed, elapsed
         self._since: float | None = None
 
     def stop(self) -> None:
-        """Evaluation or saving begins."""
+        """Stop before an evaluation or a checkpoint."""
         if self._since is not None:
             self.elapsed += time.perf_counter() - self._since
             self._since = None
 
     def start(self) -> None:
-        """Training goes on."""
+        """Start when training begins or continues."""
         if self._since is None:
             self._since = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds of training since the last lap; to be called while stopped."""
+        """Seconds of training since the last lap; call it while stopped."""
         lap, self._lap = self.elapsed - self._lap, self.elapsed
         return lap
 
@@ -138,7 +138,7 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
 
 
 def _value(table: pd.DataFrame, measure: str, step: int) -> float | None:
-    """A measure at a step: of the whole model, or of the deepest layer that has it."""
+    """Value of a measure at a step: of the whole model, or of the deepest layer that has it."""
     rows = table[(table.measure == measure) & (table.step == step)].sort_values("layer")
     return None if rows.empty or not math.isfinite(rows.value.iloc[-1]) else float(rows.value.iloc[-1])
 

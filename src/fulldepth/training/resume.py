@@ -1,4 +1,4 @@
-"""What a resumed run reads back from its checkpoint: each file checked before it is used, nothing unpickled."""
+"""Reading a checkpoint on resuming: each file is validated before use, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fulldepth.results import COLUMNS
 from fulldepth.settings import Settings
 
 RECORD = "record.parquet"
-"""In a checkpoint: the rows of the run's results up to its step."""
+"""File in a checkpoint: the rows of the run's results up to its step."""
 STATE = "trainer_state.json"
 NEEDED = ("*.safetensors", "optimizer.pt", "scheduler.pt", "rng_state*.pth", STATE)
-"""Files without which the Trainer would go on with fresh states and say nothing."""
+"""Files without which the Trainer would silently continue with fresh states."""
 IN_SHARDS = {"*.safetensors": f"{WEIGHT_SHARDS}/*.safetensors", "optimizer.pt": f"{OPTIMIZER_SHARDS}/*.safetensors"}
-"""The same files of a sharded run; its weights may have been put together since."""
+"""The corresponding files of a sharded run, whose weights may have been merged since."""
 
 
 class Origin(Settings):
-    """What decides a run's numbers beside its settings."""
+    """What determines a run's numbers besides its settings."""
 
     data: str
-    """Hash over what the trainer reads."""
+    """Hash of the training data."""
     order: str
-    """Of the sequences: its name and seed."""
+    """Order of the sequences: its name and seed."""
     processes: NonNegativeInt
     micro_batch: NonNegativeInt
     """Sequences in a forward pass."""
@@ -43,7 +43,7 @@ class Origin(Settings):
 
 
 class RunNotes(Settings):
-    """What a run notes in the seal of a checkpoint."""
+    """State of a run that is stored in the seal of a checkpoint."""
 
     elapsed: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds of training so far."""
@@ -52,11 +52,11 @@ class RunNotes(Settings):
     evaluated: NonNegativeInt = 0
     """Step of the last evaluation."""
     origin: Origin | None = None
-    """None in checkpoints of earlier versions, which noted none."""
+    """None in checkpoints of earlier versions."""
 
 
 class TrainerStateFile(pydantic.BaseModel):
-    """The entries of `trainer_state.json` that the Trainer computes with; it takes others as they are."""
+    """Schema of the entries of `trainer_state.json` that the Trainer computes with; others are not validated."""
 
     model_config = pydantic.ConfigDict(extra="allow")
 
@@ -76,10 +76,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def resume_notes(checkpoint: Path) -> RunNotes:
-    """The notes of a sealed checkpoint, after a look at the files that resuming needs.
+    """The notes of a sealed checkpoint, after checking the files that resuming needs.
 
     Raises:
-        FulldepthError: if a file is missing, or one of the JSON files does not fit its schema.
+        FulldepthError: if a file is missing, or a JSON file does not fit its schema.
     """
     for pattern in NEEDED:
         if not any(any(checkpoint.glob(name)) for name in (pattern, IN_SHARDS.get(pattern, pattern))):
@@ -108,7 +108,7 @@ def resume_notes(checkpoint: Path) -> RunNotes:
 
 
 def read_rows(checkpoint: Path) -> pd.DataFrame | None:
-    """The rows that a checkpoint keeps of its run's results; None if it keeps none.
+    """The rows of the run's results in a checkpoint; None if it has none.
 
     Raises:
         FulldepthError: if they cannot be read.
@@ -130,10 +130,9 @@ def _advice(checkpoint: Path) -> str:
 
 
 class ResumeMixin(AnyTrainer):
-    """Turns what goes wrong while a Trainer reads a checkpoint into `Cannot read CHECKPOINT: reason`.
+    """Converts errors of a Trainer that reads a checkpoint into `Cannot read CHECKPOINT: reason`.
 
-    The states must fit the run: an optimiser state of another shape, or other options than the settings give, would be
-    taken without a word.
+    Also checks shapes and options of the optimiser states, which the Trainer would load without an error.
     """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -158,14 +157,14 @@ class ResumeMixin(AnyTrainer):
 
 
 def _options(trainer: Any) -> list[Any]:
-    """Everything that the settings decide of optimiser and schedule; the rate changes from step to step."""
+    """Options of optimiser and schedule that the settings determine, without the current learning rate."""
     groups = trainer.optimizer.param_groups
     options = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
     return [options, [len(group["params"]) for group in groups], list(trainer.lr_scheduler.base_lrs)]
 
 
 def _check_states(optimizer: Any) -> None:
-    """Refuse moments of another shape than their weight's; a weight that never had a gradient has none."""
+    """Refuse moments whose shape differs from their weight's; weights without a gradient so far have none."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

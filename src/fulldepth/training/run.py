@@ -1,4 +1,4 @@
-"""`fulldepth train`: from settings to a run folder, resumable, the same numbers on one process or many."""
+"""`fulldepth train`: trains by settings into a run folder; resumable, with the same batches on one process or many."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ADVICE = (
 
 
 class PackedTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, DepthTrainer):
-    """The Trainer of packed text."""
+    """Trainer for packed text."""
 
 
 def train(
@@ -56,25 +56,25 @@ def train(
     watcher: Watcher | None = None,
     after_evaluation: Callable[[Path], object] | None = None,
 ) -> Results:
-    """Train a model as the settings say, into a run folder.
+    """Train a model by the settings, into a run folder.
 
     The folder holds `settings.yaml`, `checkpoint-N` (weights, tokenizer, optimiser, everything that resuming needs),
     `results.parquet` and `results.json` (losses, penalties, displacement, jump rates at every evaluation). Under
-    torchrun every process trains its share of each batch, and the first one writes.
+    torchrun every process trains on its share of each batch, and the first one writes.
 
     Args:
-        settings: resolved settings.
+        settings: the run's settings.
         output: the run folder; made if absent.
-        resume: go on after the last whole checkpoint; with none yet, start at the beginning.
+        resume: resume from the last complete checkpoint; without one, start at the beginning.
         recipe: name of the recipe, for the record.
-        watcher: told what happens.
+        watcher: receives progress and messages.
         after_evaluation: called with the folder whenever its results have changed.
 
     Raises:
-        FulldepthError: if the folder holds another run, the settings do not fit each other, or the loss is not finite.
+        FulldepthError: if the folder holds another run, the settings are inconsistent, or the loss is not finite.
     """
     settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
-    if launch.rank() == 0:  # the first process's folder counts, and the others may not see it
+    if launch.rank() == 0:  # other processes may not see the first one's folder
         open_run(folder, settings, resume)
     with _quiet_library(), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
@@ -122,10 +122,10 @@ def _train(
 
 
 def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Results:
-    """Run a trainer to its end, or to where it was told to stop.
+    """Run a trainer until it finishes or is stopped.
 
     Raises:
-        FulldepthError: if it was stopped (SIGTERM); the message names the last whole checkpoint.
+        FulldepthError: if it was stopped (SIGTERM); the message names the last complete checkpoint.
     """
     settings, record, watcher = conductor.settings, conductor.record, conductor.watcher
     meta = record.meta
@@ -156,7 +156,7 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
 
 
 def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArguments, watcher: Watcher) -> Any:
-    """The tokenizer of the run; one that is trained here is kept in the run folder."""
+    """The tokenizer of the run; a newly trained one is saved in the run folder."""
     with arguments.main_process_first(desc="tokenizer"):
         return run_tokenizer(settings, folder / TOKENIZER, watcher)
 
@@ -164,7 +164,7 @@ def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArgumen
 def _packed(
     settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
 ) -> tuple[Any, dict[str, Any]]:
-    """The trainer of packed text, and what its data are; every process makes some of the tokens that are missing."""
+    """The trainer of packed text, and facts about its data; all processes share in tokenising what is missing."""
     packed = packed_text(settings, tokenizer, config.vocab_size, watcher, advice=ADVICE)
     packed.require_documents(arguments.world_size)
     collator, model = window_collator(settings), build_model(config, settings)
@@ -187,7 +187,7 @@ def _packed(
 def _conversations(
     settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
 ) -> tuple[Any, dict[str, Any]]:
-    """The trainer of conversations, and what its data are."""
+    """The trainer of conversations, and facts about its data."""
     data = sft_data(settings, tokenizer)
     trainer = sft_trainer(
         build_model(config, settings),
@@ -230,7 +230,7 @@ def _last_good(folder: Path) -> str:
 
 @contextmanager
 def _quiet_library() -> Iterator[None]:
-    """Silence the Trainer's own logs and bars; a run has a bar of its own."""
+    """Silence the logs and progress bars of transformers; a run has its own bar."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()

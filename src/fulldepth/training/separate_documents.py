@@ -1,4 +1,4 @@
-"""Proof, before a run with `across_documents=false`, that the model keeps documents apart."""
+"""Test, before a run with `across_documents=false`, that attention does not cross documents in the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROBE = "fulldepth_varlen"
 LENGTH = 6
 """Tokens of each of the two documents."""
 LEAK, SAME = 1e-5, {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest differences relative to the largest logit: of what another document changes, and of a document alone (half
-precision: 0.05), where kernels of another shape may round otherwise."""
+"""Largest differences relative to the largest logit: between logits beside two other documents, and to those of the
+document alone, by precision (half precision: 0.05), where kernels for another shape may round differently."""
 
 
 @torch.no_grad()
@@ -32,11 +32,11 @@ def require_separate_documents(model: PreTrainedModel) -> None:
     """Refuse a model in which position ids do not keep documents apart.
 
     Two documents in one row: the logits of the second must not depend on the first one's tokens, and must be those of
-    the second document alone. Flash attention runs on accelerators only; in its place stands `varlen_attention`, which
-    cuts a row at the same places and gets what the model would hand to flash attention.
+    the second document alone. Flash attention runs on accelerators only; `varlen_attention` replaces it in the test: it
+    receives the same arguments and cuts a row at the same places.
 
     Raises:
-        FulldepthError: if they do not.
+        FulldepthError: if the model does not keep documents apart.
     """
     name = type(model).__name__
     advice = "Use data.across_documents=true, or another model."
@@ -48,7 +48,7 @@ def require_separate_documents(model: PreTrainedModel) -> None:
         try:
             beside, changed = (_logits(model, torch.cat([before, second]))[LENGTH:] for before in (first, other))
             alone = _logits(model, second)
-        except Exception as error:  # of a model's own code, which may need a mask or another attention
+        except Exception as error:  # from the model's code, which may need a mask or another attention
             raise FulldepthError(
                 f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}"
             ) from error
@@ -60,7 +60,7 @@ def require_separate_documents(model: PreTrainedModel) -> None:
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    """[N, V] of a row of documents of `LENGTH` tokens."""
+    """[N, V] logits of a row of documents of `LENGTH` tokens."""
     positions = torch.arange(len(ids), device=ids.device) % LENGTH
     logits: Tensor = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return logits
@@ -68,7 +68,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash(model: PreTrainedModel) -> Iterator[None]:
-    """Put `varlen_attention` in the place of flash attention."""
+    """Replace flash attention by `varlen_attention`."""
     before = model.config._attn_implementation
     if before == FLASH:
         AttentionInterface.register(PROBE, varlen_attention)
@@ -91,9 +91,9 @@ def varlen_attention(
     position_ids: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention as transformers calls flash attention: a batch of one row is cut where positions start anew.
+    """Causal attention with the interface of flash attention: a batch of one row is cut where positions restart.
 
-    Query, key and value are `[B, H, T, D]` and the result `[B, T, H, D]`; the mask is None, as where nothing is padded.
+    Query, key and value are `[B, H, T, D]` and the result `[B, T, H, D]`; the mask is None, as without padding.
     Windows and soft caps in `options` have no effect on two documents of a few tokens.
     """
     cuts = [0, query.shape[2]]

@@ -1,4 +1,4 @@
-"""Settings of a run, with the penalties checked against the classes that define them."""
+"""Settings of a run, with the penalties validated against the classes that define them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["InitializerSettings", "ModelSettings", "ObjectiveSettings", "TrainSe
 
 
 class ObjectiveSettings(train.ObjectiveSettings):
-    """Penalties beside the cross-entropy; unknown terms and options are refused."""
+    """Penalties added to the cross-entropy; unknown terms and options are refused."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
@@ -29,6 +29,6 @@ class ObjectiveSettings(train.ObjectiveSettings):
 
 
 class TrainSettings(train.TrainSettings):
-    """Everything that decides what a run trains; saved with it."""
+    """Everything that determines a training run; saved with it."""
 
     objective: ObjectiveSettings = ObjectiveSettings()

@@ -28,19 +28,19 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
-"""For tokenizers without a chat template of their own; it marks what the assistant says."""
+"""For tokenizers without a chat template; marks the assistant's turns."""
 READ = {"input_ids", "labels", "attention_mask", "assistant_masks", "completion_mask", "position_ids", "seq_lengths"}
-"""Columns of a tokenised data set that decide batches and loss."""
+"""Columns of a tokenised data set that determine batches and loss."""
 
 
 def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
     """`{"train": ..., "validation": ...}`: conversations, a seeded share of them held out.
 
-    A tokenizer without a chat template gets `TEMPLATE`. Under a template that does not mark the assistant's turns each
-    response becomes an example of its own, so that the loss can be kept to it.
+    A tokenizer without a chat template gets `TEMPLATE`. If the template does not mark the assistant's turns, each
+    response becomes an example of its own, so that the loss can be restricted to it.
 
     Raises:
-        FulldepthError: if the data hold no conversations, or too few to hold some out.
+        FulldepthError: if the data hold fewer than two conversations.
     """
     data = settings.data
     if not tokenizer.chat_template:
@@ -93,10 +93,10 @@ def sft_trainer(
 
 
 def rows_hash(*parts: Any) -> str:
-    """`sha256:...` over the examples that TRL's trainer reads: token ids and masks, row by row, of each part.
+    """`sha256:...` over the examples of TRL's trainer: token ids and masks, row by row, of each part.
 
     Args:
-        parts: data sets of the trainer, tokenised.
+        parts: tokenised data sets of the trainer.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -1,6 +1,6 @@
-"""Sharding by FSDP2: the Trainer's arguments, the proof that it happened, and checkpoints in shards.
+"""Sharding by FSDP2: the Trainer's arguments, a check that weights are sharded, and sharded checkpoints.
 
-Every process writes its own shards, weights once; numbers beside tensors are JSON.
+Every process writes its own shards, each weight once; numbers that are not tensors are saved as JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
 
 NUMBERS = "optimizer.json"
-"""In a sharded checkpoint: what the optimiser keeps beside tensors of the weights' shapes."""
+"""File in a sharded checkpoint: the optimiser's step counters and options."""
 
 
 def sharding_arguments(settings: TrainSettings) -> dict[str, Any]:
@@ -54,10 +54,11 @@ def sharding_arguments(settings: TrainSettings) -> dict[str, Any]:
 
 
 def set_policy(arguments: TrainingArguments, settings: TrainSettings) -> None:
-    """Set what is sent between processes, and in which precision.
+    """Set the precision of communication between processes.
 
-    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, else as they are; the
-    model's outputs keep their type. accelerate's own policy for bf16 has bfloat16 for all three, the loss included.
+    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, otherwise in their own
+    type; the model's outputs keep their type. accelerate's policy for bf16 would use bfloat16 for all three, the loss
+    included.
     """
     gathered = torch.bfloat16 if settings.precision == "autocast" else None
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
@@ -65,10 +66,10 @@ def set_policy(arguments: TrainingArguments, settings: TrainSettings) -> None:
 
 
 def require_processes(arguments: TrainingArguments) -> None:
-    """Refuse to shard processes for which accelerate has no FSDP2; it would copy the weights and say nothing.
+    """Refuse processes for which accelerate has no FSDP2 and would silently copy the weights.
 
     Args:
-        arguments: that ask for `fsdp`, after the processes have joined.
+        arguments: Trainer's arguments with `fsdp`, after the processes have joined.
 
     Raises:
         FulldepthError: for a process that torchrun has not started, and for processes on CPUs.
@@ -81,13 +82,13 @@ def require_processes(arguments: TrainingArguments) -> None:
 
 
 def require_shards(trainer: Any) -> None:
-    """Refuse to train if the weights are not sharded although the arguments ask for it, or are not the optimiser's.
+    """With `fsdp`, check that every weight is sharded and belongs to the optimiser.
 
     Args:
-        trainer: whose model and optimiser are prepared.
+        trainer: the trainer, with prepared model and optimiser.
 
     Raises:
-        FulldepthError: naming the first weight that is whole on every process, or that no step would change.
+        FulldepthError: naming the first weight that is not sharded or that the optimiser does not have.
     """
     if not trainer.args.fsdp:
         return
@@ -100,32 +101,32 @@ def require_shards(trainer: Any) -> None:
 
 
 class OptimizerNumbers(pydantic.BaseModel):
-    """The entries of `optimizer.json`."""
+    """Schema of `optimizer.json`."""
 
     steps: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
-    """Weight -> steps that it has taken."""
+    """Weight -> its number of steps."""
     groups: list[dict[str, JsonValue]]
-    """Options of each group of parameters; `params` names its weights."""
+    """Options of each parameter group; `params` holds the names of its weights."""
 
 
 @dataclass
 class Writing:
-    """Shards that are being written in the background."""
+    """Background writing of shards."""
 
     futures: list[Future[Any]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to write; on the first process that holds for all."""
+        """Whether everything is written; on the first process, by all processes."""
         return all(future.done() for future in self.futures)
 
     def completes(self, seconds: float) -> bool:
-        """Whether all is written, without an error, within this time."""
+        """Whether everything is written, without an error, within `seconds`."""
         finished, rest = wait(self.futures, timeout=seconds)
         return not rest and all(future.exception() is None for future in finished)
 
     def wait(self) -> None:
-        """Wait until all is written.
+        """Wait until everything is written.
 
         Raises:
             OSError: if the disk is full.
@@ -142,14 +143,14 @@ class Writing:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put shards in the place of weights that a forward pass has gathered and FSDP2 keeps until the next one."""
+    """Restore the shards of weights that FSDP2 keeps gathered after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight and every buffer that is saved, by name; a tied weight once."""
+    """All weights and saved buffers by name; a tied weight once."""
     reshard(model)
     saved = model.state_dict().keys()
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -157,7 +158,7 @@ def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Name of a weight -> every name that it has, itself first."""
+    """First name of each weight -> all its names, the first included."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -165,12 +166,12 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def missing_weights(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:
-    """Weights that are stored under none of their names."""
+    """Weights of which no name is in `stored`."""
     return [name for name, group in aliases(model).items() if not any(other in stored for other in group)]
 
 
 def take_weights(model: nn.Module, folder: Path, group: Any = None) -> None:
-    """Fill a model, sharded or not, from a checkpoint, sharded or not.
+    """Load a checkpoint into a model; both may be sharded or not.
 
     Raises:
         FulldepthError: if a weight is missing or has another shape, or a file is damaged.
@@ -193,32 +194,32 @@ def describe(model: PreTrainedModel, folder: Path) -> None:
         twin = kind(model.config).to(model.dtype)
     twin.generation_config = model.generation_config
     twin.save_pretrained(folder, state_dict={})
-    for path in folder.glob("*.safetensors"):  # which holds nothing
+    for path in folder.glob("*.safetensors"):  # it holds no weights
         path.unlink()
 
 
 class ShardsMixin(AnyTrainer):
-    """Gives a Trainer checkpoints in shards where its weights are sharded, and whole ones elsewhere.
+    """Adds sharded checkpoints to a Trainer, used where its weights are sharded.
 
-    Any checkpoint can be resumed from by any number of processes that shard, and a sharded one without sharding too.
+    A sharded checkpoint can be resumed by any number of processes, with or without sharding.
     """
 
     writing: Writing | None = None
-    """The shards of the last checkpoint, until they are sealed."""
+    """Writing of the last checkpoint's shards, until it is sealed."""
     _groups: tuple[Any, Any] | None = None
 
     @property
     def plain_model(self) -> Any:
-        """The model without wrappers of compilation and DDP."""
+        """The model without the wrappers of torch.compile and DDP."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
     def sharded(self) -> bool:
-        """Whether the processes share the weights instead of copying them."""
+        """Whether the weights are sharded."""
         return any(isinstance(parameter, DTensor) for parameter in self.plain_model.parameters())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; of a sharded one the description only, as its weights go with the optimiser's states."""
+        """Save the model; a sharded one without weights, which are saved with the optimiser's states."""
         if not self.sharded:
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
@@ -244,7 +245,7 @@ class ShardsMixin(AnyTrainer):
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random states of all processes on the first one's disk, which the others may not see."""
+        """Save the random states of all processes on the first one's disk, to which others may have no access."""
         if self.args.world_size == 1:
             super()._save_rng_state(output_dir)
             return
@@ -262,7 +263,7 @@ class ShardsMixin(AnyTrainer):
         if self.sharded or is_sharded(folder):
             take_weights(self.plain_model, folder, self._cpu_groups()[0])
         elif (folder / CONFIG_NAME).is_file() and missing_weights(self.plain_model, stored_shapes(folder)):
-            # transformers saves some experts under other names, and the Trainer would leave them at random
+            # transformers saves some experts under other names, and the Trainer would not load them
             source = load_checkpoint(folder, dtype=self.plain_model.dtype, device="cpu").model.state_dict()
             self.plain_model.load_state_dict(source)
         else:
@@ -287,7 +288,7 @@ class ShardsMixin(AnyTrainer):
         moments: dict[str, torch.Tensor] = {}
         steps: dict[str, float] = {}
         for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
-            if state := self.optimizer.state.get(parameter):  # else it never had a gradient
+            if state := self.optimizer.state.get(parameter):  # empty if it never had a gradient
                 name = names[id(parameter)]
                 steps[name] = float(state["step"])
                 moments |= {f"{name}.{key}": tensor for key, tensor in state.items() if key != "step"}
@@ -299,10 +300,10 @@ class ShardsMixin(AnyTrainer):
         return moments, OptimizerNumbers(steps=steps, groups=groups)
 
     def _take_states(self, folder: Path) -> None:
-        """Fill the optimiser from a sharded checkpoint.
+        """Load the optimiser's states from a sharded checkpoint.
 
         Raises:
-            FulldepthError, ValueError: if the states are not those of these weights in these groups.
+            FulldepthError, ValueError: if the states do not fit the optimiser's groups and weights.
         """
         numbers = read_document(folder / NUMBERS, OptimizerNumbers)
         names, stored = _names(self.plain_model), stored_shapes(folder / OPTIMIZER_SHARDS)
@@ -328,19 +329,19 @@ class ShardsMixin(AnyTrainer):
         read_shards(folder / OPTIMIZER_SHARDS, tensors_by_name, self._cpu_groups()[1])
 
     def _cpu_groups(self) -> tuple[Any, Any]:
-        """Two groups, for two writes at a time; made by all processes at once."""
+        """Two process groups, for two concurrent writes; all processes must call this together."""
         if self._groups is None:
             self._groups = (cpu_group(), cpu_group())
         return self._groups
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Identity of a parameter, as the optimiser has it -> its name."""
+    """`id` of a parameter in the optimiser -> its name."""
     reshard(model)
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Where AdamW keeps the counter of a parameter."""
+    """Device of AdamW's step counter of a parameter."""
     on_device = group.get("capturable") or group.get("fused")
     return parameter.device if on_device else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The packed text of a run and its tokenizer, for the run itself and for `fulldepth data prepare` before it."""
+"""The packed text and the tokenizer of a run, for training and for `fulldepth data prepare`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.settings import TrainSettings
 
 MOST_TOKENS = 1 << 20
-"""Of a tokenizer that is trained here."""
+"""Largest vocabulary of `builtin:N`."""
 SMALL_CORPUS = 1 << 25
-"""Tokens of a corpus that is always read as a whole."""
+"""Tokens up to which a corpus is always tokenised completely."""
 
 
 def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher) -> Any:
-    """The tokenizer of a run; one that is trained here (`builtin:N`) is kept in `home` and loaded from there.
+    """The tokenizer of a run; `builtin:N` is trained once, saved in `home` and loaded from there.
 
     Raises:
         FulldepthError: if the settings name none, or it cannot be loaded.
@@ -31,7 +31,7 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher) -> Any:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
     if not name.startswith("builtin:"):
         tokenizer = load_tokenizer(name)
-        tokenizer.init_kwargs.pop("auto_map", None)  # code of the tokenizer's origin, which no checkpoint is to name
+        tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
         return tokenizer
     size = name.partition(":")[2]
     if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
@@ -53,9 +53,9 @@ def packed_text(
     writers: int | None = None,
     advice: str | None = None,
 ) -> Packed:
-    """The text of a run as windows, tokenised where that has not been done; other arguments and errors as for `pack`.
+    """The text of a run as windows, tokenised where it is not cached; other arguments and errors as for `pack`.
 
-    With `whole`, all of the text is tokenised, also where the run reads less.
+    With `whole`, all of the text is tokenised, even if the run reads less.
     """
     data = settings.data
     return pack(
@@ -79,21 +79,21 @@ def packed_text(
 def prepare_text(
     settings: TrainSettings, *, whole: bool = False, writers: int | None = None, watcher: Watcher | None = None
 ) -> Packed:
-    """Make the token ids that a run would read, so that the run finds them: `fulldepth data prepare`.
+    """Tokenise the text of a run into the cache before training: `fulldepth data prepare`.
 
-    Any number of processes on any number of machines that share the cache may do this at once; each makes some.
+    Any number of processes and machines that share the cache may run this at once; they share the work.
 
     Args:
-        settings: of the run.
-        whole: tokenise all of the text, also where the run reads less.
-        writers: processes that tokenise, at most; None = one for each core.
-        watcher: told how far it is.
+        settings: the run's settings.
+        whole: tokenise all of the text, even if the run reads less.
+        writers: most processes that tokenise; None = one for each core.
+        watcher: receives progress.
 
     Returns:
         The text as the run reads it; with `whole`, all of it.
 
     Raises:
-        FulldepthError: if the run is one of fine-tuning on conversations, or as `packed_text`.
+        FulldepthError: if the run fine-tunes on conversations, or as for `packed_text`.
     """
     if settings.stage != "pretrain":
         raise FulldepthError(
@@ -113,5 +113,5 @@ def prepare_text(
 
 
 def _budget(settings: TrainSettings) -> int:
-    """Training tokens to make at most: all of a small corpus, of a large one as many as the run reads."""
+    """Most training tokens to make: all of a small corpus, of a large one as many as the run reads."""
     return max(SMALL_CORPUS, settings.steps * settings.global_batch_size * settings.sequence_length)

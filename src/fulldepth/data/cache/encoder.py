@@ -1,4 +1,4 @@
-"""Text to the token ids of documents, at the speed of the tokenizer itself."""
+"""Fast conversion of texts to the token ids of documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fulldepth.files import reading
 
 @dataclass
 class Encoder:
-    """Text to token ids with the special tokens that the tokenizer puts around a text, and end-of-text after it.
+    """Tokenises documents, with the tokenizer's special tokens around each and end-of-text after it.
 
     Raises:
         FulldepthError: if the tokenizer has no end-of-text token.
@@ -28,11 +28,11 @@ class Encoder:
 
     tokenizer: Any
     vocab_size: int | None = None
-    """Of the model: a higher id is refused as soon as it comes up; None = any."""
+    """Vocabulary size of the model: ids beyond it are refused; None = not checked."""
     frame: Frame = field(init=False)
     end: int = field(init=False)
     dtype: np.dtype = field(init=False)
-    """The smaller of two and four bytes that holds every id."""
+    """Unsigned integer of two or four bytes, the smaller that holds every id."""
     _core: Tokenizer | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Encoder:
         return Encoded(all_ids, np.array(lengths, np.int64))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text without special tokens around it."""
+        """Ids of each text without special tokens."""
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
             encoded = encode_texts(self.tokenizer, list(texts), add_special_tokens=False, return_attention_mask=False)
             return list(encoded["input_ids"])
@@ -71,7 +71,7 @@ class Encoder:
             return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _own_core(self) -> Tokenizer:
-        """A copy of the Rust tokenizer without the truncation and padding of its last use."""
+        """A copy of the Rust tokenizer without truncation and padding."""
         core = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         core.no_truncation()
         core.no_padding()
@@ -79,7 +79,7 @@ class Encoder:
         return core
 
     def fingerprint(self) -> str:
-        """SHA-256 over everything in the tokenizer that decides ids."""
+        """SHA-256 of everything in the tokenizer that determines ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             described: Any = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]

@@ -1,7 +1,7 @@
 """`ShuffledSampler`: items in pseudo-random order, epoch after epoch, without a permutation in memory.
 
 The order is a Feistel network (Luby and Rackoff 1988) on pairs of remainders, with cycle walking (Black and Rogaway
-2002): a bijection of 0..n-1 that is computed where it is needed. torch's `RandomSampler` holds all n indices as Python
+2002): a bijection of 0..n-1 that is computed on demand. torch's `RandomSampler` holds all n indices as Python
 integers, about 36 bytes each.
 """
 
@@ -19,14 +19,14 @@ from torch.utils.data import Sampler
 from fulldepth.errors import FulldepthError
 
 BLOCK = 1 << 16
-"""Indices that are computed at once."""
+"""Indices per computation."""
 ROUNDS = 8
-"""Of the network; four make it pseudo-random for ideal round functions."""
+"""Rounds of the network; four make it pseudo-random for ideal round functions."""
 ORDER = "feistel-1"
-"""Name of this order. A run notes it, so that it is not resumed in another one: change it with the arithmetic."""
+"""Name of this order, stored by runs so that they are not resumed in another one; change it with the algorithm."""
 
 FEW = 256
-"""Items up to which they are sorted by a hash instead: there a network has too few pairs to mix."""
+"""Largest size at which items are sorted by a hash instead, as the network mixes too few pairs badly."""
 
 HALF = np.uint64(32)
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -34,20 +34,20 @@ MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class ShuffledSampler(Sampler[int]):
-    """Yields the numbers of `size` items: every one once in an order of its own, then every one once in another order.
+    """Yields the indices 0..`size` - 1 in pseudo-random order, each once per epoch, in another order every epoch.
 
     Position p of this endless sequence is item `permutation(p mod size)` of epoch `p // size`; it depends on `size`,
-    `seed` and p alone, not on processes, library versions or the global random state. Any position is reached without
+    `seed` and p alone, not on processes, library versions or the global random state. Any position is computed without
     those before it, and memory does not grow with `size`.
 
-    In transformers' Trainer give `length = max_steps * sequences of a step`: then the Trainer sees one long pass, every
-    step is a full batch, and resuming and several processes read the same items as one uninterrupted process.
+    For transformers' Trainer set `length = max_steps * sequences of a step`: it then makes one long pass, every step is
+    a full batch, and resumed or parallel runs read the same items as one uninterrupted process.
 
     Args:
         size: items of the data set, n, 1 <= n < 2**62.
-        seed: of the order.
+        seed: seed of the order.
         length: positions of one pass; None = `size`, one epoch. A multiple of a step's sequences keeps batches full.
-        start: position of the first pass to begin at; `len()` is what is left from there.
+        start: first position in each pass; `len()` is `length - start`.
 
     Raises:
         FulldepthError: for a size, length or start out of range.
@@ -63,7 +63,7 @@ class ShuffledSampler(Sampler[int]):
         self.passes = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be number `epoch`: positions `epoch * length` and up."""
+        """Make `epoch` the number of the next pass: positions from `epoch * length` on."""
         self.passes = epoch
 
     def indices(self, start: int, stop: int) -> np.ndarray:
@@ -114,7 +114,7 @@ def _network(numbers: np.ndarray, rows: int, columns: int, keys: tuple[np.uint64
 
 
 def _hash(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """[N] uint64, whose upper halves are evenly spread."""
+    """[N] uint64 hashes, uniform in their upper halves."""
     mixed = values ^ key
     for multiplier in MIX:
         mixed *= multiplier

@@ -1,8 +1,8 @@
-"""Which documents are held out, and where the tokens of the training and the validation part lie.
+"""Split of documents into training and validation, and positions of the tokens of both parts.
 
-The split is applied when tokens are read. A document is held out by its number and the seed alone. A table of prefix
-sums, one row for each `BLOCK` documents, finds any token of a part: 16 bytes for each 1,024 documents, kept on disk
-beside the tokens once made.
+The split is applied when tokens are read; whether a document is held out depends on its number and the seed alone. A
+table of prefix sums with one row per `BLOCK` documents locates any token of a part: 16 bytes for each 1,024 documents,
+saved beside the tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Hash = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
 
 
 class DamagedError(Exception):
-    """A file of tokens contradicts itself."""
+    """A token file is inconsistent with its note."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__(shard)
@@ -41,15 +41,15 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are held out for validation, and when enough is read.
+    """Choice of the documents held out for validation, and limit of the tokens.
 
-    The choice depends on a document's place in the source and on the seed alone: documents added at the end move none.
+    A document's part depends on its number in the source and the seed alone, so appending documents moves none.
     """
 
     share: float
     seed: int
     max_tokens: int | None = None
-    """Ids in each part at most; the one that gets there first ends the reading."""
+    """Most ids in each part; reading ends when one part reaches it."""
 
     def held_out(self, numbers: np.ndarray) -> np.ndarray:
         """[n] bool, for [n] numbers of documents from 0: whether u(seed, number) < share.
@@ -64,7 +64,7 @@ class Split:
         return (bits >> np.uint64(11)) * 2.0**-53 < self.share
 
     def key(self) -> str:
-        """Name of this split among those of one source."""
+        """Identifier of this split in the file names of a source."""
         described = json.dumps([self.share, self.seed if 0 < self.share < 1 else 0, self.max_tokens, BLOCK])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
@@ -80,21 +80,21 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 class Extent(pydantic.BaseModel):
-    """How much of a source a split reads: the entries of `split-KEY.json`."""
+    """How much of a source a split reads: schema of `split-KEY.json`."""
 
     shards: Count
-    """Files of tokens, from the first one on."""
+    """Number of token files, from the first."""
     numbers: Count
-    """Documents, with those that have no tokens."""
+    """Number of documents, including those without tokens."""
     tokens: tuple[Count, Count]
-    """Of the training and of the validation part, cut at `max_tokens`."""
+    """Ids of the training and the validation part, cut at `max_tokens`."""
     documents: tuple[Count, Count]
-    """Of both parts, without those that have no tokens."""
+    """Documents of both parts, without those that have no tokens."""
     highest: int = Field(ge=-1, lt=2**32)
     hash: Hash
-    """Over the ids, the lengths of documents and the choice of those held out."""
+    """Hash of the ids, the lengths of documents and the choice of held-out ones."""
     made_from: Hash
-    """Over the files of tokens."""
+    """Hash of the token files."""
     table: Hash
 
 
@@ -105,11 +105,11 @@ class Tokens(NamedTuple):
     highest: int
     """The highest id."""
     hash: str
-    """`sha256:...`, equal if a run sees the same tokens in the same documents and parts."""
+    """`sha256:...`, equal for equal tokens in the same documents and parts."""
 
 
 class Part:
-    """Reads one part by position. Any range costs O(log n) and the reading of its blocks.
+    """Reads one part by position. Reading a range costs O(log n) plus the reading of its blocks.
 
     `table` is [blocks + 1, 2]: ids of the training (`column` 0) and the validation part (1) before each block.
     """
@@ -126,26 +126,26 @@ class Part:
         self._latest: tuple[int, _Block] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process reads its blocks anew."""
+        """State for another process, without the block read last."""
         return {**self.__dict__, "_latest": None}
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start] int64: ids number `start` up to `stop`, which both exist."""
+        """[stop - start] int64: ids at positions `start` up to `stop`, 0 <= start < stop <= `tokens`."""
         parts = []
         for block in self._between(start, stop):
             first = np.maximum(block.starts, start)
             last = np.minimum(block.stops, stop)
             chosen = np.flatnonzero(first < last)
             first, last = first[chosen], last[chosen]
-            places = block.places[chosen] + first - block.starts[chosen]  # where each begins in the file
+            places = block.places[chosen] + first - block.starts[chosen]  # start of each document's ids in the file
             ends = places + last - first
-            breaks = np.flatnonzero(places[1:] != ends[:-1]) + 1  # documents of the other part lie between
+            breaks = np.flatnonzero(places[1:] != ends[:-1]) + 1  # interrupted by documents of the other part
             for run in np.split(np.arange(len(chosen)), breaks):
                 parts.append(self.shards.ids(block.file, int(places[run[0]]), int(ends[run[-1]])))
         return np.concatenate(parts).astype(np.int64)
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Positions, counted from `start`, of the documents that begin in `start` up to `stop`."""
+        """Positions, relative to `start`, of the documents that begin at positions `start` up to `stop`."""
         starts = np.concatenate([block.starts for block in self._between(start, stop)])
         return starts[(starts >= start) & (starts < stop)] - start
 
@@ -170,7 +170,7 @@ class Part:
         lengths = self.shards.lengths(file, first, last)
         numbers = int(self._numbers[index]) + np.arange(first, last)
         chosen = (self.split.held_out(numbers) == bool(self.column)) & (lengths > 0)
-        offset = int(self.table[number].sum() - self.table[self._blocks[index]].sum())  # of the block, in the file
+        offset = int(self.table[number].sum() - self.table[self._blocks[index]].sum())  # of the block in the file
         places = offset + np.cumsum(lengths) - lengths
         stops = int(self.table[number, self.column]) + np.cumsum(lengths[chosen])
         return _Block(file, stops - lengths[chosen], stops, places[chosen])
@@ -189,7 +189,7 @@ class _Block(NamedTuple):
 
 @dataclass
 class _Count:
-    """Running sums over the files of a source, in order, under a split."""
+    """Running sums over the files of a source, in order, for a split."""
 
     shards: Shards
     split: Split
@@ -201,7 +201,7 @@ class _Count:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, shard: Shard) -> bool:
-        """Count a file; whether a part then has `max_tokens`."""
+        """Count a file; returns whether a part then has `max_tokens`."""
         lengths = self.shards.lengths(shard, 0, shard.note.documents)
         if int(lengths.sum()) != shard.note.tokens:
             raise DamagedError(shard)
@@ -236,14 +236,14 @@ class _Count:
         self.digest.update(f"{digest}:{len(lengths)}:{tokens};".encode() + np.packbits(held_out).tobytes())
 
     def table(self) -> np.ndarray:
-        """[blocks + 1, 2], ids of both parts before each block, and in all."""
+        """[blocks + 1, 2]: number of ids of both parts before each block; totals in the last row."""
         return np.concatenate([*self.rows, self.tokens[None]]).astype(ROW)
 
 
 def open_parts(shards: Shards, files: Iterable[Shard | None], split: Split) -> Tokens | None:
     """The parts of a source under a split; None if tokens are missing.
 
-    `files` are in their order, None for the first one that is missing. `DamagedError` if a file contradicts itself.
+    `files` are in order, with None for the first missing one. `DamagedError` if a file is inconsistent with its note.
     """
     listed = list(files)
     complete = None not in listed
@@ -262,7 +262,7 @@ def open_parts(shards: Shards, files: Iterable[Shard | None], split: Split) -> T
 
 
 def _store(shards: Shards, files: list[Shard], split: Split, count: _Count) -> tuple[Extent, np.ndarray]:
-    """Write the table beside the tokens, unless the folder is read-only."""
+    """Save the table beside the tokens, unless the folder is read-only."""
     table = count.table()
     extent = Extent(
         shards=len(files),
@@ -282,7 +282,7 @@ def _store(shards: Shards, files: list[Shard], split: Split, count: _Count) -> t
 
 
 def _stored(shards: Shards, files: list[Shard], split: Split, complete: bool) -> tuple[Extent, np.ndarray] | None:
-    """The table that an earlier run made of the same files."""
+    """The saved table, if it was made from the same files and is sufficient."""
     try:
         if not _path(shards, split, ".json").exists():
             return None

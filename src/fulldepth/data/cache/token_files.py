@@ -1,8 +1,8 @@
-"""Token ids on disk: files of bounded size that are written once, by any number of processes, and read by position.
+"""Token ids on disk: files of bounded size, written once by any number of processes and read by position.
 
-A unit of a source becomes one file or several, `UNIT-PART.bin`: the ids of its documents end to end, then the number of
-ids of each document (0 for a document without tokens). `UNIT-PART.json` is written after it and says how much it
-holds; without it the file does not count. What a file holds depends on the text and the tokenizer alone.
+A unit of a source becomes one or more files `UNIT-PART.bin`: the concatenated ids of its documents, then the number of
+ids of each document (0 for a document without tokens). `UNIT-PART.json`, written afterwards, holds the counts; without
+it the file is ignored. The content depends on the text and the tokenizer alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, read_document
 
 SHARD_TOKENS = 2**25
-"""Token ids after which a file ends with the document (64 MiB at two bytes)."""
+"""Token ids after which a file ends with the current document (64 MiB at two bytes per id)."""
 SHARD_DOCUMENTS = 2**22
-"""Documents in a file at most."""
+"""Most documents in a file."""
 OPEN_FILES = 64
 """Files that a reader keeps open."""
 LENGTH = np.dtype("<u4")
@@ -33,17 +33,17 @@ Count = Annotated[int, Field(ge=0, le=2**48)]
 
 
 class Note(pydantic.BaseModel):
-    """What a file of token ids holds: the entries of its `.json`."""
+    """Contents of a token file: schema of its `.json`."""
 
     tokens: Count
     documents: Count
-    """With those that have no tokens."""
+    """Number of documents, including those without tokens."""
     highest: int = Field(ge=-1, lt=2**32)
-    """The highest id; -1: none."""
+    """The highest id; -1 if there is none."""
     last: bool
-    """Whether the unit ends with it."""
+    """Whether this is the last file of the unit."""
     hash: str = Field(pattern="^sha256:[0-9a-f]{64}$")
-    """Over the ids and the documents' lengths, as they are stored."""
+    """Hash of the ids and the documents' lengths, as stored."""
 
 
 class Shard(NamedTuple):
@@ -55,20 +55,20 @@ class Shard(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Some documents, tokenised."""
+    """Tokenised documents."""
 
     ids: np.ndarray
-    """[sum of lengths]"""
+    """[sum of lengths] ids."""
     lengths: np.ndarray
-    """[documents] int64"""
+    """[documents] int64, ids of each document."""
 
 
 class Shards:
-    """The folder of a source's token ids, which are read from disk by position.
+    """The token files of a source, read by position.
 
     Args:
-        folder: of the files; need not exist yet.
-        dtype: of the ids; little-endian.
+        folder: folder of the files; need not exist yet.
+        dtype: type of the ids; little-endian.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
@@ -78,11 +78,11 @@ class Shards:
         self._whole: dict[int, list[Shard]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens the files anew."""
+        """State for another process, without open files."""
         return {**self.__dict__, "_files": OrderedDict(), "_whole": {}}
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        """Close the files; at the end of the program the module `os` may be gone already."""
+        """Close the files; `close` is bound early because `os` may be unloaded at interpreter exit."""
         for handle in self._files.values():
             close(handle)
 
@@ -95,7 +95,7 @@ class Shards:
         return self.folder / "locks" / f"{unit:06}"
 
     def of_unit(self, unit: int) -> list[Shard]:
-        """The complete files of a unit from its beginning; the unit is complete if the last one is `last`."""
+        """The complete files of a unit, in order; the unit is complete if the final one is marked `last`."""
         if unit in self._whole:
             return self._whole[unit]
         shards: list[Shard] = []
@@ -106,7 +106,7 @@ class Shards:
         return shards
 
     def find(self, unit: int, part: int) -> Shard | None:
-        """A file, if it and its note exist and it has as many bytes as the note says."""
+        """A file, if it and its note exist and its size agrees with the note; else None."""
         path = self.path(unit, part)
         if not path.with_suffix(".json").exists():
             return None
@@ -125,17 +125,17 @@ class Shards:
         self.path(shard.unit, shard.part).with_suffix(".json").unlink(missing_ok=True)
 
     def ids(self, shard: Shard, start: int, stop: int) -> np.ndarray:
-        """[stop - start] ids of a file, from the one at `start`."""
+        """[stop - start] ids of a file, at positions `start` up to `stop`."""
         size = self.dtype.itemsize
         return np.frombuffer(self._bytes(shard, start * size, (stop - start) * size), self.dtype)
 
     def lengths(self, shard: Shard, start: int, stop: int) -> np.ndarray:
-        """[stop - start] int64, ids of each document of a file, from number `start` on."""
+        """[stop - start] int64: number of ids of documents `start` up to `stop` of a file."""
         offset = shard.note.tokens * self.dtype.itemsize + start * LENGTH.itemsize
         return np.frombuffer(self._bytes(shard, offset, (stop - start) * LENGTH.itemsize), LENGTH).astype(np.int64)
 
     def _bytes(self, shard: Shard, offset: int, count: int) -> bytes:
-        """Part of a file. Read, not mapped: pages of a map would count as the process's memory."""
+        """Part of a file, read instead of mapped, as mapped pages would count as the process's memory."""
         key = shard.unit, shard.part
         if key not in self._files:
             if len(self._files) >= OPEN_FILES:
@@ -151,7 +151,7 @@ class Shards:
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def hash_of(self, shard: Shard, tokens: int, lengths: np.ndarray) -> str:
-        """What `Note.hash` would be if the file had only so many tokens, in documents of these lengths."""
+        """`Note.hash` of the first `tokens` ids of the file, in documents of these lengths."""
         digest = hashlib.sha256()
         for start in range(0, tokens, 2**22):
             digest.update(self.ids(shard, start, min(start + 2**22, tokens)).tobytes())
@@ -160,14 +160,14 @@ class Shards:
 
 
 class EncodedDocuments:
-    """Batches of tokenised documents, taken from the front in any portions."""
+    """A stream of tokenised documents, which can be taken in any portions."""
 
     def __init__(self, batches: Iterator[Encoded]) -> None:
         self._batches = batches
         self._batch: Encoded | None = None
 
     def peek(self) -> Encoded | None:
-        """The documents that come next, at least one; None at the end."""
+        """The next documents, at least one; None at the end."""
         while self._batch is None or not len(self._batch.lengths):
             self._batch = next(self._batches, None)
             if self._batch is None:
@@ -175,7 +175,7 @@ class EncodedDocuments:
         return self._batch
 
     def take(self, documents: int) -> Encoded:
-        """The first so many documents of what `peek` gave."""
+        """Remove and return the first `documents` of those that `peek` returned."""
         assert self._batch is not None
         ids, lengths = self._batch
         tokens = int(lengths[:documents].sum())
@@ -217,6 +217,6 @@ def write_shard(shards: Shards, unit: int, part: int, documents: EncodedDocument
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """All of it or nothing, whenever the process is killed."""
+    """Write a JSON file atomically."""
     with atomic(path) as part:
         part.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`tokenise`: the token ids of documents, from the cache, or made by writers where they are missing."""
+"""`tokenise`: the token ids of documents, from the cache or tokenised where they are missing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fulldepth.files import remove_leftovers
 from fulldepth.progress import Watcher
 
 VERSION = 2
-"""Of the layout and of what is written; another one never reads these files."""
+"""Version of layout and content; files of other versions are not read."""
 SOURCE = "source.json"
 RESCAN = 5.0
-"""Seconds between two looks at what other machines have written."""
+"""Seconds between two scans of the files of other machines."""
 MANY_TOKENS = 2**28
-"""Tokens to make from which on `advice` is given."""
+"""Missing tokens from which `advice` is given."""
 BYTES_PER_TOKEN = 4
-"""About, of text in English."""
+"""Approximate value for English text."""
 
 
 def default_cache() -> Path:
@@ -42,18 +42,18 @@ def default_cache() -> Path:
 
 
 def default_writers() -> int:
-    """Processes that write: this process's share of the machine's cores."""
+    """Default number of writers: this process's share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, launch.local_world()))
 
 
 def tokens_folder(documents: Documents, encoder: Encoder, cache: Path) -> Path:
-    """Where the ids of a text under a tokenizer are kept."""
+    """Cache folder of the ids of a text under a tokenizer."""
     return cache / _sha256(_description(documents, encoder))[:20]
 
 
 def _description(documents: Documents, encoder: Encoder) -> dict[str, object]:
-    """Everything that decides the ids and their files."""
+    """Everything that determines the ids and their files."""
     return {
         "version": VERSION,
         "tokenizer": encoder.fingerprint(),
@@ -74,7 +74,7 @@ def tokenise(
     writers: int | None = None,
     advice: str | None = None,
 ) -> Tokens:
-    """The documents' token ids, from the cache or made now; arguments and errors as for `pack`."""
+    """The documents' token ids, tokenised where not cached; arguments and errors as for `pack`."""
     folder = tokens_folder(documents, encoder, cache)
     shards = Shards(folder, encoder.dtype)
     token_limit = _expected_total(split)
@@ -85,7 +85,7 @@ def tokenise(
                 watcher.say(advice)
             _make(documents, encoder, shards, token_limit, watcher, writers)
             token_limit = None if token_limit is None else _held(shards, documents) + 1
-    except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         raise cannot_write(folder, error) from error
     if not any(part.tokens for part in tokens.parts.values()):
         count = sum(file.note.documents for file in _files(shards, documents) if file is not None)
@@ -94,12 +94,12 @@ def tokenise(
 
 
 def _expected_total(split: Split) -> int | None:
-    """Ids of both parts with which the larger one has `max_tokens`, on average."""
+    """Expected ids of both parts when the larger one has `max_tokens`; None = no limit."""
     return None if split.max_tokens is None else round(split.max_tokens / max(split.share, 1 - split.share))
 
 
 def _files(shards: Shards, documents: Documents) -> Iterator[Shard | None]:
-    """The files of token ids in order; None where one is missing."""
+    """The token files in order, then None if one is missing."""
     for unit in range(len(documents.units)):
         files = shards.of_unit(unit)
         yield from files
@@ -109,12 +109,12 @@ def _files(shards: Shards, documents: Documents) -> Iterator[Shard | None]:
 
 
 def _held(shards: Shards, documents: Documents) -> int:
-    """Ids before the first gap."""
+    """Number of ids before the first missing file."""
     return sum(file.note.tokens for file in _files(shards, documents) if file is not None)
 
 
 def _open(shards: Shards, documents: Documents, split: Split) -> Tokens | None:
-    """The tokens on disk, if they are enough; damaged files are dropped."""
+    """The tokens on disk, None if too few; damaged files are dropped."""
     while True:
         try:
             return open_parts(shards, _files(shards, documents), split)
@@ -130,7 +130,7 @@ def _make(
     watcher: Watcher,
     writers: int | None,
 ) -> None:
-    """Write what is missing, with other processes where there are units for them."""
+    """Write missing files, in parallel if there are several units."""
     folder = shards.folder
     (folder / "locks").mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "locks" / "source"):  # threads of one process share their temporary names
@@ -152,20 +152,20 @@ def _make(
 
 
 def _useful_writers(job: Job, missing: int, held: int) -> int:
-    """Writers that have something to do: one for each missing unit, up to the files that are token_limit."""
+    """Number of useful writers: one per missing unit, at most one per file still needed for `token_limit`."""
     if job.token_limit is None:
         return missing
     return min(missing, -(-(job.token_limit - held) // token_files.SHARD_TOKENS))
 
 
 def _to_make(documents: Documents, shards: Shards, token_limit: int | None) -> int:
-    """Approximate number of ids that are missing; 0 if that is not known."""
+    """Approximate number of missing ids; at most 0 if unknown."""
     total = (documents.size or 0) // BYTES_PER_TOKEN
     return (total if token_limit is None else min(token_limit, total or token_limit)) - _held(shards, documents)
 
 
 class _Meter:
-    """Progress in tokens if their number is limited, else in documents, else in bytes of the files."""
+    """Progress in tokens if their number is limited, else in documents if it is known, else in bytes of the files."""
 
     def __init__(self, documents: Documents, shards: Shards, token_limit: int | None, watcher: Watcher) -> None:
         self.documents, self.shards, self.token_limit, self.watcher = documents, shards, token_limit, watcher
@@ -181,22 +181,22 @@ class _Meter:
 
     @property
     def tokens(self) -> int:
-        """Ids made so far, by all processes."""
+        """Ids written so far by all processes."""
         return sum(unit.tokens for unit in self.units.values())
 
     def hear(self, progress: Progress) -> None:
-        """Take a report of a writer of this machine."""
+        """Process a report of a writer on this machine."""
         self.units[progress.unit] = progress
         if monotonic() - self.looked > RESCAN:
             self._look()
         self._show()
 
     def finish(self) -> None:
-        """Show that everything exists."""
+        """Show completion."""
         self._to(self.total)
 
     def _look(self) -> None:
-        """Count what is on the disk, where it is more than what this machine's writers said."""
+        """Count the ids on disk where they exceed the reports of this machine's writers."""
         for unit in range(len(self.documents.units)):
             files = self.shards.of_unit(unit)
             tokens = sum(file.note.tokens for file in files)

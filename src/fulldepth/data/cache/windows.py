@@ -1,4 +1,4 @@
-"""`pack`: documents as training and validation windows of one length, read from token ids on disk."""
+"""`pack`: training and validation windows of equal length, read from token ids on disk."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from fulldepth.targets import IGNORE
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `sequence_length` tokens, in the order of the documents; what does not fill the last is left out.
+    """Windows of `sequence_length` tokens, in the order of the documents; an incomplete last window is dropped.
 
     An item is `input_ids` [T] int64 and `labels` [T] int64, which are the same ids: a causal model shifts them itself,
     so that a window has T - 1 targets. Without `across_documents` there is also `position_ids` [T] int64, 0 at the
-    first token of the window and of each document in it. From these transformers makes a block-diagonal attention
-    mask, if the model gets neither an `attention_mask` nor a cache: pass `use_cache=False`, which is not the default.
+    first token of the window and of each document in it. transformers derives a block-diagonal attention mask from
+    them if the model gets neither an `attention_mask` nor a cache: pass `use_cache=False`, which is not the default.
 
     Args:
-        part: the token ids.
+        part: the token ids to cut.
         sequence_length: T.
         across_documents: whether attention may cross from one document into the next.
-        limit: at most so many windows, spread evenly over all: window number floor(i n / limit) of the n.
+        limit: most windows, spread evenly over all n: window i is number floor(i n / limit).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     @property
     def documents(self) -> int:
-        """Documents in the whole part, also those whose windows are not asked for."""
+        """Documents in the whole part, regardless of `limit`."""
         return self.part.documents
 
     @property
@@ -71,7 +71,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         return item
 
     def _positions(self, start: int, stop: int) -> np.ndarray:
-        first = np.zeros(stop - start, np.int64)  # [T], where each token's document begins, 0 at the earliest
+        first = np.zeros(stop - start, np.int64)  # [T], start of each token's document, at least 0
         inside = self.part.starts(start, stop)
         first[inside] = inside
         return np.arange(stop - start) - np.maximum.accumulate(first)
@@ -81,9 +81,9 @@ def flatten_windows(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Collate windows of B x T tokens into one row of B T tokens with the loss and the targets of the `[B, T]` batch.
 
     transformers takes the variable-length path of flash attention from position ids only for a batch of one row
-    (`_is_packed_sequence` in its `modeling_flash_attention_utils`); in a batch of more rows documents see each other.
-    In the row every window and every document starts at position 0. A causal model predicts a label from the token
-    before it, so the first label of each window, which no `[B, T]` batch counts, is -100.
+    (`_is_packed_sequence` in its `modeling_flash_attention_utils`); with more rows, attention would cross documents. In
+    the row every window and every document starts at position 0. A causal model predicts a label from the token before
+    it, so the first label of each window, which no `[B, T]` batch counts, is -100.
 
     Args:
         items: windows with `input_ids`, `labels` and `position_ids`, each [T], as `Windows` gives without
@@ -94,7 +94,7 @@ def flatten_windows(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         `attention_mask`: with either it ignores the position ids.
 
     Raises:
-        FulldepthError: for items without position ids that start at 0.
+        FulldepthError: if an item has no position ids, or they do not start at 0.
     """
     if any("position_ids" not in item or int(item["position_ids"][0]) for item in items):
         raise FulldepthError(
@@ -109,16 +109,16 @@ def flatten_windows(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Packed:
-    """Text ready for training. A document is in `train` or in `validation`, never in both."""
+    """Packed text for training. Each document is either in `train` or in `validation`."""
 
     name: str
     train: Windows
     validation: Windows
     hash: str
-    """`sha256:...` over token ids, documents and windows: equal if and only if a run sees the same data."""
+    """`sha256:...` over token ids, documents and windows: equal if and only if the data are."""
     warnings: tuple[str, ...] = ()
     folder: Path | None = None
-    """Where the token ids are."""
+    """Folder of the token ids."""
 
     @property
     def tokens(self) -> int:
@@ -127,14 +127,14 @@ class Packed:
 
     @property
     def documents(self) -> int:
-        """Documents in both parts; those without any token do not count."""
+        """Documents in both parts, without those that have no tokens."""
         return self.train.documents + self.validation.documents
 
     def require_documents(self, processes: int) -> None:
-        """Refuse to train with more processes than there are documents.
+        """Check that there are at least as many training documents as processes.
 
         Raises:
-            FulldepthError: if there are.
+            FulldepthError: if there are fewer.
         """
         if self.train.documents < processes:
             raise FulldepthError(
@@ -162,26 +162,26 @@ def pack(
 ) -> Packed:
     """Tokenise documents once and cut them into windows.
 
-    Each document is its token ids, between the special tokens that the tokenizer puts around a text, if any, and one
-    end-of-text token. All documents of a part follow one another; window i is tokens i T up to (i + 1) T.
+    A document is encoded as its token ids with the tokenizer's special tokens around them, if any, and one end-of-text
+    token. The documents of a part are concatenated; window i is tokens i T up to (i + 1) T.
 
     Args:
         documents: what `open_documents` returns or takes.
-        tokenizer: of transformers; must have an end-of-text token (`eos_token`).
+        tokenizer: tokenizer of transformers with an end-of-text token (`eos_token`).
         sequence_length: T, tokens of a window, at least 2.
-        cache: folder for the token ids, of any number of texts and tokenizers; None = `tokens/` under
+        cache: folder for the token ids of any number of texts and tokenizers; None = `tokens/` under
             `$FULLDEPTH_CACHE`, else `$XDG_CACHE_HOME/fulldepth`, else `~/.cache/fulldepth`.
-        max_tokens: tokens in each part at most: reading stops when one part has them, inside a document if need be.
-        validation: other text to validate with, as `documents`; then nothing is held out of `documents`.
+        max_tokens: most tokens in each part: reading stops when one part has them, possibly within a document.
+        validation: other text for validation, like `documents`, of which nothing is then held out.
         validation_share: share of the documents that is held out, 0 <= share < 1. Whether a document is held out
-            depends on its number and the seed alone, so that documents added at the end move none.
-        validation_sequences: validation windows at most, spread evenly over those held out; None = all.
-        seed: of the choice of held-out documents.
+            depends on its number and the seed alone, so appending documents moves none.
+        validation_sequences: most validation windows, spread evenly over those held out; None = all.
+        seed: seed of the choice of held-out documents.
         across_documents: False adds `position_ids` that keep attention inside documents; see `Windows`.
-        vocab_size: of the model; ids are checked against it.
-        writers: processes that tokenise what is missing, at most; None = one for each core.
-        advice: said before more than about 268 million tokens are made.
-        watcher: is told how far it is.
+        vocab_size: vocabulary size of the model, against which ids are checked; None = not checked.
+        writers: most processes that tokenise; None = one for each core.
+        advice: message shown before tokenising about 268 million tokens or more.
+        watcher: receives progress and messages.
 
     Raises:
         FulldepthError: if there is no text, too little for one window of a part, no document held out, or a token
@@ -205,7 +205,7 @@ def pack(
 
 
 def _check_windows(name: str, train: Windows, other_name: str, held_out: Windows, sequences: int | None) -> list[str]:
-    """Warnings, if there are fewer validation windows than asked for; refuses a part that does not fill one window."""
+    """Warnings if there are fewer validation windows than requested; refuses a part that does not fill one window."""
     _require_window(name, "training", train)
     if not held_out.documents:
         return []

@@ -1,7 +1,7 @@
-"""Writers of token ids: each claims a unit of the source, tokenises it, and goes on to the next.
+"""Writers of token ids: each claims a unit of the source, tokenises it, and continues with the next.
 
-Any number of processes on any number of machines write into one folder. A unit is claimed by a file lock, which is gone
-when its owner ends, however it ends. `python -m fulldepth.data.cache.writers JOB` is one writer.
+Any number of processes on any number of machines can write into one folder. A unit is claimed by a file lock, which is
+released when its owner ends for any reason. `python -m fulldepth.data.cache.writers JOB` is one writer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fulldepth.errors import FulldepthError, one_line
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 2**20
 POLL = 0.2
-"""Seconds between two looks at units that other processes hold."""
+"""Seconds between two attempts to claim units that other processes hold."""
 MESSAGE_CHARACTERS = 600
-"""Of a message from a writer at most, which must fit into one write to a pipe."""
+"""Longest message from a writer, which must fit into one atomic write to a pipe."""
 
 
 class Progress(NamedTuple):
-    """The state of a unit."""
+    """Progress of a unit."""
 
     unit: int
     documents: int
     characters: int
-    """Read by this writer."""
+    """Characters read by this writer."""
     tokens: int
 
 
@@ -53,14 +53,14 @@ class Job:
     encoder: Encoder
     folder: Path
     token_limit: int | None
-    """Ids to make, from the first unit on; None = all."""
+    """Number of ids to make, from the first unit on; None = all."""
     shards: Shards = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.shards = Shards(self.folder, self.encoder.dtype)
 
     def missing(self) -> list[int]:
-        """Units that are not complete, up to the one that reaches the limit."""
+        """Incomplete units, up to the one that reaches the limit."""
         missing, tokens = [], 0
         for number in range(len(self.units)):
             if self.token_limit is not None and tokens >= self.token_limit:
@@ -72,14 +72,14 @@ class Job:
         return [] if missing and self._enough_until(missing[0]) else missing
 
     def _enough_until(self, number: int) -> bool:
-        """Whether units up to `number`, that one included, reach the limit."""
+        """Whether units up to and including `number` reach the limit."""
         if self.token_limit is None:
             return False
         tokens = (shard.note.tokens for unit in range(number + 1) for shard in self.shards.of_unit(unit))
         return sum(tokens) >= self.token_limit
 
     def write(self, report: Report, waiting: Callable[[], None]) -> None:
-        """Write units until all exist; `waiting` is called once if other processes hold all that is missing."""
+        """Write units until all exist; `waiting` is called once if other processes hold all missing ones."""
         waited = False
         while missing := self.missing():
             if any(self._claim(number, report) for number in missing):
@@ -90,7 +90,7 @@ class Job:
             time.sleep(POLL)
 
     def _claim(self, number: int, report: Report) -> bool:
-        """Write a unit, unless another process does; whether this one did."""
+        """Write a unit unless another process holds it; returns whether this one wrote it."""
         try:
             with FileLock(self.shards.lock(number), timeout=0):
                 self._write(number, report)
@@ -99,7 +99,7 @@ class Job:
         return True
 
     def _write(self, number: int, report: Report) -> None:
-        """Go on with a unit where its whole files end."""
+        """Continue a unit after its last complete file."""
         while True:
             shards = self.shards.of_unit(number)
             if (shards and shards[-1].note.last) or self._enough_until(number):
@@ -138,12 +138,12 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def write_in_parallel(job: Job, writers: int, report: Report) -> None:
-    """Write with several processes of one thread each; the message of the first that fails is raised, the rest end."""
+    """Write with several single-threaded processes; the first failure ends all of them and is raised."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
         packed = pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError):  # a tokenizer or data set of this process alone
+    except (pickle.PicklingError, AttributeError, TypeError):  # a tokenizer or data set that cannot be pickled
         job.write(report, lambda: None)
         return
     with tempfile.TemporaryDirectory(prefix="fulldepth-") as private:
@@ -177,7 +177,7 @@ def write_in_parallel(job: Job, writers: int, report: Report) -> None:
 
 
 def cannot_write(folder: Path, error: BaseException) -> FulldepthError:
-    """The message about an error of the file system."""
+    """The `FulldepthError` for an error of the file system."""
     reason = getattr(error, "strerror", None) or one_line(error, 200)
     return FulldepthError(
         f"Cannot write tokens to {folder}: {reason}. Choose another folder: data.cache=FOLDER, or the environment "
@@ -186,17 +186,17 @@ def cannot_write(folder: Path, error: BaseException) -> FulldepthError:
 
 
 def main(order: str) -> int:
-    """One writer, which reports on standard output: lines of JSON, a `Progress` or the text of an error."""
+    """Run one writer. It reports on standard output, in JSON lines: a `Progress` or an error message."""
 
     def tell(message: Any) -> None:
         os.write(1, (json.dumps(message) + "\n").encode())
 
-    job: Job = pickle.loads(Path(order).read_bytes())  # of the process that started this one
+    job: Job = pickle.loads(Path(order).read_bytes())  # written by the parent process
     try:
         job.write(tell, lambda: None)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the process that started this one is gone
+    except BrokenPipeError:  # the parent process has ended
         return 1
     except FulldepthError as error:
         tell(one_line(error, MESSAGE_CHARACTERS))

@@ -1,1 +1,1 @@
-"""What it costs and wins: time and memory, the curve, quantisation, what changed inside the model."""
+"""Assessment of plans: time and memory, the curve, quantisation, changes inside the model."""

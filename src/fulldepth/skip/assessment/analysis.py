@@ -1,7 +1,7 @@
-"""What removal does inside a model: how far the states of every layer move, and what the weights had looked like.
+"""Effects of removal inside a model: discrepancy of the states of every layer, and spectral norms of the weights.
 
 The measures, their accumulators and their rows are those of `fulldepth measure` (`spectral_norm`, and `mmd` with the
-unmodified model as the reference); the model is modified in place, by switches that always heal.
+unmodified model as the reference). The model is modified in place, and always restored.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
 
 RESERVOIR_TOKENS = 2048
-"""Tokens that the discrepancy is computed from, at most; exact while the data fit."""
+"""Most tokens that the discrepancy is computed from; exact if the data have no more."""
 
 
 def spectral_norms(switches: Switches) -> tuple[list[Row], list[str]]:
     """The rows of `metrics.SpectralNorm` for every projection, and the names of matrices that cannot be read.
 
     Args:
-        switches: entered, around a model with its own weights; what is skipped does not matter.
+        switches: entered, of a model with its original weights, whatever is skipped.
     """
     anatomy = switches.anatomy
     names = projection_names(anatomy)
@@ -53,17 +53,18 @@ def discrepancies(
 ) -> list[Row]:
     """The rows of `metrics.Mmd`: squared MMD of layers 0..L between the modified and the unmodified model.
 
-    Every token of the batches counts but padding, as for a language model in `fulldepth measure`; both models are read
-    at the same ones. A batch goes through both before the next: held are the states of one batch and of the sample.
+    Every token of the batches counts except padding, as for a language model in `fulldepth measure`; the tokens are the
+    same for both models. Each batch runs through both models, so that only the states of one batch and of the sample
+    are in memory.
 
     Args:
-        switches: entered, around a model in evaluation mode; plain again afterwards.
+        switches: entered, of a model in evaluation mode; nothing is skipped on return.
         batches: held-out data.
-        variant: what the modified model skips.
+        variant: layers that the modified model skips.
         scalars: its scalars, made for that variant; None = not healed.
-        reservoir_tokens: tokens that are kept for it, a seeded sample of all.
+        reservoir_tokens: size of the random sample of tokens.
         seed: of that sample.
-        watcher: told after every batch.
+        watcher: receives progress after every batch.
 
     Source: Hopscotch (arXiv 2506.03303), analysis of the hidden states.
     """
@@ -103,7 +104,7 @@ def discrepancies(
 
 
 def _keep_alone(*metrics: Metric) -> None:
-    """Under torchrun one process sees all the data; its sums are not to be merged with those of others."""
+    """Disable the merging of sums between processes: under torchrun one process sees all the data."""
     for metric in metrics:
         metric.distributed_available_fn = _no
 
@@ -113,7 +114,7 @@ def _no() -> bool:
 
 
 def _set(switches: Switches, variant: Variant, scalars: Scalars | None) -> None:
-    """First the scalars off: they fit one set of layers only."""
+    """Set skipped layers and scalars; scalars are removed first, because they match one set of layers only."""
     switches.scalars = None
     switches.skip(variant)
     switches.scalars = scalars

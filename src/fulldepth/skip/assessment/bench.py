@@ -1,19 +1,19 @@
-r"""`bench`: time, memory and cache of exports beside the model that they come from, measured and predicted.
+r"""`bench`: time, memory and cache of exports compared with the original model, measured and predicted.
 
 All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes from
-round to round, so that what the machine does besides falls on all of them. A time is the median over rounds; the share
+round to round, so that other load on the machine affects all of them. A time is the median over rounds; the share
 saved is the median of the rounds' own shares,
 
 .. math:: s = 1 - t_{\text{export}} / t_{\text{original}}.
 
-It is predicted twice: `toggled`, by timing the original, in the same rounds, with the same blocks skipped in place
-(their share of the step), and `flops`, by what the two multiply. `time_saved_ratio` is measured over predicted.
+It is predicted twice: `toggled`, by timing the original with the same blocks skipped in place, in the same rounds, and
+`flops`, by the operations of both. `time_saved_ratio` is measured over predicted.
 
 Rows, by `model`, `batch` and `context`; `difference` is the value minus the original's:
 `prefill_time`, `decode_time` (of one token; median, min, max, s), `time_saved`, `time_saved_per_block`,
 `predicted_time_saved`, `time_saved_ratio` (sites `prefill` and `decode`), `attention_share` (of the original's steps:
-what they lose when every attention is skipped in place), `peak_memory` (weights and all that lives at once),
-`parameter_bytes`, `kv_bytes_per_token` (read off the cache after the last token), with data `loss` (`mean`: nats per
+the share saved when every attention is skipped in place), `peak_memory` (weights and all other live tensors),
+`parameter_bytes`, `kv_bytes_per_token` (of the cache after the last token), with data `loss` (`mean`: nats per
 token on the same held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the
 difference to the original, summed by document, `count` documents), and with `tasks` `task_score` (site: the task;
 statistic: lm-eval's metric, and its `_stderr`).
@@ -68,37 +68,37 @@ def bench(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """Time exports against the model that they come from, over batch sizes and contexts; see the top of this module.
+    """Time exports against the original model, over batch sizes and contexts; see the docstring of this module.
 
     Args:
-        original: the checkpoint (folder, Hub name) or the loaded model; a loaded model stays on its device, as it is.
+        original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
         exports: folders that `export` wrote; other checkpoints and loaded models are timed too, without predictions
-            where it is not known which blocks they lack.
+            if it is not known which blocks they lack.
         output: result folder; None = not saved.
-        data: as for `search`: the losses of all models are read on its held-out fifth, the one that a search with the
-            same seed scores blocks with. None = no loss is read, unless `heldout` is given.
-        heldout: data whose rows are all read, instead of that fifth.
-        tokenizer: of the data and the tasks: a tokenizer, its folder or Hub name; None = the original's.
-        batches: sequences at once.
-        contexts: tokens of the prompt; None = 128 and 512, less where the model has fewer positions.
-        new_tokens: tokens decoded after it.
-        repeats: rounds.
+        data: as for `search`: losses of all models are computed on its held-out fifth, the one that a search with the
+            same seed scores blocks with. None = no losses, unless `heldout` is set.
+        heldout: held-out data, used entirely in place of that fifth.
+        tokenizer: for data and tasks: a tokenizer, its folder or Hub name; None = the original's.
+        batches: batch sizes.
+        contexts: lengths of the prompt in tokens; None = 128 and 512, less if the model has fewer positions.
+        new_tokens: number of decoded tokens.
+        repeats: number of rounds.
         seed: of tokens and order.
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = each checkpoint's own.
-        watcher: told the progress.
+        watcher: receives progress.
         **options: any other field of `BenchSettings`.
 
     Raises:
-        FulldepthError: if there is nothing to compare, a model cannot be loaded or is no language model, models are on
-            different devices or know different tokens, a context with its new tokens exceeds their positions, or the
-            data cannot be read (as `search`).
+        FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on
+            different devices or have different vocabularies, a context with its new tokens exceeds their positions, or
+            the data cannot be read (as `search`).
     """
     fields: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     fields |= {} if contexts is None else {"contexts": list(contexts)}
     settings = layered(BenchSettings, {**fields, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
-        raise FulldepthError("Nothing to compare the original with: name one export or more.")
+        raise FulldepthError("Expected one export or more to compare with the original.")
     watcher = watcher or Watcher()
     entries = open_entries([original, *exports], settings)
     with ExitStack() as modes:
@@ -121,7 +121,7 @@ def _bench(
     *,
     shorten: bool,
 ) -> Results:
-    """Everything about models in memory; `reader` is `read_data` of the data, None where no loss is read."""
+    """Results of loaded models; `reader` is `read_data` of the data, None if no losses are computed."""
     first, models = entries[0], {entry.label: entry.model for entry in entries}
     subject = _Original.of(entries)
     if shorten:
@@ -142,17 +142,17 @@ def _bench(
 
 
 class _Original(NamedTuple):
-    """The proven original, and what can be skipped in it."""
+    """The verified original, and the blocks that can be skipped in it."""
 
     anatomy: Anatomy
     classifier: Classifier
     toggles: dict[SkippedBlocks, str]
-    """What is skipped in place -> the key of its times."""
+    """Blocks skipped in place -> key of their times."""
     warnings: list[str]
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> _Original:
-        """Prove the anatomy of the first entry, and try what is to be skipped in it."""
+        """Verify the anatomy of the first entry, and that blocks can be skipped in it."""
         model = entries[0].model
         ids = torch.arange(3, 11).view(2, 4) % (check_task(anatomy_candidates(model)[0]).vocab_size or 1)
         anatomy, classifier = prove(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
@@ -177,7 +177,7 @@ def _shortened(settings: BenchSettings, limit: int | None) -> BenchSettings:
 
 
 def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
-    """Refuse what cannot run, or not side by side."""
+    """Refuse models that cannot run, or cannot be compared."""
     first = entries[0].model
     check_positions(anatomy, max(settings.contexts), settings.new_tokens)
     for entry in entries[1:]:
@@ -186,12 +186,12 @@ def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) 
         size = vocabulary(entry.model)
         if size != anatomy.vocab_size:
             raise FulldepthError(
-                f"{entry.label} knows {size} tokens, the original {anatomy.vocab_size}: they are not the same model."
+                f"{entry.label} has a vocabulary of {size}, the original of {anatomy.vocab_size}: not the same model."
             )
 
 
 def _measure(entries: Sequence[Entry], subject: _Original, settings: BenchSettings, watcher: Watcher) -> Measured:
-    """Every number that comes from running the models."""
+    """Run the models, and measure times, memory and cache."""
     runners = {entry.label: Runner(entry.model) for entry in entries}
     original = runners[entries[0].label]
     granularities = ["attention", *(e.skipped_blocks.granularity for e in entries if e.skipped_blocks is not None)]
@@ -228,7 +228,7 @@ def _document(
     settings: BenchSettings,
     examples: Examples | None,
 ) -> dict[str, Any]:
-    """Everything in `results.json` but the table."""
+    """The entries of `results.json`."""
     first, data = entries[0], {} if examples is None else examples.meta
     described = [entry.describe(entry is first) for entry in entries]
     document = {
@@ -244,7 +244,7 @@ def _document(
 
 
 def _warnings(entries: Sequence[Entry], settings: BenchSettings, data: Mapping[str, Any]) -> Iterator[str]:
-    """What makes a comparison unfair, and losses optimistic."""
+    """Warnings of unfair comparisons and optimistic losses."""
     first, chosen = entries[0], []
     for entry in entries[1:]:
         planned = entry.plan.get("model", {}).get("hash")

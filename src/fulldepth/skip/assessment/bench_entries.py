@@ -1,4 +1,4 @@
-"""The models of a benchmark: loaded, named apart, with what exports say of themselves."""
+"""The models of a benchmark: loaded, with distinct labels and the notes of exports."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fulldepth.skip.exports.formats import FORMATS
 
 @dataclass
 class Entry:
-    """A model that takes part."""
+    """A model of the benchmark."""
 
     label: str
     model: PreTrainedModel
     name: str
     notes: dict[str, Any] = field(default_factory=dict)
-    """What an export says of itself: `format`, `plan`."""
+    """Notes of an export: `format`, `plan`, ...; empty for other models."""
     hash: str | None = None
 
     @property
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def skipped_blocks(self) -> SkippedBlocks | None:
-        """What it does not compute of the original; None if that is not known."""
+        """Blocks of the original that it does not compute; None if not known."""
         if self.notes:
             computed = FORMATS[self.notes["format"]].computes_skipped
             return SkippedBlocks(self.plan["granularity"], frozenset(() if computed else self.plan["blocks"]))
@@ -71,7 +71,7 @@ class Entry:
 
 
 def open_entries(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[Entry]:
-    """Every model in memory, under a label of its own."""
+    """Load every model, and give each a distinct label."""
     opened = [_opened(model, settings) for model in models]
     return [Entry(label, *each) for label, each in zip(_labels([name for _, name, _ in opened]), opened, strict=True)]
 
@@ -79,7 +79,7 @@ def open_entries(models: Sequence[str | Path | PreTrainedModel], settings: Bench
 def _opened(
     model: str | Path | PreTrainedModel, settings: BenchSettings
 ) -> tuple[PreTrainedModel, str, dict[str, Any]]:
-    """A model, its name, and what it says of itself as an export."""
+    """A model, its name, and its notes if it is an export."""
     if isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
         exported, dtype = load(model, device=settings.device), pick_dtype(settings.dtype)
         if isinstance(dtype, torch.dtype):
@@ -91,7 +91,7 @@ def _opened(
 
 
 def _labels(names: Sequence[str | Path]) -> list[str]:
-    """As little of the end of each path as tells them apart; numbers where nothing does."""
+    """The shortest endings of paths that differ; numbered if the paths are equal."""
     parts = [Path(name).parts or (".",) for name in names]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(part[-length:]) for part in parts]

@@ -1,4 +1,4 @@
-"""What a benchmark measured as tidy rows, with what was predicted, and in sentences."""
+"""Measurements of a benchmark as tidy rows with predictions, and as findings."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
 from fulldepth.skip.assessment.tables import joined, spread, with_differences
 from fulldepth.skip.assessment.tasks import Score
 
-RESTLESS = 0.02
-"""Standard error of a share of time saved, from which on times are called restless."""
+MOST_NOISE = 0.02
+"""Standard error of a share of time saved above which times are reported as noisy."""
 GRID = ("batch", "context")
 
 
 class Cell(NamedTuple):
-    """One place in the grid."""
+    """One point of the grid."""
 
     batch: int
     context: int
 
 
 class SkippedBlocks(NamedTuple):
-    """What a model does not compute of the original."""
+    """Blocks of the original that a model does not compute."""
 
     granularity: str
     layers: frozenset[int]
@@ -38,17 +38,17 @@ class SkippedBlocks(NamedTuple):
 
 @dataclass
 class Measured:
-    """What running the models gave. Labels are models; keys of times are labels too, or those of toggles."""
+    """Measurements of all models. Keys of times are labels of models or values of `toggles`."""
 
     labels: list[str]
     """The original first."""
     skipped_blocks: Mapping[str, SkippedBlocks | None]
     toggles: Mapping[SkippedBlocks, str]
-    """What was skipped in the original -> the key of its times."""
+    """Blocks skipped in the original -> key of the times."""
     costs: Mapping[str, Costs]
-    """Granularity -> what the original multiplies."""
+    """Granularity -> operations of the original."""
     last_only: bool
-    """Whether its head ran at the last position of a prompt only."""
+    """Whether the original's head runs at the last position of a prompt only."""
     new_tokens: int
     parameter_bytes: dict[str, int]
     times: dict[tuple[str, Cell, str], list[float]] = field(default_factory=dict)
@@ -56,22 +56,22 @@ class Measured:
     peak: dict[tuple[str, Cell], int] = field(default_factory=dict)
     kv: dict[tuple[str, Cell], float] = field(default_factory=dict)
     scores: dict[str, list[Score]] = field(default_factory=dict)
-    """Label -> what the model scores on tasks."""
+    """Label -> scores on tasks."""
     losses: HeldoutLosses | None = None
-    """Of all models; None if there are no data to read them on."""
+    """Held-out losses of all models; None without data."""
 
     @property
     def cells(self) -> list[Cell]:
-        """In the order in which they were measured."""
+        """Cells in the order of measurement."""
         return list(dict.fromkeys(cell for _, cell in self.kv))
 
     def saved(self, key: str, cell: Cell, phase: str) -> list[float]:
-        """Share of the original's time that was saved in each round."""
+        """Share of the original's time saved in each round."""
         own, base = self.times[key, cell, phase], self.times[self.labels[0], cell, phase]
         return [1 - seconds / before for seconds, before in zip(own, base, strict=True)]
 
     def predicted(self, label: str, cell: Cell, phase: str) -> dict[str, float]:
-        """How it was predicted -> the share of time saved; nothing where it is not known what a model lacks."""
+        """Method -> predicted share of time saved; empty if it is not known which blocks a model lacks."""
         skipped_blocks = self.skipped_blocks[label]
         if skipped_blocks is None:
             return {}
@@ -88,7 +88,7 @@ class Measured:
 
     @property
     def attention(self) -> str | None:
-        """The key of the original without any attention."""
+        """Key of the times of the original with every attention skipped."""
         return self.toggles.get(SkippedBlocks("attention", Variant(self.costs["attention"].able)))
 
 
@@ -97,7 +97,7 @@ def step_flops(costs: Costs, layers: Variant, cell: Cell, phase: str, measured: 
     if phase == "prefill":
         rows = cell.batch * (1 if measured.last_only else cell.context)
         return costs.whole(layers, Shape(cell.batch, cell.context, rows))
-    # Shape counts one key a token; a decoded token reads all before it, on average over the steps this many:
+    # Shape counts one key per token; a decoded token reads all earlier ones, on average this many:
     keys = cell.context + (measured.new_tokens + 1) / 2
     return costs.whole(layers, Shape(cell.batch, 1, cell.batch)) + cell.batch * (keys - 1) * costs.keys_read(layers)
 
@@ -134,7 +134,7 @@ def _rows(measured: Measured, label: str, cell: Cell) -> Iterator[tuple[Any, ...
 
 
 def _saved_rows(measured: Measured, label: str, cell: Cell, phase: str) -> Iterator[tuple[Any, ...]]:
-    """The time that an export saves in one phase, as measured and as predicted."""
+    """The share of time that an export saves in one phase, measured and predicted."""
     saved = measured.saved(label, cell, phase)
     skipped_blocks = measured.skipped_blocks[label]
     yield from spread("time_saved", phase, saved, "1")
@@ -160,7 +160,7 @@ def _loss_rows(measured: Measured, label: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
-    """`task_score` with the task as site and the metric as statistic, its standard error beside it."""
+    """Rows of `task_score` with the task as site and the metric as statistic, and of its standard error."""
     for score in scores:
         yield "task_score", score.task, None, None, score.metric, score.value, score.count, "1"
         if score.error is not None:
@@ -168,7 +168,7 @@ def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
 
 
 def headline(measured: Measured) -> dict[str, Finding]:
-    """For each export the loss that it adds, and for each phase the share of time saved, beside what was predicted."""
+    """Findings for each export: the added loss, and for each phase the share of time saved with predictions."""
     findings = {}
     for label in measured.labels[1:]:
         if measured.losses is not None:
@@ -186,7 +186,7 @@ def headline(measured: Measured) -> dict[str, Finding]:
 
 
 def _loss_added(losses: HeldoutLosses, original: str, label: str) -> Finding:
-    """By how much an export is worse than the original, on the same tokens."""
+    """Loss of an export minus the original's, on the same tokens."""
     added = losses.added(label)
     error = f"standard error {added.free_error:.4f}" if math.isfinite(added.free_error) else "one document"
     sentence = (
@@ -197,7 +197,7 @@ def _loss_added(losses: HeldoutLosses, original: str, label: str) -> Finding:
 
 
 def _expectation(skipped_blocks: SkippedBlocks | None, guesses: Sequence[Mapping[str, float]]) -> str:
-    """What was to be expected, as the end of a sentence."""
+    """The predictions, as the end of a sentence."""
     if skipped_blocks is not None and not skipped_blocks.layers:
         return "; it computes all that the original computes"
     predictions = [
@@ -213,7 +213,7 @@ def _percent(share: float) -> str:
 
 
 def noise(measured: Measured) -> list[str]:
-    """A warning where times vary much: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
+    """A warning if times vary much: the standard error of a median, 1.25 s / sqrt(n), of the shares saved."""
     errors = [
         1.25 * stdev(shares) / len(shares) ** 0.5
         for label in measured.labels[1:]
@@ -221,7 +221,7 @@ def noise(measured: Measured) -> list[str]:
         for phase in PHASES
         if len(shares := measured.saved(label, cell, phase)) > 1
     ]
-    if max(errors, default=0.0) < RESTLESS:
+    if max(errors, default=0.0) < MOST_NOISE:
         return []
     return [
         f"The machine was busy: shares of time saved are uncertain by {max(errors):.3f} (standard error) in the worst "

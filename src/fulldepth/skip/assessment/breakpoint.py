@@ -1,4 +1,4 @@
-"""Where a loss stops growing in a straight line with the number of removed blocks, and how sure that is."""
+"""`find_breakpoint`: the number of removed blocks at which the loss stops growing linearly, with its confidence."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scipy import stats
 from fulldepth.errors import FulldepthError
 
 ROUNDING = 1e-12
-"""A departure from the line smaller than this part of the losses is rounding."""
+"""Departures from the line below this share of the losses count as rounding."""
 FEWEST = 5
-"""Sequences of which fewer say nothing about their spread."""
+"""Fewest sequences from which a spread is estimated."""
 LEVEL = 0.05
-"""Chance that a straight line is found to break anywhere."""
+"""Probability that a straight line is found to end anywhere."""
 KINK_LEVEL = 0.01
-"""Chance that a turn of just `SHARPNESS` times those before counts as a kink: small, because the point was chosen for
-lying above the line."""
+"""Probability that a turn of exactly `SHARPNESS` times those before counts as a kink; small, because the point was
+selected for being above the line."""
 SHARPNESS = 4.0
-"""A kink turns by more than so many times the mean of the turns before it. Parabolas reach 1, cubics 2, n^4 and
-exponentials that double from block to block less than 4."""
+"""Smallest ratio of the turn at a kink to the mean of the turns before it. Parabolas reach 1, cubics 2, n^4 and
+exponentials that double with every block less than 4."""
 TURNS = 3
-"""Turns before a kink that it is compared with, at most."""
+"""Most turns before a kink that it is compared with."""
 
 Shape = Literal["line", "kink", "gradual", "concave", "tolerance"]
 
@@ -36,24 +36,24 @@ class Breakpoint:
     blocks: int | None
     """The last number of removed blocks before the kink; None where there is none."""
     shape: Shape
-    """line: straight to the end; kink; gradual: leaves the line upwards without a kink (or too noisily to see one);
-    concave: leaves it downwards; tolerance: leaves it by more than the tolerance that was given."""
+    """line: straight to the end; kink; gradual: leaves the line upwards without a kink (or too noisily for one);
+    concave: leaves it downwards; tolerance: leaves it by more than the tolerance."""
     straight_until: int
-    """The last number of removed blocks on the line, whatever follows."""
+    """The last number of removed blocks on the line."""
     excess: float
     """Nats by which the next point lies above the line; 0 for a line to the end."""
     excess_error: float
-    """Standard error of `excess`, over sequences."""
+    """Standard error of `excess` over sequences."""
     confidence: float
     """Share of resamples with the same `blocks`."""
     low: int | None
     high: int | None
-    """95 % of the break points of those resamples that have one lie between."""
+    """Upper end of the 95 % interval of the break points of resamples that have one; `low` is the lower end."""
     slope_before: float
     slope_after: float
-    """Nats a block up to the break point and after it; the same where there is none."""
+    """Nats per block after the break point; `slope_before` is that up to it. Equal if there is none."""
     shares: dict[str, float]
-    """Answer (`none` or the number) -> share of resamples."""
+    """Result (`none` or a number of blocks) -> share of resamples."""
     sequences: int
     resamples: int
     tolerance: float | None
@@ -64,7 +64,7 @@ class Breakpoint:
 
 
 class _Ends(NamedTuple):
-    """How the first line ends, for each of M weightings of the sequences."""
+    """End of the first line, for each of M weightings of the sequences."""
 
     last: np.ndarray
     """[M] the last point on the line, K for a line to the end."""
@@ -77,7 +77,7 @@ class _Ends(NamedTuple):
 def find_breakpoint(
     losses: Any, weights: Any, *, tolerance: float | None = None, resamples: int = 1000, seed: int = 0
 ) -> Breakpoint:
-    r"""The break point of a curve that is known sequence by sequence.
+    r"""The break point of a curve, from the losses of single sequences.
 
     For k = 2, 3, ... a line is fitted to the mean losses of 0..k removed blocks by least squares, and continued to
     k + 1. The first point outside the band ends the straight part:
@@ -85,25 +85,25 @@ def find_breakpoint(
     .. math:: e_k = f(k + 1) - \hat f_{0..k}(k + 1), \qquad |e_k| > t_{N-1}(\alpha_k) \, SE(e_k), \qquad
         \alpha_k = \frac{6 \cdot 0.05}{\pi^2 (k - 1)^2}
 
-    The standard error is that of the weighted mean over sequences, each of which has its :math:`e_k`; the levels add
-    up to 0.05. The end is a break point k if the point lies above and the curve turns there at once: the turn
+    The standard error is that of the weighted mean of :math:`e_k` over sequences; the levels add up to 0.05. The
+    end k is a break point if the point lies above the line and the curve has a kink: the turn
     :math:`D_k = f(k+1) - 2 f(k) + f(k-1)` exceeds 4 times the mean of the (at most 3) turns before it, with 99 %
-    confidence. A parabola or an exponential leaves its first line, too, but without a kink. Points beyond k + 1 have no
-    influence. Two points are always a line, so that k is at least 2.
+    confidence. A parabola or an exponential also leaves its first line, but without a kink. Points beyond k + 1 have no
+    influence. Two points are always on a line, so that k is at least 2.
 
-    With a tolerance the break point is the first k >= 1 at which :math:`e_k` exceeds it, be it a kink or not.
+    With a tolerance, the break point is the first k >= 1 at which :math:`e_k` exceeds it, with or without a kink.
 
-    Confidence: everything again on sequences drawn with replacement.
+    The confidence is estimated by bootstrap over sequences.
 
     Args:
-        losses: [N, K + 1] mean loss of each held-out sequence, nothing removed first.
+        losses: [N, K + 1] mean loss of each held-out sequence with 0..K removed blocks.
         weights: [N] tokens that count in each.
-        tolerance: nats above the line that are accepted, instead of the band (which 5 sequences at least show).
+        tolerance: accepted nats above the line, in place of the band (which needs at least 5 sequences).
         resamples: of the bootstrap.
         seed: of the bootstrap.
 
     Raises:
-        FulldepthError: for shapes that do not fit, losses that are not finite, weights that are not positive, or a
+        FulldepthError: for shapes that do not match, losses that are not finite, weights that are not positive, or a
             tolerance below 0.
 
     Source: Hopscotch (arXiv 2506.03303), break point; Efron 1979 (bootstrap). The test is our own: the paper reads the
@@ -146,7 +146,7 @@ def _check(curves: np.ndarray, tokens: np.ndarray, tolerance: float | None) -> N
 
 
 def _all_ends(curves: np.ndarray, tokens: np.ndarray, tolerance: float | None, resamples: int, seed: int) -> _Ends:
-    """Of the sequences as they are, then of every resample."""
+    """Ends for the original sequences (first), and for every resample."""
     count, last_point = len(curves), curves.shape[1] - 1
     draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
     weights = np.concatenate([np.ones((1, count)), draws]) * tokens  # [M, N]
@@ -170,7 +170,7 @@ def _all_ends(curves: np.ndarray, tokens: np.ndarray, tolerance: float | None, r
 
 
 def _excess(curves: np.ndarray, last: int) -> np.ndarray:
-    """[N] of each curve, point last + 1 minus the least-squares line through points 0..last."""
+    """[N] for each curve, point last + 1 minus the least-squares line through points 0..last."""
     numbers = np.arange(last + 1) - last / 2
     slopes = curves[:, : last + 1] @ numbers / (numbers @ numbers)
     excess: np.ndarray = curves[:, last + 1] - curves[:, : last + 1].mean(1) - slopes * (last / 2 + 1)
@@ -178,7 +178,7 @@ def _excess(curves: np.ndarray, last: int) -> np.ndarray:
 
 
 def _sharpness(curves: np.ndarray, last: int) -> np.ndarray:
-    """[N] of each curve, its turn at a point minus `SHARPNESS` times the mean of the turns before it."""
+    """[N] for each curve, its turn at point `last` minus `SHARPNESS` times the mean of the turns before it."""
     turns = np.diff(curves[:, : last + 2], n=2, axis=1)  # [N, last], at points 1..last
     sharpness: np.ndarray = turns[:, -1] - SHARPNESS * turns[:, -1 - TURNS : -1].mean(1)
     return sharpness
@@ -208,7 +208,7 @@ def _quantile(numbers: np.ndarray, share: float) -> int | None:
 
 
 def _slopes(curve: np.ndarray, point: int) -> tuple[float, float]:
-    """Least-squares slopes of a mean curve `[K + 1]` up to a break point and from it on; 0 = none, one slope twice."""
+    """Least-squares slopes of a mean curve `[K + 1]` before and after a break point; 0 = none, equal slopes."""
     n = np.arange(len(curve), dtype=np.float64)
     if not point:
         slope = float(np.polyfit(n, curve, 1)[0])

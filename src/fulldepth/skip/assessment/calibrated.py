@@ -1,7 +1,7 @@
-"""GPTQ and AWQ: 4-bit weights whose rounding is fitted to the activations of the model's own data, by GPTQModel.
+"""GPTQ and AWQ: 4-bit weights whose rounding is calibrated on activations, by GPTQModel.
 
-It runs in a process of its own, because importing it changes transformers and safetensors; what it saved is loaded by
-transformers. Needs the extra `gptq` or `awq`. GPTQModel means these methods for GPUs; on a CPU both work, slowly, for
+GPTQModel runs in a separate process, because importing it changes transformers and safetensors; transformers loads the
+checkpoint that it saves. Needs the extra `gptq` or `awq`. Both methods target GPUs; on a CPU they work, slowly, for
 some layer sizes.
 """
 
@@ -31,9 +31,9 @@ from fulldepth.skip.exports.formats import FORMATS, Draft
 from fulldepth.skip.plan import Plan
 
 BITS, GROUP = 4, 128
-"""Bits of a weight, and weights of a row that share a factor (fewer where rows are shorter)."""
+"""Bits per weight, and weights of a row that share a factor (fewer if rows are shorter)."""
 SEQUENCES = 128
-"""Training examples that the rounding is fitted to, at most: a seeded sample."""
+"""Most training examples for calibration, a random sample."""
 
 
 def calibrated(
@@ -42,16 +42,15 @@ def calibrated(
     """A quantised copy of a model.
 
     Args:
-        anatomy: the model, proven; as before afterwards.
+        anatomy: the verified model; not changed.
         method: `gptq` or `awq`.
-        examples: what the rounding is fitted to.
-        plan: blocks that add nothing meanwhile, so that the others are fitted to what they will see; None = none. The
-            scalars stay out.
+        examples: calibration data.
+        plan: its blocks are skipped during calibration, without scalars; None = no blocks.
         seed: of the sample of examples.
-        keep: folder to copy the checkpoint to that the method writes; must not exist. None = it is lost.
+        keep: folder to copy the quantised checkpoint to; must not exist. None = not kept.
 
     Raises:
-        FulldepthError: if packages are missing, or cannot quantise or load this model here; says why.
+        FulldepthError: if packages are missing, or cannot quantise or load this model on this machine.
     """
     check_method(method)
     model = anatomy.model
@@ -80,7 +79,7 @@ def calibrated(
 
 
 def _save(anatomy: Anatomy, plan: Plan | None, folder: Path) -> None:
-    """Write the model as a checkpoint, in which the plan's blocks add nothing by their weights."""
+    """Write the model as a checkpoint in which the plan's blocks have output weights of zero."""
     if plan is None:
         anatomy.model.save_pretrained(folder)
         return
@@ -96,8 +95,8 @@ def _group(anatomy: Anatomy) -> int:
 
 
 def _run(method: str, request: dict[str, Any]) -> None:
-    """Quantise in a process of its own."""
-    environment = {"GPTQMODEL_CPU_WORKERS": "2", **os.environ}  # it refuses to start with fewer
+    """Quantise in a separate process."""
+    environment = {"GPTQMODEL_CPU_WORKERS": "2", **os.environ}  # GPTQModel refuses to start with fewer
     program = [sys.executable, "-m", "fulldepth.skip.assessment.calibration", json.dumps(request)]
     process = subprocess.run(
         program, capture_output=True, text=True, env=environment, check=False, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""`curve`: what removing more and more blocks costs, and where it stops being cheap."""
+"""`curve`: the loss after each number of removed blocks, and its break point."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
-"""What is read at every number of removed blocks, with its unit."""
+"""Measure at every number of removed blocks -> its unit."""
 RESAMPLES = 1000
 KIND = "curve"
 MOST_BLOCKS = 10_000
 
 
 class CurveLimits(Settings):
-    """Where a curve ends."""
+    """Settings of a curve beside those of its search."""
 
     max_blocks: Annotated[PositiveInt, Field(le=MOST_BLOCKS)]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
@@ -47,20 +47,20 @@ class CurveLimits(Settings):
 
 
 class Curve(NamedTuple):
-    """What `curve` found."""
+    """Result of `curve`."""
 
     plan: Plan
-    """Blocks in the order of removal, as many as were tried."""
+    """Plan with all removed blocks of the curve."""
     results: Results
 
     def plan_of(self, number: int) -> Plan:
-        """The plan that removes the first so many blocks (not healed: scalars belong to a set of blocks).
+        """The plan that removes the first `number` blocks, without scalars unless these are all blocks.
 
         Raises:
-            FulldepthError: if so many were not tried.
+            FulldepthError: if the curve has fewer blocks.
         """
         if not 1 <= number <= len(self.plan.blocks):
-            raise FulldepthError(f"Plans are there for 1 to {len(self.plan.blocks)} blocks, not for {number}.")
+            raise FulldepthError(f"The curve has plans of 1 to {len(self.plan.blocks)} blocks, got {number}.")
         if number == len(self.plan.blocks):
             return self.plan
         return self.plan.changed(
@@ -85,24 +85,24 @@ def curve(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Curve:
-    """Remove blocks one after another, and read off held-out data what each costs.
+    """Remove blocks one after another, and measure the held-out loss after each removal.
 
-    One search gives the order. Then, for every number of removed blocks (column `removed`; `layer` is the one that
-    went last), unhealed, over all labelled tokens: `loss`; `kl`, KL(unmodified || modified); `greedy_agreement`, the
+    One search gives the order. Then, for every number of removed blocks (column `removed`; `layer` is the one removed
+    last), without scalars, over all labelled tokens: `loss`; `kl`, KL(unmodified || modified); `greedy_agreement`, the
     share of tokens whose likeliest next token is the unmodified model's (for pairs: of the response's tokens, given
-    those before). Of each `mean`, `low` and `high` (95 % of resampled sequences). `loss_added` is paired: the same
-    sequences with and without. `break_point`: see `find_breakpoint`; without one its row is missing.
+    those before). Statistics are `mean`, `low` and `high` (95 % of resampled sequences). `loss_added` is paired by
+    sequence. `break_point`: see `find_breakpoint`; without one its row is missing.
 
     Args:
-        model: checkpoint folder, Hub name, or a loaded model (healed afterwards).
+        model: checkpoint folder, Hub name, or a loaded model (restored on return).
         data: as for `search`.
-        max_blocks: how many to remove at most; fewer where the model has fewer.
-        tolerance: nats above the first straight line that are accepted, see `find_breakpoint`.
+        max_blocks: most blocks to remove; fewer if the model has fewer.
+        tolerance: accepted nats above the first line, see `find_breakpoint`.
         output: folder for `plan.json` (with all blocks) and the results; None = not saved.
         tokenizer: as for `search`.
         heldout: as for `search`.
-        resume: go on with an interrupted curve.
-        watcher: told the progress.
+        resume: continue an interrupted curve.
+        watcher: receives progress.
         **options: fields of `SearchSettings`; `fit` (off by default) heals the last plan only.
 
     Raises:
@@ -130,7 +130,7 @@ def curve(
 
 
 def _check_folder(output: str | Path | None, resume: bool) -> None:
-    """Refuse a folder with results, unless a curve goes on there."""
+    """Refuse a folder with results, unless they are a curve to resume."""
     if output is None:
         return
     folder = Path(output)
@@ -139,7 +139,7 @@ def _check_folder(output: str | Path | None, resume: bool) -> None:
 
 
 def _num_blocks(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
-    """As many blocks as are asked for and there."""
+    """The number of blocks to remove: `max_blocks`, or all that the model has."""
     anatomy = check_task(find_anatomy(owner))
     if settings.granularity == GRANULARITIES[-1]:  # whole layers
         return min(max_blocks, anatomy.num_layers)
@@ -147,7 +147,7 @@ def _num_blocks(owner: PreTrainedModel, settings: SearchSettings, max_blocks: in
 
 
 class _Read(NamedTuple):
-    """What held-out sequences show at every number of removed blocks."""
+    """Measures of held-out sequences at every number of removed blocks."""
 
     sums: dict[str, np.ndarray]
     """Measure -> [N, K + 1] sums over the tokens of each sequence."""
@@ -156,7 +156,7 @@ class _Read(NamedTuple):
 
 
 def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
-    """Read every held-out sequence at every number; processes share the batches."""
+    """Measure every held-out sequence at every number of removed blocks; processes share the batches."""
     variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
     batches = problem.batches
     sums: dict[int, dict[str, np.ndarray]] = {}
@@ -225,7 +225,7 @@ def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
 
 
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
-    """The break point, and what all blocks cost."""
+    """Findings: the break point, and the loss that all removed blocks add."""
     count, kind = len(plan.blocks), plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks"
     keep = (table.measure == "loss_added") & (table.removed == count)

@@ -1,7 +1,7 @@
-r"""Losses of several models on the same held-out sequences, and how sure their differences are.
+r"""Losses of several models on the same held-out sequences, and standard errors of their differences.
 
-The loss of a model is the mean of `-log q(token)` over all labelled tokens, in nats. By how much a model is worse than
-the first one is read on the same tokens; its standard error sums by document (`selection/elimination.py`), as an
+The loss of a model is the mean of `-log q(token)` over all labelled tokens, in nats. Differences to the first model are
+computed on the same tokens; the standard error sums by document (`selection/elimination.py`), as an
 estimate for any such data.
 """
 
@@ -30,7 +30,7 @@ class HeldoutLosses:
     """Summed losses of every model on every sequence."""
 
     sums: Mapping[str, np.ndarray]
-    """Label -> `[N]` nats; the first model is the one that the others are compared with."""
+    """Label -> `[N]` nats; the others are compared with the first model."""
     tokens: np.ndarray
     """[N] tokens that count."""
     documents: np.ndarray
@@ -46,7 +46,7 @@ class HeldoutLosses:
         return float(self.sums[label].sum()) / self.count
 
     def added(self, label: str) -> Difference:
-        """By how much a model is worse than the first, in nats per token."""
+        """Loss of a model minus that of the first, in nats per token."""
         first = next(iter(self.sums.values()))
         return compare(self.sums[label] - first, self.tokens, self.documents, len(self.tokens))
 
@@ -54,13 +54,13 @@ class HeldoutLosses:
 def heldout_losses(
     models: Mapping[str, PreTrainedModel], examples: Sequence[Example], batch_size: int, watcher: Watcher
 ) -> HeldoutLosses:
-    """Read every sequence with every model, by ordinary forward passes.
+    """Compute the loss of every model on every sequence, by ordinary forward passes.
 
     Args:
-        models: label -> a causal language model in evaluation mode; all know the same tokens.
-        examples: the same for all.
-        batch_size: sequences run at once; fewer where their logits would take more than about half a GiB.
-        watcher: told after every batch.
+        models: label -> a causal language model in evaluation mode; all have the same vocabulary.
+        examples: held-out examples.
+        batch_size: sequences per batch; fewer if their logits would take more than about half a GiB.
+        watcher: receives progress after every batch.
 
     Raises:
         FulldepthError: if no token of the examples counts, or a loss is NaN or infinite.
@@ -84,7 +84,7 @@ def heldout_losses(
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """V, tokens that a model knows."""
+    """V, size of a model's vocabulary."""
     embeddings: Any = model.get_input_embeddings()
     return int(embeddings.weight.shape[0])
 

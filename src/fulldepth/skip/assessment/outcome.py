@@ -1,4 +1,4 @@
-"""`outcome`: a plan as a result folder, with what its removals do to the model's states; good or bad, in plain words.
+"""`outcome`: a plan as a result folder, with an analysis of the modified model's states.
 
 Rows, with the columns `removed` (blocks) and `state` (`original`, `skipped`, `healed`, `scalars_only`): `loss` after
 every removal, healed, and of the control; the `scalar`s `b` and `s` of `attention` and `mlp`; `mmd` of every layer to
@@ -46,18 +46,18 @@ def analyse(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """The outcome of a plan that is there already: what `fulldepth skip search` leaves beside `plan.json`.
+    """The results of an existing plan, as `fulldepth skip search` saves them beside `plan.json`.
 
     Args:
-        model: the checkpoint that the plan was made for, or the loaded model (healed afterwards).
-        plan: what to remove.
-        data: as for `search`; the same for the same held-out tokens.
+        model: the checkpoint that the plan was made for, or the loaded model (restored on return).
+        plan: the plan to analyse.
+        data: as for `search`; the data of the search give the same held-out tokens.
         output: result folder; None = not saved.
         tokenizer: as for `search`.
         heldout: as for `search`.
-        reservoir_tokens: tokens that the discrepancy (MMD) is computed from, at most.
-        watcher: told the progress.
-        **options: fields of `SearchSettings` where they differ from the plan's.
+        reservoir_tokens: most tokens that the discrepancy (MMD) is computed from.
+        watcher: receives progress.
+        **options: fields of `SearchSettings` that replace the plan's.
 
     Raises:
         FulldepthError: if the plan is for another model, or the folder holds other results.
@@ -76,10 +76,10 @@ def analyse(
 
 
 def settings_of(plan: Plan, options: Mapping[str, Any]) -> SearchSettings:
-    """The settings that a plan was searched with, as far as it says, and what is given beside them.
+    """The settings recorded in a plan, updated with `options`.
 
-    A plan grants nothing: what a search takes from where it runs (`PLACES`: `trust_remote_code`, the tokenizer, ...) is
-    never taken from the plan.
+    Settings of the machine and of permissions (`PLACES`: `trust_remote_code`, the tokenizer, ...) are never taken from
+    the plan.
     """
     noted = plan.cost.get("settings")
     stored = noted if isinstance(noted, dict) else {}
@@ -95,10 +95,10 @@ def outcome(
     """A plan as results, with the analysis of the model that it modifies.
 
     Args:
-        plan: what was found.
+        plan: the plan.
         problem: its model, with the held-out data that it was scored with.
-        reservoir_tokens: tokens that the discrepancy (MMD) is computed from, at most.
-        watcher: told after every batch.
+        reservoir_tokens: most tokens that the discrepancy (MMD) is computed from.
+        watcher: receives progress after every batch.
     """
     watcher, scorer = watcher or Watcher(), problem.scorer
     batches = make_batches(problem.examples.heldout, problem.settings.batch_size)
@@ -139,7 +139,7 @@ def _losses(plan: Plan, tokens: int) -> Iterator[pd.DataFrame]:
 
 
 def _factors(plan: Plan) -> Iterator[pd.DataFrame]:
-    """The scalars of every layer; of one a channel the mean and the standard deviation over channels."""
+    """The scalars of every layer; for scalars per channel, mean and standard deviation over channels."""
     sites = {"att": "attention", "mlp": "mlp"}
     rows: list[tuple[Any, ...]] = []
     fitted = {} if plan.healed_loss is None else plan.scalars
@@ -155,7 +155,7 @@ def _factors(plan: Plan) -> Iterator[pd.DataFrame]:
 
 
 def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadable: list[str]) -> dict[str, Any]:
-    """Everything that `results.json` says, apart from the table."""
+    """The entries of `results.json`."""
     noted = plan.document()
     document = {
         **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
@@ -169,7 +169,7 @@ def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadabl
 
 
 def _warnings(plan: Plan, problem: SearchProblem, unreadable: list[str]) -> Iterator[str]:
-    """What a reader should know before trusting a number."""
+    """Warnings about the reliability of the numbers."""
     yield from plan.warnings
     if unsure := plan.unsure_rounds:
         yield (

@@ -1,4 +1,4 @@
-"""What a plan cost, what healing gave back, and what it did inside: one plain sentence each, good or bad."""
+"""Findings of a plan: its cost, the effect of healing, the discrepancy of states, the spectral norms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Fin
     """The findings of a plan by name.
 
     Args:
-        plan: what was found.
+        plan: the plan.
         table: rows of `mmd` and `spectral_norm`.
         anatomy: the model's.
     """
@@ -39,12 +39,12 @@ def blocks_of(plan: Plan, number: int) -> str:
 
 
 def nats(value: float) -> str:
-    """Four decimals, or two digits of what is smaller."""
+    """A loss with four decimals, or with two digits if it is below 0.001."""
     return f"{value:.4f} nats" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e} nats"
 
 
 def _added(plan: Plan, depth: int) -> Finding:
-    """The cost, not healed."""
+    """The added loss, not healed."""
     base, last, count = plan.losses[0], plan.losses[-1], len(plan.blocks)
     order = ", ".join(map(str, plan.blocks))
     which = f"of layer {order}" if count == 1 else f"of layers {order}, in this order"
@@ -63,7 +63,7 @@ def _added(plan: Plan, depth: int) -> Finding:
 
 
 def _healed(plan: Plan) -> Finding:
-    """What the scalars gave, and what of it they give the whole model too."""
+    """The loss that scalars gain, and their gain with nothing removed."""
     if plan.healed_loss is None or plan.control_loss is None:
         return Finding(None, "nats", "No scalars were fitted: the model is not healed.")
     base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
@@ -125,7 +125,7 @@ def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Finding | None:
 
 
 def projections_of(granularity: str, anatomy: Anatomy) -> set[str]:
-    """Names inside a block, as in the rows of `spectral_norm`, of the matrices that belong to what is removed."""
+    """Names inside a block, as in the rows of `spectral_norm`, of the matrices of the removed part."""
     names = {name for name, _, _ in anatomy.projections()}
     if granularity not in PARTS:
         return names

@@ -1,14 +1,13 @@
-"""`quantise`: what quantisation and removal cost and win, alone and together, in both orders.
+"""`quantise`: loss, size and time of quantisation and removal, alone and combined, in both orders.
 
-Five models: the original; skipped (a plan, with its scalars); quantised; quantised, then skipped (searched and healed
-anew, on the quantised model); skipped, then quantised (the original's plan and its scalars). Skipped parts are switched
-off in place, scalars stay float32 and unquantised. Written are the results, the plan of the quantised model, and with
-`save` the quantised models as checkpoints (`saved.py`).
+Five models: the original; skipped (a plan, with its scalars); quantised; quantised, then skipped (a new search and fit
+on the quantised model); skipped, then quantised (the original's plan and its scalars). Parts are skipped in place,
+scalars stay float32 and unquantised. The output is the results, the plan of the quantised model, and with `save`
+the quantised models as checkpoints (`saved.py`).
 
 Rows, with the columns `model` and `difference` (the value minus the original's): `loss` (mean nats over held-out
-tokens, healed where the plan is), `parameter_bytes` (as held in memory, without the parts that are not computed, with
-the scalars), `prefill_time` and `decode_time` (of one token; median, min, max, s), taken in rounds, each model once a
-round, in an order that changes.
+tokens, healed if the plan is), `parameter_bytes` (in memory, without skipped parts, with scalars), `prefill_time` and
+`decode_time` (of one token; median, min, max, s), measured in rounds, each model once per round, in changing order.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 
 SEARCHED = "quantised"
-"""Folder inside the output: the search on the quantised model."""
+"""Folder inside the output with the search on the quantised model."""
 MOVED = 1e-3
-"""A loss that differs from the plan's by more (relative) was computed otherwise."""
+"""Relative difference from the plan's loss above which a warning is given."""
 
 
 def quantise(
@@ -81,21 +80,21 @@ def quantise(
     """Quantise a model before and after its blocks are removed, and measure every combination.
 
     Args:
-        model: the checkpoint that the plan was made for, or the loaded model (left as it is).
-        plan: what is removed from it: a plan, its file, or the folder that holds it.
-        data: as for `search`; the same for the same held-out tokens.
+        model: the checkpoint that the plan was made for, or the loaded model (not changed).
+        plan: a plan, its file, or its folder.
+        data: as for `search`; the data of the search give the same held-out tokens.
         method: `int8` (torchao, weight-only), `gptq` or `awq` (4 bits, calibrated on the training part of the data).
-        output: result folder; the plan of the quantised model goes into `quantised` in it. None = not saved.
-        save: folder to be made, for the checkpoints that `saved.py` describes; None = no weights are written.
-        tokenizer: as for `search`; also what is saved.
+        output: result folder; the plan of the quantised model is saved in its folder `quantised`. None = not saved.
+        save: folder to create for the checkpoints that `saved.py` describes; None = no weights are saved.
+        tokenizer: as for `search`; also saved with the checkpoints.
         heldout: as for `search`.
-        batch: sequences at once, while times are taken.
-        context: tokens of the prompt.
-        new_tokens: tokens decoded after it.
-        repeats: rounds.
-        resume: go on with an interrupted search on the quantised model.
-        watcher: told the progress.
-        **options: fields of `SearchSettings` where they differ from the plan's, for the search on the quantised model.
+        batch: batch size of timed runs.
+        context: length of the prompt in tokens.
+        new_tokens: number of decoded tokens.
+        repeats: number of rounds.
+        resume: continue an interrupted search on the quantised model.
+        watcher: receives progress.
+        **options: fields of `SearchSettings` that replace the plan's, for the search on the quantised model.
 
     Raises:
         FulldepthError: if the plan is for another model, the packages of the method are missing or cannot quantise this
@@ -135,13 +134,13 @@ class _Run:
     process: Processes = field(default_factory=Processes)
 
     def check_folder(self) -> None:
-        """Refuse to overwrite."""
+        """Refuse to overwrite results or plans."""
         for name in (DOCUMENT, *(() if self.resume else (f"{SEARCHED}/{FILE}",))):
             if self.folder is not None and (self.folder / name).exists():
                 raise FulldepthError(f"{self.folder} already holds {name}. Choose another output folder.")
 
     def saver(self, folder: Path, owner: PreTrainedModel, tokenizer: Any, model: Any) -> Saver:
-        """Saves quantised models; refuses at once what it cannot save."""
+        """A `Saver`; refuses models that it cannot save."""
         source = model.name_or_path if isinstance(model, PreTrainedModel) else model
         places = (self.settings.tokenizer, self.plan.data.get("tokenizer"), source, self.plan.model.name)
         hub = {"revision": self.settings.revision, "trust_remote_code": self.settings.trust_remote_code}
@@ -152,7 +151,7 @@ class _Run:
         return saver
 
     def results(self, combinations: Sequence[Combination], examples: Examples, saver: Saver | None) -> Results:
-        """The results, saved where there is a folder."""
+        """The results, saved if there is a folder."""
         results = Results(table_of(combinations), _document(combinations, examples, self, saver))
         if self.folder is not None:
             results.save(self.folder)
@@ -161,7 +160,7 @@ class _Run:
     def quantised(
         self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
     ) -> Anatomy:
-        """A quantised copy, calibrated where the method is; with the plan's blocks skipped meanwhile."""
+        """A quantised copy; calibration runs with the plan's blocks skipped."""
         self.watcher.say(f"Quantising ({self.method}).")
         if self.method == "int8":
             return int8(anatomy)
@@ -171,7 +170,7 @@ class _Run:
 def _measure(
     owner: PreTrainedModel, data: Any, run: _Run, saver: Saver | None, *, tokenizer: Any, heldout: Any
 ) -> tuple[list[Combination], Examples]:
-    """Every model with its loss; for int8 two models in memory, whose blocks are switched."""
+    """Every model with its loss; for int8 two models are in memory, and blocks are skipped in place."""
     plan = run.plan
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as `quantise` has checked
     with prepared(owner, data, run.settings, run.process, **opened) as problem:
@@ -183,7 +182,7 @@ def _measure(
     with run.process.holding(folder), again(quantised.model) as problem:
         second = search_with(problem, run.process, run.watcher, output=folder, resume=run.resume)
         combinations += [_combination(problem, QUANTISED), _combination(problem, FIRST, second)]
-        if run.method == "int8":  # rounded by itself: a matrix does not know what is skipped around it
+        if run.method == "int8":  # rounding does not depend on skipped blocks
             combinations.append(_combination(problem, SECOND, plan))
     if saver is not None:
         saver.try_to_save(FIRST, quantised, second)
@@ -194,7 +193,7 @@ def _measure(
 
 
 def _quantised(anatomy: Anatomy, examples: Examples, run: _Run, saver: Saver | None) -> Anatomy:
-    """The quantised model, saved if that is asked for: before the second search, which takes longest."""
+    """The quantised model, saved if there is a saver: before the second search, which takes longest."""
     if saver is None:
         return run.quantised(anatomy, examples)
     with TemporaryDirectory() as folder:
@@ -230,7 +229,7 @@ def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: W
 def _document(
     combinations: Sequence[Combination], examples: Examples, run: _Run, saver: Saver | None
 ) -> dict[str, Any]:
-    """Everything in `results.json` but the table."""
+    """The entries of `results.json`."""
     anatomy, plan = combinations[0].anatomy, run.plan
     plans = {each.name: each.plan.document() for each in combinations if each.plan is not None}
     document = {
@@ -255,7 +254,7 @@ def _document(
 
 
 def _warnings(combinations: Sequence[Combination], plan: Plan, examples: Examples) -> Iterator[str]:
-    """What a reader should know before trusting a number."""
+    """Warnings about the reliability of the numbers."""
     if examples.meta.get("hash") != plan.data.get("hash"):
         yield "Losses were read on other data than those that the plan was searched with."
     elif plan.healed_loss is not None and abs(combinations[1].loss - plan.healed_loss) > MOVED * plan.healed_loss:

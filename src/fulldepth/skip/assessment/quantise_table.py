@@ -1,4 +1,4 @@
-"""What combinations of quantisation and removal measured, as tidy rows and in sentences."""
+"""Measurements of combinations of quantisation and removal, as tidy rows and findings."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
 NAMES = (ORIGINAL, SKIPPED, QUANTISED, FIRST, SECOND)
 CLOSE = 0.01
-"""Losses within one per cent of what quantisation or removal costs are called equal."""
+"""Losses within this share of the largest change by quantisation or removal are called equal."""
 
 
 @dataclass
 class Combination:
-    """One of the models."""
+    """One of the five models."""
 
     name: str
     anatomy: Anatomy
     plan: Plan | None
-    """What is skipped in it."""
+    """Its skipped blocks; None = none."""
     loss: float
     tokens: int
-    """That it is the mean over."""
+    """Number of tokens that the loss is the mean over."""
     times: dict[str, list[float]] = field(default_factory=dict)
     """Phase -> seconds of each round."""
 
@@ -71,14 +71,14 @@ class Combination:
 
     @property
     def bytes(self) -> int:
-        """Of all weights that it computes with, as they are held, and of its scalars."""
+        """Bytes in memory of all weights that are not skipped, and of the scalars."""
         scalars = self.scalars
         extra = 0 if scalars is None else parameter_bytes(scalars)
         return parameter_bytes(self.anatomy.model) - removed_bytes(self.anatomy, self.plan) + extra
 
 
 def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
-    """Bytes of the weights that a plan leaves unused: those that `export` in the fast format does not keep."""
+    """Bytes of the weights that a plan skips: those that `export` in the format `fast` omits."""
     removed = nn.ModuleList()
     if plan is None:
         return 0
@@ -107,7 +107,7 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
 
 
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
-    """Which order is better, and what every combination costs and saves."""
+    """Findings: the better order, and cost and savings of every combination."""
     by_name = {combination.name: combination for combination in combinations}
     return {"order": _order(by_name)} | {name: _cost(by_name[name], by_name[ORIGINAL]) for name in NAMES[1:]}
 
@@ -135,7 +135,7 @@ def _order(by_name: dict[str, Combination]) -> Finding:
 
 
 def _cost(combination: Combination, original: Combination) -> Finding:
-    """Loss, size and times beside the original's."""
+    """Loss, size and times compared with the original's."""
     added, plan = combination.loss - original.loss, combination.plan
     healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
     shares = {phase: median(combination.times[phase]) / median(original.times[phase]) for phase in PHASES}

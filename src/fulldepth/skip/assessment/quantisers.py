@@ -1,4 +1,4 @@
-"""Quantised copies of a model: its own weights packed, everything else of it as it was."""
+"""Quantised copies of a model with packed weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import Anatomy
 
 PACKAGES = {"int8": ("torchao",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
-"""Method -> the packages that do it."""
+"""Method -> the packages that it needs."""
 EXTRAS = {"int8": "quantise", "gptq": "gptq", "awq": "awq"}
-"""Method -> the extra of this package that brings them."""
+"""Method -> the extra of this package that installs them."""
 METHODS = tuple(PACKAGES)
 
 
 def check_method(method: str) -> None:
-    """Refuse a method that is not known, or cannot run here, before any work is done.
+    """Refuse an unknown method, and one whose packages are not installed.
 
     Raises:
-        FulldepthError: with what is missing.
+        FulldepthError: with the missing packages.
     """
     if method not in PACKAGES:
         raise unknown("quantisation", str(method), METHODS)
@@ -44,13 +44,13 @@ def check_method(method: str) -> None:
 def int8(anatomy: Anatomy) -> Anatomy:
     r"""A copy with the linear layers of all blocks in int8, weight-only, by torchao.
 
-    A row of a matrix is kept as whole numbers `q` in [-128, 127] and one factor `s` in the model's precision:
-    `w ~ s q`, `q = round(w / s)`, symmetric about 0. Activations stay as they are; a product takes `q` in the model's
-    precision. Embeddings, norms and the head stay as well, as with transformers' own `TorchAoConfig`: a head that is
-    tied to the embeddings would only be kept twice.
+    A row of a matrix is stored as integers `q` in [-128, 127] and one factor `s` in the model's precision:
+    `w ~ s q`, `q = round(w / s)`, symmetric about 0. Activations are not quantised; products use `q` in the model's
+    precision. Embeddings, norms and the head are not quantised either, as with transformers' `TorchAoConfig`: a head
+    that is tied to the embeddings would be stored twice.
 
     Args:
-        anatomy: the model, proven; it is left alone.
+        anatomy: the verified model; not changed.
 
     Returns:
         The copy, on the same device, in evaluation mode.
@@ -73,7 +73,7 @@ def int8(anatomy: Anatomy) -> Anatomy:
 
 @torch.no_grad()
 def _check_runs(module: nn.Linear) -> None:
-    """Refuse a linear layer of a family's own, such as Falcon's, that packed weights do not run in."""
+    """Refuse a linear layer of a custom class, such as Falcon's, that does not run with packed weights."""
     if type(module).forward is nn.Linear.forward:
         return
     try:
@@ -87,7 +87,7 @@ def _check_runs(module: nn.Linear) -> None:
 
 @contextmanager
 def packed_as_torchao(model: PreTrainedModel) -> Iterator[None]:
-    """What `int8` made, inside `with` as transformers' own quantised model, which saves how to read packed weights.
+    """Mark a result of `int8` as transformers' quantised model inside `with`, so that it can be saved and loaded.
 
     Raises:
         FulldepthError: if torchao cannot be imported.
@@ -115,7 +115,7 @@ def _torchao() -> tuple[Any, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torchao's remarks on kernels for other machines."""
+    """Silence torchao's messages on kernels for other machines."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -125,7 +125,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _unfold_transposed(block: nn.Module) -> None:
-    """GPT-2 keeps its matrices transposed, in layers that torchao does not know: make linear layers of them."""
+    """Replace `Conv1D` (GPT-2's transposed matrices), which torchao does not know, by linear layers."""
     for name, module in list(block.named_modules()):
         if isinstance(module, Conv1D):
             inputs, outputs = module.weight.shape

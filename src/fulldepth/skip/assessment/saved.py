@@ -1,11 +1,11 @@
 """Quantised models as checkpoints that transformers loads again.
 
-`quantised` holds what was measured. `skipped, then quantised` and `quantised, then skipped` are measured with blocks
-skipped in place and scalars outside the weights; a checkpoint of int8 holds them folded: a row of a matrix is
-`w = s q`, so that a factor of the matrix goes into the factors `s` of its rows, and the whole numbers `q` stay.
+`quantised` is the measured model. `skipped, then quantised` and `quantised, then skipped` are measured with blocks
+skipped in place and scalars outside the weights; an int8 checkpoint holds them folded: a row of a matrix is `w = s q`,
+so that a factor of the matrix multiplies the factors `s` of its rows, and the integers `q` do not change.
 
-Every checkpoint is loaded in a fresh process, and its logits are compared with those of the model that was measured,
-before it gets its name.
+Every checkpoint is loaded in a fresh process, and its logits are compared with those of the measured model, before its
+folder is renamed to its final name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fulldepth.skip.exports.readers import prove
 from fulldepth.skip.plan import Plan
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "quant*.json")
-"""Files of a checkpoint that GPTQModel wrote; its tokenizer is a stand-in, and stays behind."""
+"""Files to copy from a checkpoint of GPTQModel; its tokenizer is a placeholder and is not copied."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class Saver:
     method: str
     original: Anatomy
     tokenizer: Any
-    """A tokenizer, or its folder or Hub name; None: as below."""
+    """A tokenizer, or its folder or Hub name; None = the first one found in `places`."""
     places: Sequence[Any]
-    """Where a tokenizer may be."""
+    """Folders or Hub names that may hold a tokenizer."""
     hub: dict[str, Any]
     """`revision` and `trust_remote_code`, of the tokenizer."""
     saved: list[Saved] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is not saved, and why."""
+    """Messages on models that are not saved, with the reason."""
     only_whole: bool = False
     """Whether models with skipped blocks cannot be saved."""
 
     def check(self, plan: Plan) -> None:
-        """Refuse before any work what cannot be saved, and note which models with skipped blocks cannot.
+        """Refuse a model that cannot be saved, and note if those with skipped blocks cannot.
 
         Args:
             plan: of the models with skipped blocks.
@@ -107,7 +107,7 @@ class Saver:
             self.notes.append(f"Only the quantised model is saved, not those with skipped blocks: {why}")
 
     def _obstacle(self, plan: Plan) -> str | None:
-        """Why models with skipped blocks cannot be saved."""
+        """The reason why models with skipped blocks cannot be saved."""
         if self.method != "int8":
             return f"neither zeros nor scalars can be put into weights that {self.method} has packed."
         try:
@@ -118,7 +118,7 @@ class Saver:
         return None
 
     def try_to_save(self, label: str, measured: Anatomy, plan: Plan) -> None:
-        """Write a model with skipped blocks, or note why that cannot be done: what was measured is not lost for it."""
+        """Save a model with skipped blocks, or note the error, so that measurements are not lost."""
         if self.only_whole:
             return
         try:
@@ -127,16 +127,16 @@ class Saver:
             self.notes.append(f"The model {label!r} is not saved. {error}")
 
     def save(self, label: str, measured: Anatomy, plan: Plan | None = None, source: Path | None = None) -> None:
-        """Write one model, load it again elsewhere, compare.
+        """Save one model, load it in a fresh process, and compare the logits.
 
         Args:
             label: of the model.
-            measured: quantised, nothing skipped.
-            plan: what is skipped in it when it is measured; None = nothing.
+            measured: the quantised model, nothing skipped.
+            plan: blocks skipped in its measurement; None = none.
             source: the checkpoint that it was loaded from, if the method writes one.
 
         Raises:
-            FulldepthError: if it cannot be written, does not load, or computes something else.
+            FulldepthError: if it cannot be written, does not load, or gives other logits.
         """
         ids, target = probes(measured), self.folder / label.replace(", ", "-").replace(" ", "-")
         expected = logits(measured, ids) if plan is None else scaled_logits(measured, plan, ids)
@@ -164,9 +164,9 @@ def folded_int8(measured: Anatomy, original: Anatomy, plan: Plan, ids: torch.Ten
     """A copy of an int8 model with a plan's skipped branches at zero and its scalars in the weights.
 
     Args:
-        measured: the model in int8; left alone.
-        original: the model that it was made of, whose output weights are changed in the copy.
-        plan: what is skipped, and the scalars.
+        measured: the model in int8; not changed.
+        original: the model before quantisation; determines which weights change in the copy.
+        plan: skipped blocks and scalars.
         ids: [B, T] tokens to run.
 
     Raises:

@@ -12,13 +12,13 @@ from fulldepth.results import COLUMNS
 
 
 def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
-    """Tables below each other: the tidy columns, then the further ones, of these types, in this order."""
+    """Concatenated tables: the tidy columns, then further ones of these types, in this order."""
     table = pd.concat([part.astype(types) for part in tables if len(part)], ignore_index=True)
     return table[[*COLUMNS, *types]]
 
 
 def spread(measure: str, site: str, values: Sequence[float], unit: str) -> Iterator[tuple[Any, ...]]:
-    """Rows of the median and of both ends."""
+    """Rows of median, minimum and maximum."""
     for statistic, value in (("median", median(values)), ("min", min(values)), ("max", max(values))):
         yield measure, site, None, None, statistic, value, len(values), unit
 

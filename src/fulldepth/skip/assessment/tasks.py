@@ -1,4 +1,4 @@
-"""Scores of lm-eval's tasks, of models that are in memory: the harness runs them as it runs any other, unpatched."""
+"""Scores of loaded models on lm-eval's tasks, by the unmodified harness."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TaskScorer:
     Args:
         tasks: names of lm-eval's tasks, or YAML files of tasks (their data may be local files).
         tokenizer: of all the models.
-        limit: the first so many examples of each task only.
-        batch_size: requests run at once.
+        limit: most examples of each task, from the first; None = all.
+        batch_size: requests per batch.
         seed: of few-shot examples.
 
     Raises:
@@ -67,10 +67,10 @@ class TaskScorer:
                 raise unknown("lm-eval task", task, self._manager.all_tasks)
 
     def scores(self, models: Mapping[str, PreTrainedModel], watcher: Watcher) -> dict[str, list[Score]]:
-        """Label -> what the model scores on every task.
+        """Label -> scores of the model on every task.
 
         Raises:
-            FulldepthError: if a task's data cannot be read, or it cannot be run.
+            FulldepthError: if a task cannot be run, or its data cannot be read.
         """
         watcher.begin("Tasks", len(models))
         scores = {}
@@ -80,7 +80,7 @@ class TaskScorer:
         return scores
 
     def score(self, model: PreTrainedModel) -> list[Score]:
-        """What one model scores; it stays as it is."""
+        """Scores of one model, which is not changed."""
         from lm_eval import simple_evaluate  # noqa: PLC0415  # an extra
         from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
@@ -97,7 +97,7 @@ class TaskScorer:
                     torch_random_seed=self.seed,
                     fewshot_random_seed=self.seed,
                 )
-        except (OSError, ValueError, KeyError, TypeError) as error:  # data that are not there, files that are no tasks
+        except (OSError, ValueError, KeyError, TypeError) as error:  # missing data, invalid task files
             raise FulldepthError(f"lm-eval cannot run {', '.join(self.tasks)}: {error}") from error
         counts = output["n-samples"]
         return [score for task, results in output["results"].items() for score in _scores(task, results, counts)]
@@ -118,7 +118,7 @@ def _scores(task: str, results: dict[str, Any], samples: dict[str, Any]) -> Iter
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither bars nor remarks of the harness."""
+    """Silence progress bars and messages of the harness."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -34,7 +34,7 @@ NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
-"""Multiple of the error of rounding in half precision that an export may have, and the most that it may be."""
+"""Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Export:
     bytes: int
     """Size of the folder."""
     verified: bool
-    """Whether the program that the format is made for has loaded it and computed these logits."""
+    """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
 
 
@@ -68,12 +68,12 @@ def export(
     trust_remote_code: bool = False,
     shard_size: int | str = SHARD_SIZE,
 ) -> Export:
-    """Write a plan's model as a checkpoint, load it in a fresh process, compare logits, and only then name it.
+    """Write a plan's model as a checkpoint, and verify its logits in a fresh process.
 
     The folder is written under a temporary name, and renamed to `output` after the check. It contains the tokenizer,
     the generation settings, and `fulldepth_skip.json` with the plan. Weights are changed and written file by file:
-    beside the model at most `shard_size` bytes are held, or one layer's weights while the folding is measured. A model
-    that is loaded here is dropped before the fresh process starts.
+    in addition to the model, at most `shard_size` bytes are in memory, or one layer's weights while the folding is
+    measured. A model that is loaded here is freed before the fresh process starts.
 
     Args:
         plan: the plan, or its file.
@@ -81,14 +81,14 @@ def export(
         format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
             code), `decilm` (without them, in the layout of vLLM and llama.cpp), or `layer` (without whole layers).
         output: folder to create.
-        tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used: named in the plan,
-            or beside the checkpoint, or beside the one that the plan names.
+        tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used: the one named in
+            the plan, saved with the checkpoint, or saved with the checkpoint that the plan names.
         dtype: precision to load the model in; None = that of the search.
         device: device to load the model on; None = the first accelerator, else the CPU. A loaded model is not moved.
         device_map: `auto` or a map of modules, for models larger than one device; the fresh process uses `auto` then.
         revision: branch, tag or commit of a Hub model and its tokenizer.
         trust_remote_code: run code that the checkpoint or its tokenizer carries.
-        shard_size: most bytes of one file of weights, also as text such as `2GB`.
+        shard_size: largest size of a weight file in bytes, or text such as `2GB`.
 
     Raises:
         FulldepthError: if `output` exists, the plan is for another model, has scalars per channel, or is of a
@@ -116,7 +116,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Written:
-    """A checkpoint on disk, and the logits that fresh processes have to compute from it."""
+    """A checkpoint on disk, and the logits expected from it."""
 
     folder: Path
     ids: Tensor
@@ -126,7 +126,7 @@ class _Written:
     tolerance: float
     """Largest error of a logit, relative to the largest logit."""
     device_map: str | None
-    """`auto` if the fresh process spreads the model over devices and disk."""
+    """`auto` if the fresh process distributes the model over devices and disk."""
     notes: list[str]
 
     def error_by(self, reader: str) -> float:
@@ -156,7 +156,7 @@ def _write(
     shard_size: int,
     device_map: str | None,
 ) -> _Written:
-    """Write the checkpoint without its tokenizer; `stock` is of a stock class that computes what `anatomy` does."""
+    """Write the checkpoint without its tokenizer; `stock` is the equivalent of `anatomy` in a stock class."""
     folding = format.folding(stock, plan)
     ids = probes(anatomy)
     expected = scaled_logits(anatomy, plan, ids)
@@ -297,10 +297,10 @@ def save_tokenizer(
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         tokenizer.save_pretrained(folder)
         return []
-    for place in (tokenizer,) if tokenizer is not None else places:
-        name = find_tokenizer(place) or str(place) if isinstance(place, str | Path) and str(place) else ""
+    for source in (tokenizer,) if tokenizer is not None else places:
+        name = find_tokenizer(source) or str(source) if isinstance(source, str | Path) and str(source) else ""
         if name and find_gguf(name) is not None:
-            with suppress(FulldepthError):  # it may hold none
+            with suppress(FulldepthError):  # the GGUF file may hold none
                 load_tokenizer(name).save_pretrained(folder)
                 return []
         elif name and copy_tokenizer(name, folder, revision):

@@ -1,14 +1,14 @@
 """`fold`: the scalars of a plan, multiplied into the model's own weights.
 
-A pre-norm layer reads the residual stream only through norms, which do not see its scale. So the stream may be kept as
-`x / c`, with a running factor c that starts at 1:
+A pre-norm layer reads the residual stream only through norms, which are invariant to its scale. The folded model's
+stream is therefore `x / c`, with a running factor c that starts at 1:
 
     x' = b_att A + s_att x     c' = s_att c    A's last weights  *= b_att / c'
     y  = b_mlp M + s_mlp x'    c  = s_mlp c'   M's last weights  *= b_mlp / c
 
 A skipped branch has b = 0 and s = 1. Parallel residuals, `y = s_mlp (b_att A + s_att x) + b_mlp M`, have one factor:
-`c = s_mlp s_att c`, A's weights times `s_mlp b_att / c`, M's times `b_mlp / c`. The final norm takes the last c away.
-What is not exact is the norms' eps, which is added to `x^2 / c^2` now.
+`c = s_mlp s_att c`, A's weights times `s_mlp b_att / c`, M's times `b_mlp / c`. The final norm removes the last c.
+The only inexact term is the norms' eps, which is now added to `x^2 / c^2`.
 
 Source: SPEC section 4 ("Beyond the paper"), for Hopscotch (arXiv 2506.03303).
 """
@@ -43,7 +43,7 @@ from fulldepth.hf.surgery import skipping
 from fulldepth.skip.plan import PER_CHANNEL, Plan
 
 MOST = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.1}
-"""Largest relative logit error of a folded model. Rounding and eps stay far below; more means another model."""
+"""Largest relative logit error of a folded model; errors of rounding and eps are far smaller."""
 PROBES, PROBE_LENGTH = 4, 32
 """Number of sequences that logits are compared on, and the largest number of tokens in one."""
 
@@ -61,7 +61,7 @@ class Change:
         """The new value of one of the weights, in its own type.
 
         Raises:
-            FulldepthError: if the type cannot hold them.
+            FulldepthError: if a value overflows.
         """
         values = self.weights.multiplied(weight, self.factor)
         if not bool(torch.isfinite(values).all()):
@@ -79,7 +79,7 @@ class Folding:
     logit_error: float
     """Largest difference of a logit from the model with its scalars outside, relative to the largest logit."""
     stream_scale: tuple[float, ...]
-    """c where norms read the stream, kept as x / c: before attention and MLP of each layer, then at the end."""
+    """c where norms read the stream x / c: before attention and MLP of each layer, and at the end."""
     note: str
     """A sentence that states the error and its cause."""
     changes: Mapping[str, Change] = field(default_factory=dict, repr=False)
@@ -98,15 +98,15 @@ class Folding:
 def fold(model: PreTrainedModel, plan: Plan) -> Folding:
     """Multiply a plan's scalars into the model's own weights in place, and zero the skipped branches.
 
-    The error is measured before any weight changes. Then one weight after the other is replaced.
+    The error is measured before any weight changes.
 
     Args:
         model: the model that the plan was made for, as loaded.
-        plan: what is skipped, and the scalars.
+        plan: skipped blocks and scalars.
 
     Returns:
-        The measured error in logits, on a few sequences of random tokens: exact up to the norms' eps, which is added to
-        a stream of another scale. In float32 4e-6 to 4e-5 on trained models with scalars within 10 % of 1.
+        The folding with its logit error on a few sequences of random tokens: exact up to the norms' eps, which is
+        added to a stream of another scale. In float32 4e-6 to 4e-5 on trained models with scalars within 10 % of 1.
 
     Raises:
         FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of
@@ -130,12 +130,12 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
 def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Folding:
     """Compute the changes of a folding and measure their error; the model itself does not change.
 
-    A branch gets its new weights for the length of its forward pass, so that those of one branch are held at a time.
+    A branch has its new weights only during its forward pass, so that those of one branch are in memory at a time.
 
     Args:
-        anatomy: the model; the plan is not compared with its weights.
-        plan: what is skipped, and the scalars.
-        most: largest error in logits that is accepted; None: `MOST` of the model's precision.
+        anatomy: the model; whether the plan was made for it is not checked.
+        plan: skipped blocks and scalars.
+        most: largest accepted error in logits; None = `MOST` of the model's precision.
 
     Raises:
         FulldepthError: as `fold`, except for another model and for offloaded weights.
@@ -160,7 +160,7 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Foldi
 
 @contextmanager
 def folded(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Iterator[Folding]:
-    """Let the model compute with the folded weights inside `with`; arguments and errors as in `prepare`."""
+    """Use the folded weights inside `with`; arguments and errors as in `prepare`."""
     folding = prepare(anatomy, plan, most=most)
     with _in_use(folding.changes.values()):
         yield folding
@@ -191,7 +191,7 @@ def heals(plan: Plan) -> bool:
 
 
 def check_scalable(anatomy: Anatomy, *, per_channel: bool = False) -> None:
-    """Refuse a model whose stream cannot be kept at another scale, and factors per channel.
+    """Refuse a model whose stream cannot be rescaled, and factors per channel.
 
     Raises:
         FulldepthError: with the reason.
@@ -269,7 +269,7 @@ def _changes(anatomy: Anatomy, factors: Mapping[tuple[int, str], float], ids: Te
 
 @contextmanager
 def _in_use(changes: Iterable[Change]) -> Iterator[None]:
-    """Give branches their new weights for the length of each forward pass."""
+    """Give branches their new weights during each forward pass."""
     with ExitStack() as hooks, ExitStack() as swapped:
 
         def enter(change: Change, *_: Any) -> None:
@@ -343,14 +343,14 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
 
 
 def rounding_error(anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor) -> float:
-    """How far the healed model's logits move if the blocks' outputs are rounded otherwise, relative to the largest.
+    """Change of the healed model's logits under different rounding of the blocks' outputs, relative to the largest.
 
-    Two correct computations in half precision differ by as much. Every block's output is changed at random by at most
-    one unit of rounding; 0 for float32 and float64, whose rounding is far below every tolerance.
+    It estimates the difference between two correct computations in half precision: every block's output is multiplied
+    by random factors within 1 +- eps. 0 for float32 and float64, whose rounding is far below every tolerance.
 
     Args:
         anatomy: of the model.
-        plan: what is skipped.
+        plan: skipped blocks and scalars.
         ids: `[B, T]` tokens.
         expected: `[B, T, V]`, from `scaled_logits`.
     """

@@ -42,7 +42,7 @@ def folder_to_be(target: Path) -> Iterator[Path]:
         reason = getattr(error, "strerror", None) or str(error)
         raise FulldepthError(f"Cannot write the export to {target}: {reason}.") from error
     finally:
-        with suppress(OSError):  # until the first that is not empty
+        with suppress(OSError):  # ends at the first folder that is not empty
             for parent in new:
                 parent.rmdir()
 

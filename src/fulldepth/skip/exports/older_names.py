@@ -1,7 +1,7 @@
 """Adds the names of transformers 4, which many servers still run, to a checkpoint's files.
 
-transformers 5 writes rotary positions as `rope_parameters` alone. Earlier versions look for `rope_theta`,
-`rope_scaling` and similar entries; where these are missing they use defaults without a message, which is another
+transformers 5 writes rotary positions as `rope_parameters` alone. Earlier versions read `rope_theta`,
+`rope_scaling` and similar entries; where these are missing they use defaults without a message, and compute another
 model.
 """
 
@@ -89,6 +89,6 @@ def _tokenizer_file(source: str, name: str, revision: str | None) -> Path | None
         return path if path.is_file() else None
     try:
         cached = try_to_load_from_cache(source, name, revision=revision)
-    except ValueError:  # no name of a repository
+    except ValueError:  # not the name of a repository
         return None
     return Path(cached) if isinstance(cached, str) else None

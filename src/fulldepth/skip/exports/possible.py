@@ -41,7 +41,7 @@ class Outline:
 
 
 def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> Anatomy:
-    """Refuse a format that cannot hold a plan of this model, whatever its scalars.
+    """Refuse a format that cannot hold a plan of this model, regardless of its scalars.
 
     Returns:
         The anatomy of the stock model that the format is written from.
@@ -70,7 +70,7 @@ def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> An
 
 
 def check_scalars(anatomy: Anatomy, outline: Outline, format: Format) -> None:
-    """Refuse a format that cannot hold scalars of this model, whatever their values.
+    """Refuse a format that cannot hold scalars of this model, regardless of their values.
 
     Raises:
         FulldepthError: with the reason.
@@ -80,7 +80,7 @@ def check_scalars(anatomy: Anatomy, outline: Outline, format: Format) -> None:
 
 
 def possible_formats(model: PreTrainedModel, outline: Outline) -> tuple[list[str], dict[str, str]]:
-    """The formats that can hold a plan, and for the others of its granularity the reason why not.
+    """The formats that can hold a plan, and the reason for every other format of its granularity.
 
     Reasons that depend on the scalars' values (a factor of the stream at 0 or below) are known only after the fit.
     """

@@ -1,4 +1,4 @@
-"""Successive elimination: candidates are scored on more and more of the data, and leave once they are surely worse.
+"""Successive elimination: candidates are scored on more and more of the data, and dropped once significantly worse.
 
 Two candidates are compared by their differences on the same sequences. Sequences of one document are correlated, so
 they are summed: with sums of losses `a_g, b_g` over the `n_g` tokens seen of document g, out of G documents seen,
@@ -7,9 +7,9 @@ they are summed: with sums of losses `a_g, b_g` over the `n_g` tokens seen of do
 
 is the ratio estimator of the difference of their mean losses, with its error as an estimate for any such data, robust
 to correlation within documents (Cochran 1977, sections 6.4 and 9A; Liang and Zeger 1986). As an estimate for all N
-held-out sequences, of which m were seen, the error is taken times `sqrt(1 - m / N)`: chunks are random parts of the
-sequences, so it ends at 0 with the data. There it errs on the safe side if sequences of one document are alike, since
-single sequences are drawn.
+held-out sequences, of which m were seen, the error is multiplied by `sqrt(1 - m / N)`, which is 0 once all were seen:
+chunks are random parts of the sequences. This error is conservative if sequences of one document are correlated,
+because single sequences are drawn.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fulldepth.skip.selection.loss_cache import Chunk, LossCache, Refit
 
 BUDGET = "budget"
 LEAST = 8
-"""Documents before the first candidate may leave, or all if there are fewer."""
+"""Fewest documents before a candidate may be dropped; all documents if there are fewer."""
 
 
 class Difference(NamedTuple):
-    """By how much one candidate is worse than another."""
+    """Difference of the mean losses of two candidates."""
 
     mean: float
     """In nats per token."""
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     """Standard error as an estimate for any such data."""
     sequences: int
     documents: int
-    """Documents that these sequences are from."""
+    """Number of documents of these sequences."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,23 @@ class Round:
     pick: int
     """1-based layer."""
     decided_by: str
-    """`bounds`: the others were surely worse; `data`: the best of those compared on all data; `budget`: the best so far
+    """`bounds`: all others were significantly worse; `data`: the best of those compared on all data; `budget`: the best
     when the budget of the round was spent."""
     sure: bool
-    """Whether other data of the same kind would lead to the same pick, at the confidence asked for; never if the budget
-    decided."""
+    """Whether other data of the same kind would lead to the same pick, at the confidence of the search; False if the
+    budget decided."""
     closest: int | None
-    """The candidate that came closest, in standard errors; None if there was no other."""
+    """The second-best candidate, in standard errors; None if there was no other."""
     margin: float | None
-    """By how much that one is worse, in nats per token, on the sequences on which both were scored."""
+    """Loss of `closest` minus that of the pick, in nats per token, on the sequences on which both were scored."""
     standard_error: float | None
     """Of the margin, as an estimate for any such data."""
     sequences: int
-    """Those sequences."""
+    """Number of these sequences."""
     scored: int
-    """Held-out sequences on which the pick was scored when the round ended."""
+    """Number of held-out sequences on which the pick was scored when the round ended."""
     heldout: int
-    """All held-out sequences."""
+    """Number of held-out sequences."""
 
     @property
     def stopped(self) -> str | None:
@@ -79,7 +79,7 @@ class Round:
 
 
 def difference(loss_cache: LossCache, worse: Variant, better: Variant) -> Difference:
-    """How two variants compare on the chunks on which both are known."""
+    """Loss of `worse` minus that of `better` on the chunks on which both are known."""
     shared = set(loss_cache.known_chunks(better))
     chunks = [chunk for chunk in loss_cache.known_chunks(worse) if chunk in shared]
     gap = loss_cache.rows(worse, chunks) - loss_cache.rows(better, chunks)
@@ -87,13 +87,13 @@ def difference(loss_cache: LossCache, worse: Variant, better: Variant) -> Differ
 
 
 def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, population: int) -> Difference:
-    """The estimator above.
+    """The ratio estimator of this module's docstring.
 
     Args:
         gap: `[m]` differences of the summed losses of each sequence, in nats.
         tokens: `[m]` tokens that count.
-        documents: `[m]` the document of each sequence, as any integer.
-        population: N, all held-out sequences.
+        documents: `[m]` integer label of each sequence's document.
+        population: N, the number of held-out sequences.
     """
     count, total = len(gap), float(tokens.sum())
     rate = float(gap.sum()) / total if total else 0.0
@@ -112,8 +112,8 @@ def is_worse(gap: Difference, risk: float, population: int, *, any_data: bool = 
     Args:
         gap: the difference to the better candidate.
         risk: the error probability.
-        population: all held-out sequences.
-        any_data: ask for any such data, rather than for all held-out sequences.
+        population: number of held-out sequences.
+        any_data: test for any data of this kind, not only for all held-out sequences.
     """
     if not any_data and gap.sequences == population:
         return gap.mean > 0
@@ -124,7 +124,7 @@ def is_worse(gap: Difference, risk: float, population: int, *, any_data: bool = 
 
 
 def best(loss_cache: LossCache, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
-    """The variant of the lowest loss on some chunks; of equals the one whose layers come first."""
+    """The variant of the lowest loss on some chunks; ties go to the one whose layers come first."""
     return min(variants, key=lambda variant: (loss_cache.total(variant, chunks), sorted(variant)))
 
 
@@ -136,7 +136,7 @@ def judge(
     confidence: float,
     chunks: int | None = None,
 ) -> Round:
-    """Describe the round after some picks, and its winner, which was decided after `chunks` chunks (None = all)."""
+    """The record of the round after some picks, decided after `chunks` chunks (None = all)."""
     (pick,) = winner.difference(picks)
     scored, population = sum(map(len, loss_cache.tokens[:chunks])), loss_cache.sequences
     losers = [variant for variant in loss_cache.candidates(picks) if variant != winner]
@@ -159,17 +159,17 @@ def _errors(gap: Difference) -> float:
 def eliminate(
     loss_cache: LossCache, blocks: int, *, confidence: float = 0.95, budget: float | None = None
 ) -> tuple[list[int], list[Round]]:
-    """Remove blocks one by one, each time the one that costs least with those before it removed.
+    """Remove blocks one by one, each time the one that costs least given those removed before.
 
-    A round scores all candidates on the first chunk, those that are left on the next, and so on. A candidate leaves
+    A round scores all candidates on the first chunk, the remaining ones on the next, and so on. A candidate is dropped
     when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x chunks)`.
 
     Args:
-        loss_cache: what scores; its criterion decides.
+        loss_cache: computes losses of its criterion.
         blocks: k.
-        confidence: that no round loses its best candidate, for each round.
-        budget: FLOPs for everything, the losses of the plan on all data included; None = no bound. A round that has
-            spent its share ends with the best so far, which the watcher is told.
+        confidence: probability that a round keeps its best candidate.
+        budget: FLOPs of the whole search, including the losses of the plan on all data; None = no bound. A round that
+            has spent its share ends with the best candidate so far, and a message to the watcher.
 
     Returns:
         Layers in the order of removal, and how each was chosen.
@@ -190,19 +190,19 @@ def eliminate(
 
 
 def chain(picks: Sequence[int]) -> list[Variant]:
-    """The model as it is, and after each removal: the variants whose losses a plan holds."""
+    """The unmodified model and the model after each removal: the variants whose losses a plan holds."""
     return [Variant(picks[:number]) for number in range(len(picks) + 1)]
 
 
 def along(loss_cache: LossCache, picks: Sequence[int]) -> list[Variant]:
-    """What is run along with the round after some picks: the plan needs it, and most of it is run anyway."""
+    """Variants run together with the round after some picks: the plan needs them, and they share most of the work."""
     return [] if loss_cache.criterion == SCALED else chain(picks)
 
 
 def _round(
     loss_cache: LossCache, picks: Sequence[int], confidence: float, later: int, limit: float
 ) -> tuple[Variant, str, int]:
-    """The winner of the round after some picks, what decided, and after how many chunks."""
+    """The winner of the round after some picks, `Round.decided_by`, and the number of chunks scored."""
     variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
     chunks = range(len(loss_cache.chunks))
     risk = (1 - confidence) / len(variants) / len(chunks)
@@ -224,15 +224,15 @@ def _round(
 
 
 def _limit(loss_cache: LossCache, picks: Sequence[int], later: int, budget: float) -> float:
-    """What may have been committed by the end of this round: a share of what is free, by the number of candidates."""
+    """Bound of `_committed` at the end of this round: its share of the free budget, by the number of candidates."""
     needed = _committed(loss_cache, chain(picks), 0, later + 1)
     counts = [len(loss_cache.costs.able) - len(picks) - number for number in range(later + 1)]
-    share = min(1.0, 2 * counts[0] / sum(counts))  # most rounds need less than theirs
+    share = min(1.0, 2 * counts[0] / sum(counts))  # most rounds need less than their share
     return needed + max(0.0, budget - needed) * share
 
 
 def _committed(loss_cache: LossCache, variants: Sequence[Variant], since: int, later: int) -> float:
-    """What is spent, and will be at least: losses of these variants from a chunk on, and so many more rounds."""
+    """FLOPs spent, plus the least still needed: losses of variants from chunk `since` on, and `later` more rounds."""
     chunks, kind = range(since, len(loss_cache.chunks)), loss_cache.unhealed
     losses = sum(loss_cache.price(variants, chunk, kind) for chunk in chunks)
     each = round_flops(loss_cache.costs, loss_cache.chunks, loss_cache.criterion, loss_cache.refit)
@@ -240,12 +240,12 @@ def _committed(loss_cache: LossCache, variants: Sequence[Variant], since: int, l
 
 
 def round_flops(costs: Costs, chunks: Sequence[Chunk], criterion: str, refit: Refit | None = None) -> float:
-    """What a round costs at least: its candidates on the first chunk, and the loss of its winner on all data."""
+    """Lower bound of a round's FLOPs: its candidates on the first chunk, and the loss of its winner on all data."""
     first = sum(costs.shared([BASE, *costs.candidates(())], batch.shape) for batch in chunks[0])
     fits = refit.flops * len(costs.able) if refit else 0.0
     return first + fits + whole_flops(costs, chunks) * (2 if criterion == DIVERGENCE else 1)
 
 
 def whole_flops(costs: Costs, chunks: Sequence[Chunk]) -> float:
-    """A pass of the model as it is over all data."""
+    """FLOPs of a pass of the unmodified model over all data."""
     return sum(costs.whole(BASE, batch.shape) for chunk in chunks for batch in chunk)

@@ -1,4 +1,4 @@
-"""What a search will cost at most, told before it starts."""
+"""Upper bounds of the cost of a search, computed before it starts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from fulldepth.skip.selection.problem import SearchProblem
 
 @dataclass(frozen=True)
 class Estimate:
-    """Upper bounds of a search and its fits. Greedy searches mostly end far below."""
+    """Upper bounds of the cost of a search and its fits. Greedy searches usually cost far less."""
 
     forwards: int
-    """Variants times batches, however much of a variant has to be computed."""
+    """Variants times batches; a partly shared variant counts fully."""
     flops: float
     """Of the search."""
     fit_flops: float
     """Of training the scalars, with all epochs."""
     plain_forwards: int
-    """The same of the loop that runs the model for every candidate of every round."""
+    """`forwards` of the loop that runs the model for every candidate of every round."""
     plain_flops: float
     seconds: float
-    """For all of it, at the pace of one timed batch."""
+    """Of search and fits, at the pace of one timed batch."""
     pace: float
     """FLOPs per second of that batch."""
 
     @property
     def sentence(self) -> str:
-        """For the person who waits."""
+        """The estimate as a message."""
         return (
             f"At most {self.forwards:,} forward passes of a batch and {self.flops:.3g} FLOPs to search "
             f"({self.flops / self.plain_flops:.0%} of the plain loop's {self.plain_flops:.3g}), {self.fit_flops:.3g} "
@@ -46,10 +46,10 @@ class Estimate:
 
 
 def estimate_search(problem: SearchProblem, process: Processes) -> Estimate:
-    """Bounds out of shapes, with the pace of a batch that is run; the same in all processes.
+    """Bounds computed from shapes, and the measured pace of a batch; equal in all processes.
 
     Args:
-        problem: what is searched.
+        problem: the search problem.
         process: this process.
     """
     costs, settings, batches = problem.scorer.costs, problem.settings, problem.batches
@@ -77,7 +77,7 @@ def estimate_search(problem: SearchProblem, process: Processes) -> Estimate:
 
 
 def _pace(scorer: Scorer, batch: Batch) -> float:
-    """FLOPs per second of a batch, the second time it is run."""
+    """FLOPs per second of a batch, measured in its second run."""
     for _ in range(2):
         start = time.perf_counter()
         scorer.sums(batch, [BASE])
@@ -86,11 +86,11 @@ def _pace(scorer: Scorer, batch: Batch) -> float:
 
 
 def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
-    """FLOPs of the loop that runs the model once for every candidate of every round, and once as it is.
+    """FLOPs of the loop that runs the model once for every candidate of every round, and once unmodified.
 
     Args:
         costs: of the model.
-        picks: layers in the order of their removal; what is skipped is not computed in the plain loop either.
+        picks: layers in the order of their removal; the plain loop does not compute skipped blocks either.
         shapes: of all batches.
     """
     variants = [BASE, *(v for number in range(len(picks)) for v in costs.candidates(picks[:number]))]
@@ -98,7 +98,7 @@ def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> 
 
 
 def plain_forwards(costs: Costs, rounds: int) -> int:
-    """Passes over the data in that loop: 1 + L + (L - 1) + ... ."""
+    """Passes over the data in the plain loop: 1 + L + (L - 1) + ... ."""
     return 1 + sum(len(costs.able) - number for number in range(rounds))
 
 
@@ -109,10 +109,10 @@ def budget_of(settings: SearchSettings, pace: float) -> float | None:
 
 
 def check_budget(problem: SearchProblem, expected: Estimate, budget: float | None) -> None:
-    """Refuse a search that cannot be made within its budget.
+    """Refuse a search that exceeds its budget.
 
     Raises:
-        FulldepthError: with what it needs.
+        FulldepthError: with the FLOPs that it needs.
     """
     needs, greedy = expected.flops, problem.settings.search == "greedy"
     if greedy:
@@ -130,7 +130,7 @@ def check_budget(problem: SearchProblem, expected: Estimate, budget: float | Non
 def _search(
     costs: Costs, shapes: Sequence[Shape], settings: SearchSettings, blocks: int, refit: Refit | None
 ) -> tuple[int, float]:
-    """Batches run and FLOPs at most, the plan's own losses included."""
+    """Upper bounds of forward passes and FLOPs, including the plan's losses."""
     whole = sum(costs.whole(BASE, shape) for shape in shapes)
     forwards, flops = (blocks + 1) * len(shapes), (blocks + 1) * whole
     if settings.search in ("random", "last", "given"):

@@ -1,13 +1,13 @@
 """The picks of the plain loop, at little more than half its cost.
 
-The plain loop runs the model once for every candidate of every round. Here, on each chunk of the data, whatever
-variants have in common from the first block on is computed once, within a round and across rounds: a candidate that
-lies below the blocks removed before differs from the same candidate of the round before only above the lowest of them.
-So later rounds are run along with the first, from the picks that the data so far make likely, where that should pay.
+The plain loop runs the model once for every candidate of every round. Here, on each chunk of the data, the leading
+blocks that variants share are computed once, within a round and across rounds: a candidate below the removed blocks
+differs from the same candidate of the previous round only above the lowest removed block. Later rounds are therefore
+run together with the first, starting from likely picks, where the expected saving exceeds the cost.
 
-Nothing is decided by such a guess. A round is settled when every candidate of the true picks before it was scored on
-all data, or has lost for certain on a part of them: losses are no less than 0, so a sum only grows, and one that
-exceeds the total of a rival cannot win. What a wrong guess has left out is made up for in another pass.
+Such guesses do not affect the result. A round is settled when every candidate after the true picks was scored on all
+data, or has certainly lost on a part of them: losses are non-negative, so a sum only grows, and one that exceeds the
+total of a rival cannot win. Candidates that a wrong guess has left out are scored in another pass.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fulldepth.skip.selection.elimination import Round, along, best, difference,
 from fulldepth.skip.selection.loss_cache import LossCache
 
 DRAWS = 400
-"""Courses of the search that are drawn, to tell how probable guesses are."""
+"""Number of simulated searches that estimate the probability of guesses."""
 ENOUGH = 4
-"""A round tells its own next pick once its candidates were scored on one in so many chunks."""
+"""A round's own losses are used in simulations once its candidates were scored on one in `ENOUGH` chunks."""
 
 
 def exact(loss_cache: LossCache, blocks: int, *, confidence: float = 0.95) -> tuple[list[int], list[Round]]:
-    """Remove blocks one by one, each time the one that costs least on all data with those before it removed.
+    """Remove blocks one by one, each time the one that costs least on all data given those removed before.
 
     Args:
-        loss_cache: what scores; its criterion decides.
+        loss_cache: computes losses of its criterion.
         blocks: k.
-        confidence: for what is said about other data.
+        confidence: for `Round.sure`.
 
     Returns:
         Layers in the order of removal, and how each was chosen.
@@ -50,7 +50,7 @@ def exact(loss_cache: LossCache, blocks: int, *, confidence: float = 0.95) -> tu
 
 
 def _run(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> None:
-    """One pass over the data for the rounds that are not settled."""
+    """Run one pass over the data for the rounds that are not settled."""
     passes = sum(len(loss_cache.candidates(picks)) - number for number in range(blocks - len(picks)))
     loss_cache.begin(f"Blocks {len(picks) + 1} to {blocks}", passes * loss_cache.num_batches)
     for chunk in range(len(loss_cache.chunks)):
@@ -61,10 +61,10 @@ def _run(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> None:
 
 
 def _starts(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> list[Variant]:
-    """The sets of picks from which rounds are run together: the true one, and guesses that are worth it.
+    """The sets of picks from which rounds are run together: the true one, and guesses that pay.
 
-    A guess is worth it if its round costs less as an addition to what is run anyway than by itself afterwards, times
-    the probability that the guess is right.
+    A guess pays if its round costs less in addition to the others than by itself afterwards, times the probability that
+    the guess is right.
     """
     starts, shape = [Variant(picks)], loss_cache.chunks[0][0].shape
     running = [*along(loss_cache, picks), *_possible(loss_cache, picks)]
@@ -80,10 +80,10 @@ def _starts(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> list[Va
 
 
 def _odds(loss_cache: LossCache, picks: Variant, blocks: int) -> dict[Variant, float]:
-    """Sets of picks that a later round may start from -> how probable that is by what is known so far.
+    """Set of picks that a later round may start from -> its probability given the known losses.
 
-    Courses of the search are drawn: in each round the layer goes whose drawn loss is lowest. Losses are drawn from what
-    is known of the round itself if that is enough, else they stay those of the round before.
+    The search is simulated `DRAWS` times: each round removes the layer of the lowest drawn loss. Losses are drawn from
+    the known losses of the round if there are enough of them, else those of the previous round are kept.
     """
     losses = np.full((loss_cache.costs.num_layers + 1, DRAWS), np.inf)
     courses = {picks: np.arange(DRAWS)}
@@ -108,7 +108,7 @@ def _odds(loss_cache: LossCache, picks: Variant, blocks: int) -> dict[Variant, f
 def _draw(loss_cache: LossCache, start: Variant, least: int) -> dict[int, np.ndarray]:
     """Layer -> [DRAWS] mean losses on all data when it is removed next, up to a constant, as independent normals.
 
-    Nothing if some candidates of the round are known on fewer than `least` chunks.
+    Empty if a candidate of the round is known on fewer than `least` chunks.
     """
     variants = loss_cache.candidates(start)
     chunks = {variant: len(loss_cache.known_chunks(variant)) for variant in variants}
@@ -121,7 +121,7 @@ def _draw(loss_cache: LossCache, start: Variant, least: int) -> dict[int, np.nda
 
 
 def _possible(loss_cache: LossCache, picks: Collection[int]) -> list[Variant]:
-    """Candidates of a round whose sums so far do not exceed the total that the best of them will probably have."""
+    """Candidates of a round whose sums so far do not exceed the lowest extrapolated total."""
     variants, tokens = loss_cache.candidates(picks), loss_cache.counts(range(len(loss_cache.chunks))).sum()
     chunks = {v: loss_cache.known_chunks(v) for v in variants}
     sums = {v: loss_cache.total(v, chunks[v]) for v in variants}

@@ -1,4 +1,4 @@
-"""`fit_scales`: trains the scalars of a model with skipped parts, and nothing else."""
+"""`fit_scales`: trains the scalars of a model with skipped parts; weights are frozen."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ from fulldepth.skip.batches import make_batches
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How scalars are trained. Defaults: the paper's final fit."""
+    """Options of the training of scalars; the defaults are those of the paper's final fit."""
 
     learning_rate: float = 3e-3
     """Of Adam, constant."""
     epochs: int = 10
-    """Passes over the training examples at most."""
+    """Largest number of passes over the training examples."""
     batch_size: int = 32
     """Examples in an optimiser step."""
     micro_batch_size: int = 8
-    """Examples run at once; changes memory, no result beyond rounding."""
+    """Examples run at once; affects memory, and results only by rounding."""
     patience: int = 2
-    """Epochs without a better held-out loss before the end."""
+    """Epochs without a better held-out loss before training stops."""
     per_channel: bool = False
-    """A factor for each channel, rather than one a layer."""
+    """Whether there is a factor for each channel, rather than one per layer."""
     kl: bool = False
-    """Train towards the unmodified model's predictions rather than the data's tokens."""
+    """Whether the targets are the unmodified model's predictions rather than the data's tokens."""
     seed: int = 0
-    """Of the order of the examples."""
+    """Seed of the order of the examples."""
     checkpointing: bool | None = None
-    """Keep one state a block and run blocks again in the backward pass: half as much computing again, no result
-    beyond rounding. None: where more than 4 GiB would be kept, and where weights are offloaded."""
+    """Gradient checkpointing: keep one state per block, recompute blocks in the backward pass, at 1.5 times the cost.
+    None = if more than 4 GiB would be kept, or weights are offloaded."""
 
 
 @dataclass
 class FitResult:
-    """Scalars that were trained, and how it went."""
+    """Trained scalars, and the record of their training."""
 
     scalars: Scalars
-    """Those with the lowest held-out loss (with `kl`, divergence); untrained ones if no epoch was better."""
+    """Scalars with the lowest held-out loss (with `kl`, divergence); untrained ones if no epoch was better."""
     losses: list[float]
     """Mean held-out loss in nats before the first epoch and after each."""
     heldout_loss: float
-    """That of the scalars kept."""
+    """Of `scalars`."""
     epoch: int
-    """After which epoch they were kept; 0 = untrained."""
+    """Epoch after which `scalars` were taken; 0 = untrained."""
     train_losses: list[float] = field(default_factory=list)
-    """Mean of what was minimised, over each epoch, in nats."""
+    """Mean of the minimised loss over each epoch, in nats."""
     divergences: list[float] = field(default_factory=list)
     """With `kl`: mean held-out divergence from the unmodified model, as `losses`."""
     forwards: int = 0
-    """Batches run, training steps too."""
+    """Batches run, including training steps."""
     flops: float = 0.0
 
 
 def fit_options(settings: SearchSettings) -> FitOptions:
-    """Of the final fit."""
+    """Options of the final fit."""
     return replace(
         refit_options(settings),
         learning_rate=settings.learning_rate,
@@ -83,7 +83,7 @@ def fit_options(settings: SearchSettings) -> FitOptions:
 
 
 def refit_options(settings: SearchSettings) -> FitOptions:
-    """Of a candidate's fit under the criterion `scaled`: the public code's one epoch with a higher rate."""
+    """Options of a candidate's fit under the criterion `scaled`: one epoch, higher rate, as in the public code."""
     return FitOptions(
         learning_rate=1e-2,
         epochs=1,
@@ -106,23 +106,23 @@ def fit_scales(
 ) -> FitResult:
     r"""Train the scalars of a model with skipped parts: `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'`.
 
-    Adam on float32 scalars, whatever the model's dtype; every weight stays as it is, dropout is off. The loss of a step
+    Adam on float32 scalars, regardless of the model's dtype; weights are frozen, dropout is off. The loss of a step
     is the mean over the labelled tokens of its batch. After every epoch the held-out loss is measured; the best scalars
-    are kept, the untrained ones among them.
+    are kept, including the untrained ones.
 
     Args:
-        model: a decoder, plain; it is healed on leaving.
-        blocks: 1-based layers to skip; none = the control "scalars only".
-        train: what to train on.
-        heldout: what to stop by.
-        granularity: what a skipped layer lacks, `attention`, `mlp` or `layer`.
-        watcher: told after every step.
+        model: an unmodified decoder; it is restored on leaving.
+        blocks: 1-based layers to skip; empty = the control "scalars only".
+        train: examples to train on.
+        heldout: examples for early stopping.
+        granularity: skipped part of a layer: `attention`, `mlp` or `layer`.
+        watcher: receives progress after every step.
         **options: fields of `FitOptions`: `learning_rate`, `epochs`, `batch_size`, `micro_batch_size`, `patience`,
             `per_channel`, `kl`, `seed`, `checkpointing`.
 
     Raises:
-        FulldepthError: for data without labels, layers that are not there, or a model that cannot skip.
-        TypeError: for an option that is none of these.
+        FulldepthError: for data without labels, layers that do not exist, or a model that cannot skip.
+        TypeError: for an unknown option.
 
     Source: Hopscotch (arXiv 2506.03303), with held-out data and float32 scalars, which its public code lacks.
     """
@@ -138,7 +138,7 @@ def fit_scales(
 
 
 def check_fit(options: FitOptions, train: Sequence[Example]) -> None:
-    """Refuse options and data that nothing can be fitted with."""
+    """Refuse options out of range, and data without labels."""
     if not any(example.predicted for example in train):
         raise FulldepthError("There are no examples to fit scalars on: no token counts.")
     for name in ("epochs", "batch_size", "micro_batch_size", "patience"):
@@ -156,7 +156,7 @@ def fit(
     options: FitOptions,
     watcher: Watcher | None = None,
 ) -> FitResult:
-    """`fit_scales` for a model that is ready; without held-out batches every epoch is run and the last kept."""
+    """`fit_scales` for a prepared model; without held-out batches every epoch runs, and the last scalars are kept."""
     watcher = watcher or Watcher()
     steps = -(-len(train) // options.batch_size)
     watcher.begin("Fitting scalars", options.epochs * steps)
@@ -180,7 +180,7 @@ def fit(
 
 
 class _Run:
-    """Scalars that are being trained, and what came of it so far."""
+    """Scalars in training, with the record so far."""
 
     def __init__(self, scorer: Scorer, variant: Variant, options: FitOptions, watcher: Watcher) -> None:
         self.scorer, self.variant, self.options, self.watcher = scorer, variant, options, watcher
@@ -192,7 +192,7 @@ class _Run:
         self.optimiser = torch.optim.Adam(trained, lr=options.learning_rate) if trained else None
 
     def train(self, examples: Sequence[Example], epoch: int) -> None:
-        """One epoch."""
+        """Train for one epoch."""
         assert self.optimiser is not None
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + epoch)
         order = torch.randperm(len(examples), generator=generator)
@@ -210,7 +210,7 @@ class _Run:
         self.result.train_losses.append(loss / tokens)
 
     def _backward(self, batch: Batch, counted: int) -> float:
-        """Add the gradients of a batch's share of a step's mean loss; its summed loss."""
+        """Add the gradients of a batch's share of a step's mean loss; returns the batch's summed loss."""
         with torch.no_grad():
             base = self.scorer.states(batch, BASE) if self.options.kl else None
         with torch.enable_grad():
@@ -222,7 +222,7 @@ class _Run:
         return float(total.detach())
 
     def measure(self, heldout: Sequence[Batch]) -> None:
-        """Append the held-out losses of the scalars as they are."""
+        """Append the held-out losses of the current scalars."""
         if not heldout:
             return
         kl, costs, result = self.options.kl, self.scorer.costs, self.result
@@ -242,7 +242,7 @@ class _Run:
 
 
 def epoch_flops(costs: Costs, variant: Variant, train: Sequence[Example], options: FitOptions) -> tuple[int, float]:
-    """Batches and FLOPs of one epoch, as near as they can be told without the order of the examples."""
+    """Batches and FLOPs of one epoch; approximate, because the order of the examples is not known."""
     shapes = [batch.shape for batch in make_batches(train, options.micro_batch_size)]
     forwards = len(shapes) * (1 + options.kl)
     return forwards, sum(_step_flops(costs, variant, shape, options) for shape in shapes)

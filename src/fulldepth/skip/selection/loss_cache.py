@@ -1,7 +1,7 @@
 """Cache of held-out losses, keyed by (variant, data chunk). Shared across processes and saved to disk.
 
-A search decides by nothing else, so an interrupted search comes to the same end: it runs again from the start, and
-reads every loss that was computed before.
+A search depends on nothing else, so a resumed search gives the same result: it runs again from the start and reads
+every loss that was computed before.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Chunk = Sequence[Batch]
 
 @dataclass(frozen=True)
 class Refit:
-    """How the scalars of a candidate are fitted (criterion `scaled`), and what a fit costs."""
+    """The fit of a candidate's scalars (criterion `scaled`), and its cost."""
 
     fit: Callable[[Variant], dict[str, Any]]
-    """Gives a `RefitResult`."""
+    """Returns the entries of a `RefitResult`."""
     forwards: int
     flops: float
 
 
 class RefitResult(Settings):
-    """What a fit of a candidate gives, as plain values."""
+    """Result of a candidate's fit, as plain values."""
 
     scalars: Factors
 
@@ -52,21 +52,21 @@ Sums = dict[str, dict[Variant, dict[int, list[float]]]]
 
 
 class LossCache:
-    """Losses of variants on chunks of the data, and what computing them has cost.
+    """Losses of variants on chunks of the data, and the cost of computing them.
 
     Args:
         scorer: runs variants.
-        chunks: the held-out data in parts, each a random sample of it.
+        chunks: parts of the held-out data, each a random sample of it.
         process: this process.
-        criterion: the kind of loss that is meant where none is named: `loss`, `kl` or `scaled`.
-        path: the progress file; None keeps nothing.
-        fingerprint: what the progress belongs to (model, data, settings).
-        resume: go on with the file, if there is one.
-        watcher: told after each variant and batch.
+        criterion: the default kind of loss: `loss`, `kl` or `scaled`.
+        path: the progress file; None = not saved.
+        fingerprint: model, data and settings that the progress belongs to.
+        resume: continue from the file, if there is one.
+        watcher: receives progress after each variant and batch.
         refit: for the criterion `scaled`.
 
     Raises:
-        FulldepthError: if the file belongs to something else, cannot be read, or is there and `resume` is not set.
+        FulldepthError: if the file belongs to another search, cannot be read, or exists and `resume` is not set.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class LossCache:
         self.spent = dict.fromkeys(SPENT, 0.0)
         self._sums: Sums = {}
         self._stored: Sums = {}
-        """What the progress file holds; a step that was made before takes from it what it gave, and no more."""
+        """Losses in the progress file; a step that ran before the restart takes its own results from here."""
         self._tasks: dict[str, Any] = {}
         self._stored_tasks: dict[str, Any] = {}
         self._fitted: set[str] = set()
         self._log: list[list[float]] = []
-        """Spent by the end of each step."""
+        """`SPENT` by the end of each step."""
         self._steps = 0
         self._open = 0
         stored = process.agree(self._read(resume) if process.is_main else None)
@@ -113,7 +113,7 @@ class LossCache:
 
     @property
     def unhealed(self) -> str:
-        """The kind that the plan's own losses are computed with: scalars belong to candidates only."""
+        """The kind of the losses in the plan, which are without scalars."""
         return LOSS if self.criterion == SCALED else self.criterion
 
     def candidates(self, picks: Collection[int]) -> list[Variant]:
@@ -121,7 +121,7 @@ class LossCache:
         return self.costs.candidates(picks)
 
     def missing(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> list[Variant]:
-        """Those of the variants whose losses on a chunk are not known, in a fixed order."""
+        """The variants whose losses on a chunk are not known, in a fixed order."""
         return sorted((v for v in set(variants) if chunk not in self._chunks(v, kind)), key=sorted)
 
     def known_chunks(self, variant: Variant) -> list[int]:
@@ -146,12 +146,12 @@ class LossCache:
         return float(self.rows(variant, chunks, kind).sum())
 
     def mean(self, variant: Variant, kind: str | None = None) -> float:
-        """Mean over all tokens that count, in nats; the variant must be known on all chunks."""
+        """Mean over all tokens that count, in nats; the losses must be known on all chunks."""
         chunks = range(len(self.chunks))
         return self.total(variant, chunks, kind) / float(self.counts(chunks).sum())
 
     def price(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> float:
-        """FLOPs of what is missing of the variants on a chunk, as one process makes it."""
+        """FLOPs of the missing losses of the variants on a chunk, in one process."""
         kind = kind or self.criterion
         missing = self.missing(variants, chunk, kind)
         shapes = [batch.shape for batch in self.chunks[chunk]]
@@ -163,7 +163,7 @@ class LossCache:
         return sum(self.costs.shared(missing, shape) for shape in shapes)
 
     def need(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> None:
-        """Have the losses of these variants on a chunk, in one pass over what is missing."""
+        """Compute the missing losses of these variants on a chunk, in one pass."""
         kind = kind or self.criterion
         missing = self.missing(variants, chunk, kind)
         if kind == SCALED:
@@ -175,11 +175,11 @@ class LossCache:
             for variant in missing:
                 sums = self._stored.get(name, {}).get(variant, {}).get(chunk)
                 if sums is None:
-                    raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is not there")
+                    raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is missing")
                 self._set(name, variant, chunk, sums)
 
     def need_everywhere(self, title: str, variants: Collection[Variant], kind: str | None = None) -> None:
-        """Have the losses of these variants on all chunks, as a piece of the search of its own."""
+        """Compute the missing losses of these variants on all chunks, as a step with its own progress bar."""
         self.begin(title, len(variants) * self.num_batches)
         for chunk in range(len(self.chunks)):
             self.need(variants, chunk, kind)
@@ -188,12 +188,12 @@ class LossCache:
     def task(
         self, work: Mapping[str, Callable[[], Any]], cost: Callable[[Any], tuple[float, float]], kind: Any
     ) -> list[Any]:
-        """What pieces of other work give, each done once by one process.
+        """Results of other tasks, each run once by one process.
 
         Args:
-            work: name -> what gives its result, in plain values.
-            cost: forwards and FLOPs of a piece, out of its result.
-            kind: type of a result, as pydantic understands it; what the progress file holds must be of it.
+            work: name -> function that returns the result as plain values.
+            cost: result of a task -> its forwards and FLOPs.
+            kind: pydantic type of a result, which stored results are checked against.
         """
         names = list(work)
         for start in range(0, len(names), self.process.world):
@@ -201,18 +201,18 @@ class LossCache:
             if not self._step(partial(self._do, group, work), partial(self._cost_of, group, cost)):
                 for name in group:
                     if name not in self._stored_tasks:
-                        raise damaged(self.path, f"tasks: {name} is not there")
+                        raise damaged(self.path, f"tasks: {name} is missing")
                     self._tasks[name] = check_task(self.path, name, self._stored_tasks[name], kind)
         return [self._tasks[name] for name in names]
 
     def begin(self, title: str, total: int) -> None:
-        """A piece of the search of at most `total` passes over a batch starts."""
+        """Start a step of the search of at most `total` passes over a batch."""
         self.finish()
         self._open = total
         self.watcher.begin(title, total)
 
     def finish(self) -> None:
-        """What was begun is over, often with less than was thought."""
+        """End the current step; passes that were not needed count as done."""
         self._advance(self._open)
 
     def _advance(self, count: int) -> None:
@@ -221,7 +221,7 @@ class LossCache:
             self.watcher.advance(count)
 
     def _chunks(self, variant: Variant, kind: str | None = None) -> dict[int, list[float]]:
-        """Chunk -> summed losses of a variant, as far as they are known."""
+        """Chunk -> known summed losses of a variant."""
         return self._sums.get(kind or self.criterion, {}).get(variant, {})
 
     def _set(self, kind: str, variant: Variant, chunk: int, sums: list[float]) -> None:
@@ -232,7 +232,7 @@ class LossCache:
         return sum(forwards for forwards, _ in costs), sum(flops for _, flops in costs)
 
     def _step(self, work: Callable[[], None], cost: Callable[[], tuple[float, float]]) -> bool:
-        """One step of the search; False if it was made before a restart, and its cost is known."""
+        """Run one step of the search; False if it ran before a restart, so that its cost is known."""
         new = self._steps == len(self._log)
         if new:
             start = time.perf_counter()
@@ -245,7 +245,7 @@ class LossCache:
         return new
 
     def _refit(self, variants: Sequence[Variant]) -> None:
-        """Have the scalars of these variants fitted."""
+        """Fit the scalars of these variants, unless that was done before."""
         unfitted = [variant for variant in variants if _name(variant) not in self._fitted]
         self._fitted.update(map(_name, unfitted))
         refit = self.refit
@@ -256,7 +256,7 @@ class LossCache:
             self.task(work, lambda _: (refit.forwards, refit.flops), RefitResult)
 
     def _evaluate(self, kind: str, variants: Sequence[Variant], chunk: int) -> None:
-        """Score slices of (batch, variant), so that prefixes stay shared, and gather what all processes computed."""
+        """Score this process's share of (batch, variant) pairs, in order so that prefixes stay shared; gather all."""
         numbers = range(len(self.chunks[chunk]))
         units = [(number, variant) for number in numbers for variant in variants]
         bounds = [round(len(units) * rank / self.process.world) for rank in range(self.process.world + 1)]
@@ -325,7 +325,7 @@ class LossCache:
             return str(error)
 
     def _load(self, stored: StoredProgress) -> None:
-        """Take over what is stored, if it is about these chunks and layers."""
+        """Take over stored progress, after a check against chunks and layers."""
         self._log, self._stored_tasks = [list(spent) for spent in stored.log], dict(stored.tasks)
         depth = self.costs.num_layers
         for kind, by_variant in stored.sums.items():

@@ -1,4 +1,4 @@
-"""What a search works on: a model that can be scored, and its data in chunks, checked against each other."""
+"""`SearchProblem`: a model that can be scored, and its data in chunks, checked against each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-import fulldepth.architectures  # noqa: F401  # tells transformers of this package's own models
+import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
@@ -49,12 +49,12 @@ class SearchProblem:
 
     @property
     def noted_settings(self) -> dict[str, Any]:
-        """The settings that a plan notes: all but those of the place where it was searched."""
+        """The settings that a plan records: all but those of the machine (`PLACES`)."""
         return self.settings.model_dump(exclude=PLACES)
 
 
 def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes) -> Checkpoint:
-    """The model as passed in, or loaded as the settings of a search say.
+    """The model as passed in, or loaded by the settings of a search.
 
     Raises:
         FulldepthError: as `load_checkpoint`; for a device and a device map at once.
@@ -72,7 +72,7 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
 
 
 def tokenizer_of(checkpoint: Checkpoint, settings: ReadingSettings, tokenizer: Any = None) -> Any:
-    """The tokenizer as passed in, or as the settings say; without a name the checkpoint's own.
+    """The tokenizer as passed in, or the one that the settings name, or the checkpoint's own.
 
     Raises:
         FulldepthError: if there is none.
@@ -96,16 +96,16 @@ def prepared(
     heldout: Any,
     hashed: str | None = None,
 ) -> Iterator[SearchProblem]:
-    """Model and data, checked against each other: read, hashed and proven here and nowhere else.
+    """Load model and data, hash and verify them, and check them against each other.
 
     Args:
-        model: as for `search`; healed on leaving.
+        model: as for `search`; restored on leaving.
         data: as for `search`.
         settings: of the search.
         process: the processes that share it.
         tokenizer: as for `search`.
         heldout: as for `search`.
-        hashed: `model_hash` of the model, where the caller has computed it.
+        hashed: `model_hash` of the model, if the caller has computed it.
 
     Raises:
         FulldepthError: as `search`.
@@ -137,11 +137,11 @@ def read_data(
     """The examples of a search, a curve or a benchmark.
 
     Args:
-        checkpoint: the model, whose tokenizer is taken where none is named.
+        checkpoint: the model; its tokenizer is the default.
         anatomy: of that model.
         data: as for `read_examples`; `Examples` are returned as they are.
-        settings: how to read.
-        tokenizer: a tokenizer, its folder or Hub name; None = as the settings say.
+        settings: of reading.
+        tokenizer: a tokenizer, its folder or Hub name; None = that of the settings.
         heldout: as for `read_examples`.
 
     Raises:
@@ -162,7 +162,7 @@ def read_data(
 
 
 def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
-    """The held-out examples in chunks of batches, each chunk a random part, as equal as can be.
+    """The held-out examples in chunks of batches; chunks are random parts of nearly equal size.
 
     Raises:
         FulldepthError: if there are none.
@@ -176,7 +176,7 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
 
 
 def _check_blocks(settings: SearchSettings, depth: int) -> None:
-    """Refuse numbers that cannot be, before anything is read."""
+    """Refuse an impossible number of blocks before data are read."""
     if (settings.given is None) != (settings.search != "given"):
         raise FulldepthError(
             f"The search is {settings.search!r}, and given layers are {settings.given}; use both `search: given` and "
@@ -192,7 +192,7 @@ def _check_blocks(settings: SearchSettings, depth: int) -> None:
 
 
 def _check_able(settings: SearchSettings, scorer: Scorer) -> int:
-    """k, checked against the layers that have what is to be removed."""
+    """k, checked against the layers that have the part to be removed."""
     able = scorer.costs.able
     if settings.given is not None:
         return len(check_given(settings.given, able, scorer.costs.num_layers))

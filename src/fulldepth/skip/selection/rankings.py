@@ -20,7 +20,7 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.skip.selection.loss_cache import Chunk, LossCache
 
 STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
-"""Granularity -> the sites of what a part adds to, and of what it adds."""
+"""Granularity -> the sites of the stream that a branch is added to, and of the branch."""
 GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")}
 """Granularity -> the factors that switch it off at 0."""
 
@@ -38,8 +38,8 @@ def rank(
     - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
 
     Args:
-        loss_cache: what scores; its criterion is the loss of `one-shot`.
-        search: one of these.
+        loss_cache: computes losses; its criterion is the loss of `one-shot`.
+        search: one of the names above.
         blocks: k.
         seed: of `random`.
         given: layers of `given`.
@@ -64,7 +64,7 @@ def check_given(given: Sequence[int] | None, able: Sequence[int], depth: int) ->
     """The given layers.
 
     Raises:
-        FulldepthError: if there are none, some are twice, out of range, or lack the part.
+        FulldepthError: if there are none, or one is repeated, out of range, or lacks the part.
     """
     if not given:
         raise FulldepthError("The search `given` needs the layers to remove, such as given=[3, 7].")
@@ -78,7 +78,7 @@ def check_given(given: Sequence[int] | None, able: Sequence[int], depth: int) ->
 
 
 def _scores(loss_cache: LossCache, search: str, measure: Callable[[Scorer, Chunk], list[float]]) -> dict[int, float]:
-    """1-based layer -> the size of a sum over all chunks; chunks are shared between processes."""
+    """1-based layer -> absolute value of the sum over all chunks; processes share the chunks."""
     work = {
         f"{search} {number}": partial(measure, loss_cache.scorer, chunk)
         for number, chunk in enumerate(loss_cache.chunks)
@@ -96,7 +96,7 @@ def _scores(loss_cache: LossCache, search: str, measure: Callable[[Scorer, Chunk
 
 @torch.no_grad()
 def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """Of every layer: the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
+    """For every layer, the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
     scorer.plain()
     sites = STREAMS.get(scorer.granularity, ("residual",))
     totals = [0.0] * scorer.costs.num_layers
@@ -116,7 +116,7 @@ def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
 
 
 def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """Of every layer: the gradient of a chunk's summed loss with respect to a gate on the branch."""
+    """For every layer, the gradient of a chunk's summed loss with respect to a gate on the branch."""
     anatomy = scorer.anatomy
     gates = Scalars(anatomy.num_layers, (), scorer.granularity).to(scorer.device)
     factors = [

@@ -1,4 +1,4 @@
-"""The entries of `plan.json` out of a search."""
+"""The entries of `plan.json` from a search."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def document_of(
     """The entries of `plan.json`.
 
     Args:
-        problem: what was searched.
+        problem: the search problem.
         loss_cache: holds the losses of the plan.
         picks: layers in the order of their removal.
-        rounds: how each was chosen.
-        searched: what the search spent, without fits.
+        rounds: record of each choice.
+        searched: cost of the search, without fits.
         fits: of the scalars, and of the control; empty if none were fitted.
         responses: how the data's responses were generated.
     """

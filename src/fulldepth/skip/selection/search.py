@@ -1,4 +1,4 @@
-"""`search`: finds the blocks to remove, in what order and at what loss, and gives a `Plan`."""
+"""`search`: finds the blocks to remove, their order and the losses, and returns a `Plan`."""
 
 from __future__ import annotations
 
@@ -66,29 +66,29 @@ def search(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Plan:
-    """Find the blocks whose removal costs least on held-out data, then train scalars that heal it; torchrun shares it.
+    """Find the blocks whose removal costs least on held-out data, then train scalars; runs in parallel under torchrun.
 
     Args:
-        model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode, whole).
-        data: what `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`.
-        blocks: k, how many to remove; None = as many as are given.
-        tokenizer: needed with a loaded model, unless data are `Examples`; else the one saved with the checkpoint.
-        heldout: the same kinds of data, to score with; None = a seeded fifth.
+        model: checkpoint folder, Hub name, or a loaded model (unchanged on return).
+        data: any data that `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`.
+        blocks: k, the number to remove; None = the number of layers in `given`.
+        tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
+        heldout: data to score with, of the same kinds; None = a random fifth of `data`.
         criterion: `loss`, `scaled` or `kl`.
         search: `greedy`, `exact`, `one-shot`, `cosine`, `taylor`, `random`, `last`, or `given` (with the layers).
         granularity: `attention`, `mlp` or `layer`.
         given: 1-based layers in the order of their removal.
         fit: train scalars, and the control "scalars only".
-        batch_size: sequences run at once.
-        seed: of everything that is drawn.
+        batch_size: sequences per batch.
+        seed: of all random choices.
         output: folder for `plan.json`, and for `progress.json` while the search runs.
-        resume: go on with an interrupted search; it gives the plan that it would have given.
-        responses: how the responses were generated, for the plan's `data`.
-        watcher: told what happens.
+        resume: continue an interrupted search; the plan is the same as without interruption.
+        responses: settings of the generated responses, for the plan's `data`.
+        watcher: receives progress and messages.
         **options: any other field of `SearchSettings`.
 
     Raises:
-        FulldepthError: if model, data or options are wrong, or the output folder holds something else.
+        FulldepthError: if the model, data or options are not valid, or the output folder holds other files.
     """
     fields = {
         "blocks": blocks,
@@ -116,7 +116,7 @@ def search_with(
     resume: bool = False,
     responses: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """`search` of a prepared problem, in an output folder that the caller holds; the model is plain afterwards."""
+    """`search` of a prepared problem, in an output folder that the caller has locked; the model is restored."""
     folder, settings = None if output is None else Path(output), problem.settings
     finished = _finished(folder, problem, resume, process)
     if finished is not None:
@@ -158,7 +158,7 @@ def estimate(
     heldout: Any = None,
     **options: Any,
 ) -> Estimate:
-    """What `search` with the same arguments will cost at most: forward passes, FLOPs, and seconds by a timed batch."""
+    """Upper bounds of the cost of `search` with these arguments: forward passes, FLOPs, seconds by a timed batch."""
     settings = layered(SearchSettings, {"blocks": blocks, **options})
     opened = {"tokenizer": tokenizer, "heldout": heldout}
     with processes() as process, prepared(model, data, settings, process, **opened) as problem:
@@ -168,7 +168,7 @@ def estimate(
 def _agreed_budget(
     loss_cache: LossCache, problem: SearchProblem, expected: Estimate, process: Processes
 ) -> float | None:
-    """FLOPs that the search may spend; a time is turned into them once, and holds after a restart."""
+    """FLOPs that the search may spend; a budget in time is converted once and stays the same after a restart."""
     budget = budget_of(problem.settings, expected.pace * process.world)
     (limit,) = loss_cache.task({"budget": lambda: budget}, lambda _: (0, 0.0), Limit)
     timed = parse_budget(problem.settings.budget)[1] is not None
@@ -179,7 +179,7 @@ def _agreed_budget(
 
 
 def _pick(loss_cache: LossCache, problem: SearchProblem, budget: float | None) -> tuple[list[int], list[Round]]:
-    """Layers in the order of removal, and what is known of each choice."""
+    """Layers in the order of removal, and the record of each choice."""
     settings, blocks = problem.settings, problem.blocks
     if settings.search == "greedy":
         return eliminate(loss_cache, blocks, confidence=settings.confidence, budget=budget)
@@ -203,7 +203,7 @@ def _fits(loss_cache: LossCache, problem: SearchProblem, picks: Sequence[int], w
 
 
 def _finished(folder: Path | None, problem: SearchProblem, resume: bool, process: Processes) -> Plan | None:
-    """The plan of a search that came to its end, if it is this one."""
+    """The plan in the folder, if this search has already finished."""
     if folder is None or not process.agree((folder / FILE).exists()):
         return None
     if not resume:

@@ -1,4 +1,4 @@
-"""`progress.json`: what a search has found so far, as it lies on disk; read against a schema."""
+"""Schema of `progress.json`, the progress of a search on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fulldepth.settings import Settings
 PROGRESS = "progress.json"
 SCHEMA_VERSION = 1
 MOST_BYTES = 1 << 30
-"""Largest file: a number for each sequence, variant and chunk."""
+"""Largest file. It holds a number for each sequence, variant and chunk."""
 
 Spent = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Summed = Annotated[float, Field(ge=-1e30, le=1e30)]
@@ -28,15 +28,15 @@ Chunk = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class StoredProgress(Settings):
-    """The entries of `progress.json`, each by itself."""
+    """The entries of `progress.json`."""
 
     schema_version: int
     of: dict[str, JsonValue]
-    """What the progress belongs to: model, data, settings."""
+    """Model, data and settings that the progress belongs to."""
     log: list[tuple[Spent, Spent, Spent]]
     """Forwards, FLOPs and seconds spent by the end of each step."""
     tasks: dict[str, JsonValue]
-    """Name of a piece of work -> its result."""
+    """Name of a task -> its result."""
     sums: dict[Literal["loss", "kl", "scaled"], dict[Layers, dict[Chunk, list[Summed]]]]
     """Kind -> variant -> chunk -> summed loss of each sequence, in nats."""
 
@@ -46,7 +46,7 @@ def read_progress(path: Path, fingerprint: Mapping[str, Any]) -> StoredProgress:
 
     Args:
         path: the file.
-        fingerprint: what the progress must belong to.
+        fingerprint: model, data and settings that the progress must belong to.
 
     Raises:
         FulldepthError: if it cannot be read, does not fit the schema, or belongs to another search.
@@ -72,16 +72,16 @@ def read_progress(path: Path, fingerprint: Mapping[str, Any]) -> StoredProgress:
 
 
 def damaged(path: Path | None, reason: object) -> FulldepthError:
-    """The error for a progress file that is no use; says how to go on."""
+    """The error for an unusable progress file, with advice."""
     why = one_line(reason).removeprefix(f"Cannot read {path}: ").rstrip(".")
     return FulldepthError(f"The progress in {path} is damaged: {why}. Remove the file to start the search again.")
 
 
 def check_task(path: Path | None, name: str, value: Any, kind: Any) -> Any:
-    """The stored result of a piece of work, if it is of the type that the work gives.
+    """The stored result of a task.
 
     Raises:
-        FulldepthError: if it is not.
+        FulldepthError: if it is not of type `kind`.
     """
     try:
         pydantic.TypeAdapter(kind).validate_python(value, strict=True)

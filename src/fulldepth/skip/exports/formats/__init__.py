@@ -1,4 +1,4 @@
-"""Formats of an export: one class each, in a file of its own."""
+"""Export formats, one class per file."""
 
 from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text, without_bars
 from fulldepth.skip.exports.formats.decilm import DeciLM

@@ -1,4 +1,4 @@
-"""Shared by all formats: the model as a stock class, and writing a checkpoint from a class and its weights."""
+"""Shared by all formats: conversion to a stock class, and writing a checkpoint from a class and its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fulldepth.skip.plan import Plan
 IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 """Entries of a configuration that identify its class and origin."""
 SHARD_SIZE = 5 * 10**9
-"""Largest file of weights in bytes, and so the most that is held in memory while they are written."""
+"""Default largest weight file in bytes; also the most that is in memory while weights are written."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Draft:
     folding: Folding
     folder: Path
     shard_size: int = SHARD_SIZE
-    """Most bytes of one file of weights."""
+    """Largest weight file in bytes."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -133,16 +133,16 @@ def save(
 ) -> None:
     """Write a checkpoint of a class, file by file.
 
-    Weights are read or computed when their file is written, so that at most one file of them is held (or one weight,
-    where that is larger).
+    Weights are read or computed when their file is written: at most one file of them is in memory (or one weight,
+    if that is larger).
 
     Args:
         draft: the folder, and the model whose generation settings are written.
         kind: class of the model.
         config: its configuration.
         weights: all of its weights, by name.
-        conversions: transformers' conversions from the names in the file that the model was loaded from, to be undone;
-            None = those of the class.
+        conversions: transformers' conversions from names in files to names in the model, which are reverted; None =
+            those of the class.
 
     Raises:
         FulldepthError: if a weight is missing, left over or of another shape.
@@ -177,7 +177,7 @@ def _own_names(model: PreTrainedModel) -> list[str]:
 
 
 def _write_weights(draft: Draft, model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
-    """Write weights under the names in files of this class; a layer's weights are converted together."""
+    """Write weights under their names in files of this class; a layer's weights are converted together."""
     groups: dict[str, list[str]] = {}
     for name in weights:
         layer = re.match(r".*?\.\d+\.", name)

@@ -44,7 +44,7 @@ ATTENTION_REST: dict[str, Any] = {
     "window_length": None,
 }
 FFN_REST: dict[str, Any] = {"replace_with_linear": False, "sparsify": None}
-"""The other entries of a block in published configurations, for blocks that are left out or kept as they are."""
+"""Further entries of a block in published configurations."""
 
 
 def intermediate_size(ffn_mult: float, width: int) -> int:
@@ -134,7 +134,7 @@ def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> lis
     """One entry per layer, with the published names."""
     group = config.num_attention_heads // config.num_key_value_heads
     mult = 1.5 * size / config.hidden_size
-    if intermediate_size(mult, config.hidden_size) != size:  # a rounding error away from the next multiple
+    if intermediate_size(mult, config.hidden_size) != size:  # rounding gives the next multiple
         mult = 1.5 * (size - MULTIPLE / 2) / config.hidden_size
     return [
         {
@@ -163,7 +163,7 @@ def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[s
 
 
 def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
-    """A weight with `missing` zeros more along a dimension."""
+    """A weight padded with `missing` zeros along a dimension."""
     shape = list(weight.shape)
     shape[dim] = missing
     return torch.cat([weight, weight.new_zeros(shape)], dim=dim)

@@ -1,4 +1,4 @@
-"""`fast`: a checkpoint without the skipped blocks, on disk, in memory and in the cache."""
+"""`fast`: a checkpoint of a class without the skipped blocks: smaller on disk, in memory and in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Format`: the interface of an export format, which states its plans and writes, loads and checks its exports."""
+"""`Format`: the interface of an export format: supported plans, writing, loading and checking."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Format(ABC):
 
         Args:
             model: of a class of transformers.
-            skipped: how many blocks the plan skips.
+            skipped: number of blocks that the plan skips.
 
         Raises:
             FulldepthError: with the reason.
@@ -63,7 +63,7 @@ class Format(ABC):
         return TOLERANCE[dtype] + folding.logit_error
 
     def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
-        """Whether the program that the format is made for has loaded the export, and notes on it.
+        """Whether the program that the format targets has loaded the export, and notes on it.
 
         Args:
             error_of: loads the export with a reader of `readers.READERS` and returns the error of its logits.

@@ -15,7 +15,7 @@ from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.plan import Plan
 
 NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
-"""Endings of the names of lists that never have one entry per layer, whatever their length."""
+"""Endings of names of lists that never have one entry per layer, even if their length is L."""
 LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
 """Lists of layer numbers, from 0."""
 ONLY_BY_LIST = (

@@ -28,7 +28,7 @@ READERS = {
     "vllm": ("with_vllm.py",),
 }
 """Name -> program and its last arguments. `stock`: transformers alone; `carried`: transformers with the folder's code,
-which must be refused without; `mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, with the path of llama.cpp's converter as
+without which loading must fail; `mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, with the path of llama.cpp's converter as
 last argument; `vllm`: vLLM on the CPU."""
 
 
@@ -105,7 +105,7 @@ def prove(
 
     Raises:
         NotLoadedError: if the checkpoint does not load, or loads as another class.
-        FulldepthError: if the logits differ by more than `allowed`, or depend on the cache.
+        FulldepthError: if the logits differ by more than `allowed`, or differ with a cache.
     """
     logits, report = read(folder, ids, reader, device_map=device_map)
     error = relative_error(logits, expected)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 
 def load(folder: str, carried: bool, device_map: str | None) -> Any:
-    """The model, with every weight from the folder and every weight of the folder in it."""
+    """The model; exits unless its weights and those of the folder are the same set."""
     if carried:
         try:
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -29,7 +29,7 @@ def load(folder: str, carried: bool, device_map: str | None) -> Any:
             pass
         else:
             raise SystemExit("transformers loads it without its code, as another model")
-    # Classes that read images beside text stand in a list of their own.
+    # Classes that also read images are in another mapping.
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
