@@ -80,11 +80,11 @@ COUNTS = {
 
 ADAM = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "clip": 1.0}
 FINEWEB = {"data.name": "HuggingFaceFW/fineweb-edu", "data.config": "sample-100BT", "data.column": "text"}
-JREG_TABLE_9 = ADAM | {"global_batch_size": 512, "sequence_length": 1024, "schedule": "cosine", "warmup_steps": 1000}
+JREG_TABLE_9 = ADAM | {"global_batch_size": 512, "sequence_length": 1024, "schedule": "cosine", "warmup_length": 1000}
 JREG_TABLE_9 |= FINEWEB | {"steps": 200_000}  # Sec. 5.1
 JREG_TABLE_9 |= {"decay": "all", "initializer.distribution": "truncated-normal", "initializer.output_scale": 1.0}
 JREG_TABLE_9 |= {"model.rms_norm_eps": 1e-5}  # defaults of Meta Lingua, the paper's code base (App. A.2)
-LIME_TABLE_3 = ADAM | {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 200, "min_learning_rate": 1e-6}
+LIME_TABLE_3 = ADAM | {"learning_rate": 1e-3, "schedule": "cosine", "warmup_length": 200, "min_learning_rate": 1e-6}
 LIME_TABLE_3 |= {"precision": "autocast", "sequence_length": 2048, "global_batch_size": 1024, "steps": 20_000}
 LIME_TABLE_3 |= FINEWEB
 LIME_TABLE_3 |= {"decay": "matrices", "initializer.distribution": "model", "initializer.output_scale": 1.0}
@@ -172,12 +172,21 @@ def test_totals_that_recipes_state_are_their_models() -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_numbers_are_the_papers(name: str) -> None:
-    document = settings(name).model_dump()
+    document = settings(name).model_dump() | {"warmup_length": settings(name).warmup_length}
     for key, number in PAPERS[name].items():
         value: Any = document
         for part in key.split("."):
             value = value[part]
         assert value == pytest.approx(number) if isinstance(number, float) else value == number, key
+
+
+def test_warm_up_follows_the_number_of_steps_unless_its_steps_are_given() -> None:
+    recipe = recipes.read("tiny-llama", "train")  # a tenth of 300 steps
+    lengths = [
+        recipes.layer(TrainSettings, recipe, changes).warmup_length
+        for changes in ({}, {"steps": 20}, {"steps": 20, "warmup_steps": 5}, {"warmup": 0.0})
+    ]
+    assert lengths == [30, 2, 5, 0]
 
 
 @pytest.mark.parametrize("name", [*JREG, *CR, *LIME, *DEPTH])
@@ -246,7 +255,7 @@ def test_trees_are_the_listing() -> None:
 
 def test_tiny_recipes_differ_in_their_method_only() -> None:
     def shared(name: str) -> dict[str, Any]:
-        document = settings(name).model_dump()
+        document = settings(name).model_dump() | {"warmup_length": settings(name).warmup_length}
         switches = {"type", "residual", "memory", "kv_init", "num_streams", "hyper_dynamic"}
         document["model"] = {key: value for key, value in document["model"].items() if key not in switches}
         return {
@@ -266,7 +275,7 @@ def test_batches_divide_among_the_papers_machines(name: str) -> None:
     asked = settings(name)
     micro, accumulated = batch_split(asked, processes)
     assert micro * accumulated * processes == asked.global_batch_size
-    assert asked.warmup_steps <= asked.steps
+    assert asked.warmup_length <= asked.steps
 
 
 def test_fine_tuning_continues_the_model_it_names(tmp_path) -> None:

