@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
@@ -71,6 +72,10 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert rates == pytest.approx([3e-3 * (1 + math.cos(math.pi * k / 6)) / 2 for k in (0, 3, 5)], rel=1e-6)
     assert Results.load(tmp_path / "run").meta["kind"] == "training"
     assert values(results, "penalty", 8, "jump")[0] > 0
+    card = ModelCard.load(tmp_path / "run" / "checkpoint-6" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
+    assert f"| Tokens | {6 * 4 * 24} |" in card.text
 
 
 def test_a_run_can_be_measured_as_a_series(recipe: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth.cli.options import PushToHub, command
 from fulldepth.cli.program import app
 from fulldepth.settings.search import FORMATS, SearchSettings
 
@@ -123,6 +123,7 @@ def apply_command(
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
     shard_size: Annotated[str, typer.Option(help="Maximum size of one weight file, such as 2GB.")] = "5GB",
+    push_to_hub: PushToHub = None,
 ) -> None:
     """Make a checkpoint from a plan, and rename it into place after its logits were checked in a fresh process.
 
@@ -142,6 +143,7 @@ def apply_command(
         revision=revision,
         trust_remote_code=trust_remote_code,
         shard_size=shard_size,
+        push_to_hub=push_to_hub,
     )
     console.table(
         [
@@ -154,3 +156,5 @@ def apply_command(
     for note in exported.notes:
         typer.echo(f"Note: {note}")
     typer.echo(f"Checkpoint: {output}")
+    if exported.published is not None:
+        typer.echo(f"Published: {exported.published}")

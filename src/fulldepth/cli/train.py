@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth.cli.options import PushToHub, command
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer, names, read
@@ -89,6 +89,7 @@ def train_export_command(
             "--all", help="Merge the shards of every checkpoint, in place, so that `measure RUN` can read them."
         ),
     ] = False,
+    push_to_hub: PushToHub = None,
 ) -> None:
     """Make an ordinary checkpoint (config, tokenizer, safetensors) from one of a run, sharded or not.
 
@@ -101,5 +102,5 @@ def train_export_command(
     from fulldepth.training import export_run
 
     with console.watching() as watcher:
-        folders = export_run(run, output, step=step, dtype=dtype, every=every, watcher=watcher)
+        folders = export_run(run, output, step=step, dtype=dtype, every=every, push_to_hub=push_to_hub, watcher=watcher)
     console.table([("model", str(folder)) for folder in folders])

@@ -28,6 +28,7 @@ from fulldepth.hf.modes import evaluating, frozen
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
 from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
+from fulldepth.hf.publishing import ModelCard, check_publishing, publish
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
     begin_checkpoint,
@@ -56,12 +57,14 @@ __all__ = [
     "Classifier",
     "Family",
     "Head",
+    "ModelCard",
     "OutputWeights",
     "Scalars",
     "Switches",
     "anatomy_candidates",
     "available_memory",
     "begin_checkpoint",
+    "check_publishing",
     "checkpoint_of",
     "device_of",
     "drop_checkpoints",
@@ -89,6 +92,7 @@ __all__ = [
     "packaged",
     "pick_device",
     "pick_dtype",
+    "publish",
     "read_shards",
     "rows_of",
     "scale_obstacle",

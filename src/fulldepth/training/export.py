@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -16,12 +17,14 @@ from fulldepth.errors import FulldepthError, is_disk_full
 from fulldepth.files import atomic_folder, locked, read_json, reading, remove_leftovers, temporary_name
 from fulldepth.hf import (
     WEIGHT_SHARDS,
+    check_publishing,
     is_sealed,
     is_sharded,
     load_checkpoint,
     load_config,
     notes_of,
     pick_dtype,
+    publish,
     seal,
     sealed_checkpoints,
 )
@@ -43,6 +46,7 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     every: bool = False,
+    push_to_hub: str | None = None,
     watcher: Watcher | None = None,
 ) -> list[Path]:
     """Convert checkpoints of a run, sharded or not, to ordinary ones (configuration, tokenizer, safetensors).
@@ -57,6 +61,7 @@ def export_run(
         step: step of the checkpoint; None = the last complete one.
         dtype: `float32`, `bfloat16` or `float16`, with `output` only; None = that of the checkpoint.
         every: merge all sharded checkpoints in place.
+        push_to_hub: name (`user/model`) to upload the new folder to; with `output` only.
         watcher: receives progress messages.
 
     Returns:
@@ -64,17 +69,14 @@ def export_run(
 
     Raises:
         FulldepthError: if there is no such run or checkpoint, `output` exists, the arguments are inconsistent, the disk
-            is full, or a file is damaged.
+            is full, a file is damaged, or the upload fails.
     """
     if is_sealed(run) and step is None and not every:  # the folder of a checkpoint instead of its run
         run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
     watcher, checkpoints = watcher or Watcher(), dict(sealed_checkpoints(run))
     if not checkpoints:
         raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
-    if every and (output is not None or step is not None):
-        raise FulldepthError("--all puts every checkpoint together in place; it goes with neither --output nor --step.")
-    if dtype is not None and output is None:
-        raise FulldepthError("--dtype needs --output: in place, the run's own weights keep their precision.")
+    _check_options(output, step, dtype, every, push_to_hub)
     if step is not None and step not in checkpoints:
         raise FulldepthError(
             f"{run} has no whole checkpoint-{step}; it has those of steps {_listed(list(checkpoints))}."
@@ -93,7 +95,19 @@ def export_run(
         watcher.say(f"Exporting {checkpoint}")
         with atomic_folder(target) as part:
             _write_model(checkpoint, part, dtype)
+        if address := publish(target, push_to_hub):
+            watcher.say(f"Published: {address}")
         return [target]
+
+
+def _check_options(output: Any, step: int | None, dtype: str | None, every: bool, push_to_hub: str | None) -> None:
+    if every and (output is not None or step is not None):
+        raise FulldepthError("--all puts every checkpoint together in place; it goes with neither --output nor --step.")
+    if dtype is not None and output is None:
+        raise FulldepthError("--dtype needs --output: in place, the run's own weights keep their precision.")
+    if push_to_hub is not None and output is None:
+        raise FulldepthError("--push-to-hub needs --output: a checkpoint of a run also holds its optimiser.")
+    check_publishing(push_to_hub)
 
 
 def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:

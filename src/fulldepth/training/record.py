@@ -13,6 +13,7 @@ import pandas as pd
 from fulldepth.losses import TERMS
 from fulldepth.metrics.jump_rate import describe_jump
 from fulldepth.results import DOCUMENT, Finding, Results, finite, tabulate
+from fulldepth.training.card import card_of
 from fulldepth.training.evaluation import Evaluation
 from fulldepth.training.resume import RECORD, read_rows, step_of
 
@@ -40,8 +41,9 @@ class Record:
         return cls(folder, meta) if rows is None else cls(folder, meta, _until(rows, step_of(checkpoint)))
 
     def keep_in(self, checkpoint: Path) -> None:
-        """Write the rows into a checkpoint that is being saved."""
+        """Write the rows and a model card into a checkpoint that is being saved."""
         self.table.to_parquet(checkpoint / RECORD, index=False)
+        card_of(self.meta, headline(self.table), step_of(checkpoint)).write(checkpoint)
 
     def add(
         self, step: int, evaluation: Evaluation, means: dict[str, tuple[float, int]], facts: dict[str, Any]

@@ -19,9 +19,19 @@ from transformers.utils.hub import convert_file_size_to_int
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_document, read_json
-from fulldepth.hf import Anatomy, find_gguf, find_tokenizer, is_offloaded, load_checkpoint, load_tokenizer
+from fulldepth.hf import (
+    Anatomy,
+    check_publishing,
+    find_gguf,
+    find_tokenizer,
+    is_offloaded,
+    load_checkpoint,
+    load_tokenizer,
+    publish,
+)
 from fulldepth.results import versions
 from fulldepth.settings.search import known_format
+from fulldepth.skip.exports.card import card_of
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
 from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, without_bars
@@ -52,6 +62,8 @@ class Export:
     verified: bool
     """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
+    published: str | None = None
+    """Address on the Hub, if it was uploaded."""
 
 
 def export(
@@ -67,13 +79,13 @@ def export(
     revision: str | None = None,
     trust_remote_code: bool = False,
     shard_size: int | str = SHARD_SIZE,
+    push_to_hub: str | None = None,
 ) -> Export:
     """Write a plan's model as a checkpoint, and verify its logits in a fresh process.
 
-    The folder is written under a temporary name, and renamed to `output` after the check. It contains the tokenizer,
-    the generation settings, and `fulldepth_skip.json` with the plan. Weights are changed and written file by file:
-    in addition to the model, at most `shard_size` bytes are in memory, or one layer's weights while the folding is
-    measured. A model that is loaded here is freed before the fresh process starts.
+    The folder is renamed to `output` after the check. It holds the tokenizer, the generation settings, a model card,
+    and `fulldepth_skip.json` with the plan. Weights are written file by file: at most `shard_size` bytes, or one
+    layer's weights, are in memory in addition to the model. A model that is loaded here is freed before the check.
 
     Args:
         plan: the plan, or its file.
@@ -81,20 +93,21 @@ def export(
         format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
             code), `decilm` (without them, in the layout of vLLM and llama.cpp), or `layer` (without whole layers).
         output: folder to create.
-        tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used: the one named in
-            the plan, saved with the checkpoint, or saved with the checkpoint that the plan names.
+        tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used.
         dtype: precision to load the model in; None = that of the search.
         device: device to load the model on; None = the first accelerator, else the CPU. A loaded model is not moved.
         device_map: `auto` or a map of modules, for models larger than one device; the fresh process uses `auto` then.
         revision: branch, tag or commit of a Hub model and its tokenizer.
         trust_remote_code: run code that the checkpoint or its tokenizer carries.
-        shard_size: largest size of a weight file in bytes, or text such as `2GB`.
+        shard_size: largest size of a weight file in bytes, or as `2GB`.
+        push_to_hub: name (`user/model`) to upload the folder to; a new repository is private.
 
     Raises:
         FulldepthError: if `output` exists, the plan is for another model, has scalars per channel, or is of a
             granularity that the format does not hold, folding is refused, the disk is full, the export computes other
-            logits than the plan's model, or both `device` and `device_map` are set.
+            logits than the plan's model, both `device` and `device_map` are set, or the upload fails.
     """
+    check_publishing(push_to_hub)
     file_format, most_bytes, target = FORMATS[known_format(format)], _bytes(shard_size), Path(output)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -111,7 +124,8 @@ def export(
         gc.collect()  # a model that was passed in is held by its owner
         places = (plan.data.get("tokenizer"), source, plan.model.name)
         written.notes.extend(save_tokenizer(tokenizer, places, folder, **hub))
-        return _checked(plan, file_format, target, written)
+        report = _checked(plan, file_format, target, written)
+    return replace(report, published=publish(target, push_to_hub))
 
 
 @dataclass(frozen=True)
@@ -324,15 +338,12 @@ def _describe(report: Export, plan: Plan, folder: Path) -> None:
         "plan": plan.document(),
     }
     (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    blocks = ", ".join(map(str, sorted(plan.blocks)))
-    lines = [
-        f"# {plan.model.name} without the {plan.granularity} of layer{'s' * (len(plan.blocks) > 1)} {blocks}",
-        "",
-        f"Format `{report.format}` of `fulldepth skip`. Loaded in a fresh process without that package, its logits "
-        f"differ from the plan's by {report.logit_error:.1e} of the largest.",
-        "",
-        *(f"- {note}" for note in report.notes),
-        "",
-        f"The plan is in `{NOTES}`.",
-    ]
-    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    card = card_of(
+        plan,
+        format=report.format,
+        carries_code=FORMATS[report.format].reader == "carried",
+        logit_error=report.logit_error,
+        parameters=report.parameters,
+        notes=report.notes,
+    )
+    card.write(folder)

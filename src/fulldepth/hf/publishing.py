@@ -1,0 +1,137 @@
+"""Model cards of checkpoints that fulldepth writes, and their upload to the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard import metadata_load
+from huggingface_hub.utils import validate_repo_id
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.hf.gguf import find_gguf
+from fulldepth.hf.gguf_header import read_header
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model card: metadata that the Hub reads, then a text in Markdown."""
+
+    title: str
+    method: str
+    """What was done to the model, as one paragraph."""
+    numbers: Mapping[str, str]
+    """Name -> value with its unit; a table."""
+    loading: str
+    """Python code that loads the model."""
+    source: str | None = None
+    """Folder or Hub name of the model that this one was made from; its licence is passed on."""
+    tags: Iterable[str] = ()
+    notes: Iterable[str] = field(default=())
+    """Closing remarks, one paragraph or list each."""
+
+    def write(self, folder: Path) -> None:
+        """Write the card as `README.md` of a folder."""
+        (folder / CARD).write_text(self.text(), encoding="utf-8")
+
+    def text(self) -> str:
+        """The file's text: YAML metadata between two lines of dashes, then Markdown."""
+        metadata = ModelCardData(
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=["fulldepth", *self.tags],
+            **_inherited(self.source),
+        )
+        rows = [f"| {name} | {value} |" for name, value in self.numbers.items()]
+        parts = [f"---\n{metadata.to_yaml()}\n---", f"# {self.title}", self.method]
+        if rows:
+            parts.append("\n".join(["| | |", "|---|---|", *rows]))
+        parts += ["## How to load", f"```python\n{self.loading}\n```", *self.notes]
+        return "\n\n".join(parts) + "\n"
+
+
+def _inherited(source: str | None) -> dict[str, Any]:
+    """Metadata that follows from the original: its Hub name, and the licence and languages that it states."""
+    if source is None:
+        return {}
+    try:
+        gguf = find_gguf(source)
+        if gguf is not None:
+            stated = read_header(gguf).metadata
+            return _plain(stated.get("general.license"), stated.get("general.languages"))
+    except FulldepthError:  # the original is gone since it was loaded
+        return {}
+    card = Path(source) / CARD
+    if card.is_file():
+        try:
+            stated = metadata_load(card) or {}
+        except (ValueError, OSError, yaml.YAMLError):
+            stated = {}
+        return _plain(stated.get("license"), stated.get("language"))
+    return {"base_model": source} if not Path(source).exists() and is_hub_name(source) else {}
+
+
+def _plain(license_name: Any, languages: Any) -> dict[str, Any]:
+    """These two entries, where they are text."""
+    entries: dict[str, Any] = {}
+    if isinstance(license_name, str) and license_name:
+        entries["license"] = one_line(license_name, 60)
+    listed = languages if isinstance(languages, list | tuple) else [languages]
+    names = [name.decode(errors="replace") if isinstance(name, bytes) else name for name in listed]
+    if names and all(isinstance(name, str) and name for name in names):
+        entries["language"] = [one_line(name, 20) for name in names]
+    return entries
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name has the form `user/model`."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
+
+
+def check_publishing(name: str | None) -> None:
+    """Refuse an upload that cannot work, before the model is made.
+
+    Args:
+        name: `user/model`; None = nothing is uploaded.
+
+    Raises:
+        FulldepthError: if the name is no Hub name, or nobody is logged in.
+    """
+    if name is None:
+        return
+    if not is_hub_name(name):
+        raise FulldepthError(f"--push-to-hub expects a name such as user/model, got {one_line(repr(name), 80)}.")
+    if get_token() is None:
+        raise FulldepthError("Nobody is logged in to the Hub. Run `hf auth login`, or set HF_TOKEN.")
+
+
+def publish(folder: Path, name: str | None) -> str | None:
+    """Upload a folder to the Hub as a model, which is created as private if there is none of that name.
+
+    Returns:
+        The address of the model; None if no name is given.
+
+    Raises:
+        FulldepthError: if the Hub refuses the upload or cannot be reached; the folder stays.
+    """
+    if name is None:
+        return None
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by fulldepth")
+    except Exception as error:  # the classes depend on the version of the client and on its HTTP library
+        reason = one_line(str(error), 300)
+        raise FulldepthError(f"{folder} is complete, but its upload to {name} failed: {reason}") from error
+    return str(address)
