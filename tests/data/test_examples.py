@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 
 import pandas as pd
@@ -154,6 +155,23 @@ def test_templates_that_do_not_work():
         read_examples([{"messages": TALK[1:]}, {"messages": TALK}], tokenizer(STRICT), 64)
     with pytest.raises(FulldepthError, match="the tokenizer has no chat template"):
         read_examples([{"messages": TALK}] * 2, tokenizer(), 64)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
+        ("{{ messages[0]['role'].__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
+        ("{{ messages + 1 }}", "fails: TypeError"),
+        ("{% for n in range(10 ** 9) %}{{ n }}{% endfor %}", "fails: OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionError"),
+        ("{% if %}", "refuses the messages: Expected an expression"),
+    ],
+)
+def test_a_hostile_template_is_one_message(template, words):
+    with pytest.raises(FulldepthError, match=re.escape(f"rows row 1: the tokenizer's chat template {words}")) as error:
+        read_examples([{"messages": TALK[1:]}] * 2, tokenizer(template), 64)
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(

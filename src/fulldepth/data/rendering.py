@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from fulldepth.data.conversations import Message, Prompt
 from fulldepth.data.tokens import Frame, plain_ids
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 
 
 def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
@@ -63,7 +63,11 @@ def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
     except TemplateError as error:
-        raise FulldepthError(f"{where}: the tokenizer's chat template refuses the messages: {error}.") from error
+        reason = one_line(str(error), 300)
+        raise FulldepthError(f"{where}: the tokenizer's chat template refuses the messages: {reason}.") from error
+    except Exception as error:  # a template is code of the checkpoint, run in jinja2's sandbox: it may fail in any way
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise FulldepthError(f"{where}: the tokenizer's chat template fails: {reason}.") from error
 
 
 def _to_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:

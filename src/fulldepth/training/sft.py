@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from fulldepth.data import conversations
-from fulldepth.errors import FulldepthError
+from fulldepth.data.rendering import encode_prompt
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.losses import Objective, ObjectiveMixin
 from fulldepth.training.arguments import training_arguments
 from fulldepth.training.loading import LoadingMixin
@@ -40,7 +42,7 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
     response becomes an example of its own, so that the loss can be restricted to it.
 
     Raises:
-        FulldepthError: if the data hold fewer than two conversations.
+        FulldepthError: if the data hold fewer than two conversations, or the chat template fails.
     """
     data = settings.data
     if not tokenizer.chat_template:
@@ -49,6 +51,7 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
     rows = conversations(data.name, tokenizer, config=data.config, split=data.split, per_response=not marked)
     if len(rows) < 2:
         raise FulldepthError(f"{data.name} holds {len(rows)} conversations; training and validation need two.")
+    encode_prompt(tokenizer, rows[0].get("messages") or rows[0]["prompt"], f"{data.name} row 1")  # the template works
     held_out = min(max(1, round(len(rows) * data.validation_share)), data.validation_sequences)
     parts = rows.train_test_split(test_size=held_out, seed=settings.seed)
     return {"train": parts["train"], "validation": parts["test"]}
@@ -81,15 +84,20 @@ def sft_trainer(
     class ConversationTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, ObjectiveMixin, trainer):
         """TRL's SFTTrainer with an objective."""
 
-    return ConversationTrainer(
-        model,
-        arguments,
-        objective=objective,
-        settings=settings,
-        train_dataset=data["train"],
-        eval_dataset=data["validation"],
-        processing_class=tokenizer,
-    )
+    try:
+        return ConversationTrainer(
+            model,
+            arguments,
+            objective=objective,
+            settings=settings,
+            train_dataset=data["train"],
+            eval_dataset=data["validation"],
+            processing_class=tokenizer,
+        )
+    except TemplateError as error:
+        raise FulldepthError(
+            f"The tokenizer's chat template refuses a conversation: {one_line(str(error), 300)}."
+        ) from error
 
 
 def rows_hash(*parts: Any) -> str:
