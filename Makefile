@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 CASES ?= 10000
 START ?= 0
 
-.PHONY: help demo test test-fast fuzz lint docs bench clean
+.PHONY: help demo test test-fast fuzz lint wheel docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -37,6 +37,19 @@ lint: .venv/.dev ## Check style, types and the layout of the source
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(PYTEST) tests/test_layout.py
+
+wheel: .venv/.package ## Build the wheel, install it into a folder of its own, and run it from another folder
+	@rm -rf dist build/wheel
+	@$(BIN)/pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	@$(BIN)/pip --disable-pip-version-check install --quiet --dry-run dist/*.whl
+	@$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --target build/wheel dist/*.whl
+	@cd build/wheel && PYTHONPATH=$(CURDIR)/build/wheel $(CURDIR)/$(BIN)/python -c \
+		'import fulldepth; assert fulldepth.__file__.startswith("$(CURDIR)/build/wheel"), fulldepth.__file__'
+	@cd build/wheel && PYTHONPATH=$(CURDIR)/build/wheel $(CURDIR)/$(BIN)/python -m fulldepth train tiny-jreg --steps 1 \
+		--eval-every 1 --save-every 1 --global-batch-size 2 --output run
+	@cd build/wheel && PYTHONPATH=$(CURDIR)/build/wheel $(CURDIR)/$(BIN)/python -m fulldepth measure run/checkpoint-1 \
+		--data corpus:builtin --max-sequences 4 --output measured
+	@ls dist/*.whl
 
 docs: .venv/.dev ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
