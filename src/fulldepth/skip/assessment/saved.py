@@ -24,6 +24,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, find_output_weights
 from fulldepth.skip.assessment.quantisers import packed_as_torchao
+from fulldepth.skip.exports.card import quantised_card
 from fulldepth.skip.exports.export import (
     check_target,
     folder_to_be,
@@ -155,6 +156,8 @@ class Saver:
             publish_older_tokenizer(part)
             strip_foreign_code(part, carries_code=False)
             error = prove(part, ids, expected, TOLERANCE[expected.dtype] + moved, "stock")
+            name = self.original.model.name_or_path or type(self.original.model).__name__
+            quantised_card(label, self.method, name, plan, error).write(part)
             size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
         self.saved.append(Saved(label, str(target), error, size))
 

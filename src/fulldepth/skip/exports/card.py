@@ -55,3 +55,25 @@ def card_of(
         tags=["hopscotch", "pruning"],
         notes=[*remarks, "The plan is in `fulldepth_skip.json`."],
     )
+
+
+def quantised_card(label: str, method: str, name: str, plan: Plan | None, logit_error: float) -> ModelCard:
+    """The card of a quantised checkpoint.
+
+    Args:
+        label: of the model, such as `quantised, then skipped`.
+        method: of quantisation.
+        name: of the original.
+        plan: skipped blocks; None = none.
+        logit_error: largest difference of a logit from the measured model's, relative to the largest.
+    """
+    blocks = ", ".join(map(str, sorted(plan.blocks))) if plan is not None else ""
+    skipped = f", without the {plan.granularity} of layers {blocks} (counted from 1)" if plan is not None else ""
+    return ModelCard(
+        title=f"{one_line(name, 200)}: {label}",
+        method=f"`{one_line(name, 200)}` quantised by the method `{method}`{skipped}, with fulldepth.",
+        numbers={"Largest difference of a logit from the measured model": f"{logit_error:.1e} of the largest logit"},
+        loading=STOCK,
+        source=name,
+        tags=["quantized"],
+    )
