@@ -106,5 +106,6 @@ FIGURES = (
         lambda source: readings((site, _bins(source, site)) for site in SITES),
         title="Distribution of coherence",
         subtitle="Share of channel-frequency cells by coherence, the stronger the closer to a copy",
+        secondary=True,
     ),
 )

@@ -179,6 +179,7 @@ FIGURES = (
             ),
         ),
         curves=_projections,
+        secondary=True,
     ),
     Figure(
         "nc1",

@@ -161,6 +161,7 @@ FIGURES = (
         methods=(PER_LAYER,),
         curves=(Quantity("lens_loss", "mean", "Loss", "Loss (nats)"),),
         followed=True,
+        secondary=True,
     ),
     Figure(
         "saturation",
@@ -204,6 +205,7 @@ FIGURES = (
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Def. 1.",
             ),
         ),
+        secondary=True,
     ),
     Figure(
         "effective_depth",
@@ -212,5 +214,6 @@ FIGURES = (
         kinds=(COMPARISON,),
         title="Effective depth",
         subtitle="First layer whose accuracy is good enough, for several tolerances",
+        secondary=True,
     ),
 )

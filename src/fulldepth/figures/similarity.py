@@ -163,8 +163,8 @@ FIGURES = (
             ),
         ),
     ),
-    Figure("cka", "similarity", lambda source: _of_models(source, "cka"), (COMPARISON,)),
-    Figure("difference_cka", "similarity", lambda source: _differences(source, "cka"), (COMPARISON,)),
+    Figure("cka", "similarity", lambda source: _of_models(source, "cka"), (COMPARISON,), secondary=True),
+    Figure("difference_cka", "similarity", lambda source: _differences(source, "cka"), (COMPARISON,), secondary=True),
     Figure(
         "cosine_to_last",
         "similarity",
@@ -181,5 +181,6 @@ FIGURES = (
                 settings={"range": [-1.04, 1.04]},
             ),
         ),
+        secondary=True,
     ),
 )

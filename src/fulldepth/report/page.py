@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any
-
-from plotly.offline import get_plotlyjs
 
 from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 from fulldepth.report.sections import methods
 
-SCRIPTS = ("core.js", "strip.js", "plots.js", "lens.js", "numbers.js", "page.js")
+SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "numbers.js", "page.js")
 """Scripts in order of dependency; they share one scope."""
 
 
@@ -22,11 +23,22 @@ def assemble(document: dict[str, Any]) -> str:
     script = "\n".join(_part(name) for name in SCRIPTS)
     return Template(_part("page.html")).substitute(
         style=palette() + _part("style.css"),
-        plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        plotly=plotly(),
         data=embed(document),
         script=script,
         methods=methods(document["kind"] in (*KINDS, TOGETHER)),
     )
+
+
+@cache
+def plotly() -> str:
+    """plotly.js with the cartesian trace types, gzip-compressed, as base64; the page unpacks it (`plots.js`).
+
+    The bundle is the file `plotly-cartesian.min.js` of the npm package `plotly.js-cartesian-dist-min` (MIT licence,
+    beside it). It is a tenth of the full bundle that the Python package of plotly carries.
+    """
+    source = files("fulldepth.report").joinpath("parts", "plotly", "plotly-cartesian.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(source, compresslevel=9, mtime=0)).decode("ascii")
 
 
 def embed(document: Any) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth import figures
-from fulldepth.figures.record import SERIES, Source
+from fulldepth.figures.curves import num_layers
+from fulldepth.figures.record import SERIES, SINGLE, Source
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
 from fulldepth.report import lens, rows
@@ -18,7 +19,9 @@ from fulldepth.report.findings import cards, sentences
 from fulldepth.report.kinds import PAGES, PageKind, kind_of
 from fulldepth.report.measured import left_out
 from fulldepth.report.phrases import short
+from fulldepth.report.profile import profile
 from fulldepth.report.sections import arrange
+from fulldepth.report.story import Facts, story
 from fulldepth.results import Results
 
 MAX_STEPS = 60
@@ -72,8 +75,12 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         {"label": short(model.get("label", "?"), 60), "samples": lens.pack(model.get("lens_grid"), vocabulary)}
         for model in models
     ]
+    opening = _opening(source, entry) if source.kind in (SINGLE, SERIES) else {"story": None, "profile": None}
+    if opening["story"]:
+        first, more = [], [*first, *more]
     return {
         "step": entry.get("step"),
+        **opening,
         "cards": cards(findings),
         "sentences": first,
         "more_sentences": more,
@@ -81,6 +88,15 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         "lens": [grid for grid in grids if grid["samples"]],
         "patches": {},
     }
+
+
+def _opening(source: Source, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The paragraph and the strip of layers of one step, or of the only measurement."""
+    step, model = entry.get("step"), entry.get("model") or source.meta.get("model") or {}
+    table = source.table if step is None else source.steps[int(step)]
+    meta = {**source.meta, "model": model}
+    facts = Facts(table, num_layers(table, model))
+    return {"story": story(facts, meta), "profile": profile(facts)}
 
 
 def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocabulary) -> list[dict[str, Any]]:
