@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from fulldepth import figures
 from fulldepth.figures.curves import num_layers
+from fulldepth.figures.draw import scale_without
 from fulldepth.figures.record import SERIES, SINGLE, Source
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
@@ -165,6 +166,9 @@ def difference(packed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
     """Set one value range in `base` that covers all steps, so that the slider moves the curves, not the axis."""
     axis = base["layout"].get("yaxis", {})
+    if base["about"].get("apart"):
+        _fix_range_without_first(base, at_steps)
+        return
     if axis.get("range") or axis.get("type") == "category" or any("z" in trace for trace in base["data"]):
         return
     values = [
@@ -181,3 +185,18 @@ def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
     margin = 0.05 * ((high - low) or abs(high) or 1.0)
     bottom = low if axis.get("rangemode") == "tozero" and low == 0 else low - margin
     base["layout"]["yaxis"] = {**axis, "range": compact([bottom, high + margin])}
+
+
+def _fix_range_without_first(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
+    """As `fix_range`, for a figure whose first layer is beyond the scale."""
+    apart = base["about"]["apart"]
+    values = [
+        value
+        for packed in at_steps
+        for trace in packed["data"]
+        if trace.get("name") in apart["lines"]
+        for layer, value in zip(trace.get("x", []), trace.get("y", []), strict=False)
+        if layer != apart["layer"] and value is not None
+    ]
+    if values:
+        base["layout"]["yaxis"]["range"] = list(scale_without(values))

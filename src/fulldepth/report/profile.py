@@ -23,16 +23,15 @@ def profile(facts: Facts) -> dict[str, Any] | None:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
     turned = {
-        layer: f"displacement {mean:.3f} {errors.get(layer, '')}".strip()
-        for layer, mean in facts.displacement.items()
+        layer: f"displacement {mean:.3f} {errors.get(layer, '')}".strip() for layer, mean in facts.displacement.items()
     }
     coherent = {layer: f"coherence {value:.2f}" for layer, value in facts.coherence.items()}
     settled = {layer: f"{100 * share:.0f} % of predictions settled" for layer, share in facts.settled.items()}
     logarithms = {layer: _logarithmic(mean) for layer, mean in facts.displacement.items()}
     rows = [
-        _row("Displacement", "dark = turns the stream far", "displacement", logarithms, turned, facts.layers),
-        _row("Coherence", "dark = copies its input", "coherence", facts.coherence, coherent, facts.layers),
-        _row("Settled", "dark = predictions are final", "saturation", facts.settled, settled, facts.layers),
+        _row("Displacement", "dark = turns far", "displacement", logarithms, turned, facts.layers),
+        _row("Coherence", "dark = copies", "coherence", facts.coherence, coherent, facts.layers),
+        _row("Settled", "dark = predictions final", "saturation", facts.settled, settled, facts.layers),
     ]
     return {"layers": facts.layers, "idle": facts.idle, "rows": [row for row in rows if any(row["texts"])]}
 
@@ -47,4 +46,10 @@ def _row(name: str, hint: str, figure: str, shares: Values, texts: dict[int, str
     depths = range(1, layers + 1)
     most = len(SEQUENTIAL) - 1
     shades = [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths]
-    return {"name": name, "hint": hint, "figure": figure, "shades": shades, "texts": [texts.get(at, "") for at in depths]}
+    return {
+        "name": name,
+        "hint": hint,
+        "figure": figure,
+        "shades": shades,
+        "texts": [texts.get(at, "") for at in depths],
+    }

@@ -22,6 +22,8 @@ NOISE = 2.0
 """Standard errors below which a difference is not mentioned."""
 FAR = 1.5
 """Ratio to the median layer from which the last layer, or one in the middle, is called different."""
+BUILTIN = "corpus:builtin"
+"""Name of the built-in corpus, of which each command reads the part that it needs."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
 
@@ -74,9 +76,7 @@ class Facts:
     @cached_property
     def idle(self) -> list[int]:
         """Layers whose mean displacement is below `IDLE` by more than twice its standard error."""
-        return [
-            layer for layer, mean in self.displacement.items() if mean + NOISE * self.errors.get(layer, 0.0) < IDLE
-        ]
+        return [layer for layer, mean in self.displacement.items() if mean + NOISE * self.errors.get(layer, 0.0) < IDLE]
 
     @cached_property
     def median(self) -> float:
@@ -170,7 +170,7 @@ def _last(facts: Facts, values: Mapping[str, float], name: str) -> str:
         return ""
     jump = values.get("zeta_L", 0.0)
     known = reference.of_measure("zeta_L", name)
-    among = f", in {len(known)} known models {known[0]:.1f} to {known[-1]:.1f} %" if known else ""
+    among = f" ({len(known)} known models: {known[0]:.1f} to {known[-1]:.1f})" if known else ""
     size = "a large jump" if round(jump, 1) >= LARGE_JUMP else "a jump"
     if abs(last - facts.median) <= NOISE * facts.errors.get(facts.layers, 0.0) or 1 / FAR < ratio < FAR:
         return f"The last layer turns it about as far as the median layer does ({100 * last:.1f} %): no jump."
@@ -219,8 +219,10 @@ def _next(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
         return None
     blocks = min(BLOCKS, max(1, layers // 6))
     texts = str(data.get("name") or "") if data.get("kind") in ("text", "pairs") else ""
+    if texts.startswith(BUILTIN):
+        texts = BUILTIN
     name, source = (shlex.quote(short(text, 160)) for text in (model["name"], texts or "pairs.jsonl"))
     return {
-        "why": "A small turn does not prove that a layer can go: measure which blocks the model can spare with",
+        "why": "measure which can go:",
         "command": f"fulldepth skip search {name} --data {source} --blocks {blocks} --output plan/",
     }

@@ -2,6 +2,7 @@
 
 function drawVerdict() {
   const now = view();
+  byId("verdict").classList.toggle("answered", Boolean(now.story));
   drawStory();
   drawProfile();
   byId("sentences").replaceChildren(...now.sentences.map((sentence) => el("p", {}, isolated(sentence))));

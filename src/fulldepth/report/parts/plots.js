@@ -65,6 +65,7 @@ function layoutFor(name, div, data) {
   if (base.xaxis.title?.text === STEPS && view().step != null) base.shapes = [...(base.shapes || []), stepLine()];
   if (base.xaxis.title?.text === "Layer" && !isMap && state.layer) base.shapes = [...(base.shapes || []), layerBand()];
   for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
+  noteFirst(base, name, data);
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
   return {
     ...base,
@@ -75,6 +76,16 @@ function layoutFor(name, div, data) {
     dragmode: FINE ? "zoom" : false,
     margin: { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 },
   };
+}
+
+/** The first layer's value at this step, where it is beyond the scale. */
+function noteFirst(layout, name, data) {
+  const { apart } = DATA.figures[name].about;
+  if (!apart) return;
+  const value = data.filter((trace) => apart.lines.includes(trace.name)).map((trace) => trace.y[trace.x.indexOf(apart.layer)])[0];
+  const note = layout.annotations.at(-1);
+  note.visible = value != null && value > layout.yaxis.range[1];
+  note.text = value == null ? "" : note.text.replace(/: .*/, `: ${Number(value.toPrecision(3))}`);
 }
 
 /** What a legend of several lines takes, so that it does not take it from the figure. */

@@ -1,13 +1,11 @@
 // The opening paragraph, and the strip of layers: one column a layer, with its numbers; a click leads to the figure.
 
-const PROFILE_HINT = "Point at a layer, or move with the arrow keys, to read its numbers; click to find it in the figures.";
-
 function drawStory() {
   const told = view().story;
   byId("story").hidden = !told;
   if (!told) return;
   const { next } = told;
-  const steps = next ? [el("p", { class: "next" }, el("strong", {}, "Next. "), next.why, " ", el("code", {}, next.command))] : [];
+  const steps = next ? [el("p", { class: "next" }, el("strong", {}, "Next: "), next.why, " ", el("code", {}, ...next.command.split(/(?= )/).map((word) => el("span", {}, word))))] : [];
   byId("story").replaceChildren(el("p", {}, told.sentences.map(plain).join(" ")), ...steps);
 }
 
@@ -22,15 +20,19 @@ function drawProfile() {
   for (const kind of ["focusin", "mouseover"]) {
     columns.addEventListener(kind, (event) => {
       const column = event.target.closest("button");
-      if (column) byId("profile-readout").textContent = `${column.getAttribute("aria-label")}.`;
+      if (column) byId("profile-readout").replaceChildren(column.getAttribute("aria-label"));
     });
   }
-  columns.addEventListener("mouseleave", () => { byId("profile-readout").textContent = PROFILE_HINT; });
+  columns.addEventListener("mouseleave", () => profileKey(strip));
   byId("profile-box").replaceChildren(names, columns);
-  const hints = strip.rows.map((row) => el("span", {}, el("b", {}, row.name), `: ${row.hint}`));
+  profileKey(strip);
+}
+
+/** What the shades mean, shown while no layer is pointed at. */
+function profileKey(strip) {
+  const hints = strip.rows.map((row) => el("span", {}, el("b", {}, row.name), ` ${row.hint}`));
   const idle = strip.idle.length ? [el("span", {}, el("i", { class: "idle-sign" }), "turns the stream by less than 2 %")] : [];
-  byId("profile-key").replaceChildren(...idle, ...hints);
-  byId("profile-readout").textContent = PROFILE_HINT;
+  byId("profile-readout").replaceChildren(...idle, ...hints);
 }
 
 /** One layer: its number, and one shade a row. */
