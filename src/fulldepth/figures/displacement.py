@@ -13,6 +13,8 @@ from fulldepth.figures.style import CATEGORICAL, ZERO, Figures, axis
 from fulldepth.thresholds import LARGE_JUMP
 
 SUBTITLE = "0 = keeps the direction, ½ = orthogonal, 1 = opposite"
+FIRST_SCREEN = 310
+"""Height in pixels of the figures that the page shows without scrolling."""
 SAME = 0.1
 """Largest relative difference of the means with and without first tokens of which only one is drawn."""
 DIAMOND = {"mode": "markers", "marker": {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}}
@@ -53,6 +55,7 @@ def _drawn(source: Source, lines: Sequence[Line]) -> go.Figure | None:
         behind=band(low, high, "p05–p95", CATEGORICAL[0]),
         alt=first_line("Mean displacement"),
         yaxis=axis("Displacement Ψ", **ZERO),
+        height=FIRST_SCREEN,
     )
 
 
@@ -100,6 +103,7 @@ FIGURES = (
             alt=first_line("Jump rate in per cent", ".1f"),
             yaxis=PERCENT,
             level=LARGE_JUMP,
+            height=FIRST_SCREEN,
         ),
         title="Jump rate from each layer on",
         subtitle=f"Growth up to the last layer; large from {LARGE_JUMP:g} % (dotted)",

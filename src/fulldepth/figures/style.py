@@ -183,7 +183,7 @@ def figure(
     subtitle: str = "",
     variant: str = "",
     beside: bool = False,
-    height: int = 320,
+    height: int = 350,
     **layout: Any,
 ) -> go.Figure:
     """A figure in the common style.

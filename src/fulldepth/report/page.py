@@ -21,10 +21,12 @@ SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "numbers.
 def assemble(document: dict[str, Any]) -> str:
     """The whole page."""
     script = "\n".join(_part(name) for name in SCRIPTS)
+    columns, rest = document["table"]["columns"], {k: v for k, v in document["table"].items() if k != "columns"}
     return Template(_part("page.html")).substitute(
         style=palette() + _part("style.css"),
         plotly=plotly(),
-        data=embed(document),
+        data=embed({**document, "table": rest}),
+        table=compressed(json.dumps(columns, allow_nan=False, separators=(",", ":")).encode()),
         script=script,
         methods=methods(document["kind"] in (*KINDS, TOGETHER)),
     )
@@ -38,7 +40,12 @@ def plotly() -> str:
     beside it). It is a tenth of the full bundle that the Python package of plotly carries.
     """
     source = files("fulldepth.report").joinpath("parts", "plotly", "plotly-cartesian.min.js").read_bytes()
-    return base64.b64encode(gzip.compress(source, compresslevel=9, mtime=0)).decode("ascii")
+    return compressed(source)
+
+
+def compressed(content: bytes) -> str:
+    """Compress with gzip and write as base64; the page's function `unpacked` reverses it."""
+    return base64.b64encode(gzip.compress(content, compresslevel=9, mtime=0)).decode("ascii")
 
 
 def embed(document: Any) -> str:

@@ -166,7 +166,7 @@ def difference(packed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
     """Set one value range in `base` that covers all steps, so that the slider moves the curves, not the axis."""
     axis = base["layout"].get("yaxis", {})
-    if base["about"].get("apart"):
+    if base.get("about", {}).get("apart"):
         _fix_range_without_first(base, at_steps)
         return
     if axis.get("range") or axis.get("type") == "category" or any("z" in trace for trace in base["data"]):

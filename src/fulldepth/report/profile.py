@@ -29,9 +29,9 @@ def profile(facts: Facts) -> dict[str, Any] | None:
     settled = {layer: f"{100 * share:.0f} % of predictions settled" for layer, share in facts.settled.items()}
     logarithms = {layer: _logarithmic(mean) for layer, mean in facts.displacement.items()}
     rows = [
-        _row("Displacement", "dark = turns far", "displacement", logarithms, turned, facts.layers),
-        _row("Coherence", "dark = copies", "coherence", facts.coherence, coherent, facts.layers),
-        _row("Settled", "dark = predictions final", "saturation", facts.settled, settled, facts.layers),
+        _row("Displacement", "strong = turns far", "displacement", logarithms, turned, facts.layers),
+        _row("Coherence", "strong = copies", "coherence", facts.coherence, coherent, facts.layers),
+        _row("Settled", "strong = predictions final", "saturation", facts.settled, settled, facts.layers),
     ]
     return {"layers": facts.layers, "idle": facts.idle, "rows": [row for row in rows if any(row["texts"])]}
 

@@ -28,6 +28,12 @@ function el(tag, attributes = {}, ...children) {
 /** Text from the data, kept from turning the direction of what stands around it. */
 const isolated = (text, attributes = {}) => el("bdi", attributes, text);
 
+/** The text that an element of the page holds compressed (gzip, base64). */
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(byId(id).textContent.trim()), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
 /** A labelled `<select>`; `choices` are strings, `choose` gets the index. */
 function picker(id, label, choices, choose) {
   const options = choices.map((choice, index) => el("option", { value: index }, choice));

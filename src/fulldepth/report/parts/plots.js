@@ -10,11 +10,12 @@ let round = 0;
 async function loadPlotly() {
   document.documentElement.dataset.ready = "no";
   try {
-    const packed = Uint8Array.from(atob(byId("plotly").textContent.trim()), (letter) => letter.charCodeAt(0));
-    const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-    document.head.append(el("script", {}, await new Response(unpacked).text()));
+    const source = await unpacked("plotly");
+    const script = el("script", {}, source);
+    document.head.append(script);
+    script.remove();
   } catch {
-    byId("no-figures").textContent = "This browser cannot unpack the figures: it takes Chrome 80, Firefox 113, Safari 16.4 or newer. The text above and all numbers below are complete.";
+    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers are below them; ${DATA.table.where || "results.parquet beside the page holds all rows."}`;
     byId("no-figures").hidden = false;
     document.documentElement.dataset.ready = "yes";
     return;
