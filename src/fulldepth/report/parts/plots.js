@@ -94,7 +94,7 @@ function legendHeight(layout, data, width) {
   if (!layout.showlegend) return 0;
   const names = data.filter((trace) => trace.showlegend !== false).map((trace) => plain(trace.name || "").length);
   const columns = Math.max(1, Math.floor((width - 60) / (Math.max(...names) * 6.4 + 46)));
-  return (Math.ceil(names.length / columns) - 1) * 20;
+  return (Math.ceil(names.length / columns) - 1) * 20 + (width < 360 ? 30 : 0); // narrow: the axis labels take more, too
 }
 
 /** Fewer tick labels where there is no room for all. */
@@ -230,7 +230,7 @@ function makeSection(section) {
   const primary = figures.filter((figure) => !secondary.includes(figure));
   const intro = section.intro ? [el("p", { class: "intro" }, section.intro)] : [];
   const heading = el("h2", { id: `${section.id}-title` }, section.title);
-  const drawn = primary.length ? [el("div", { class: `figures of-${Math.min(primary.length, 3)}` }, ...primary)] : [];
+  const drawn = primary.length ? [el("div", { class: `figures of-${primary.length}` }, ...primary)] : [];
   if (secondary.length) drawn.push(folded(secondary, slots.slice(first).filter((_, index) => secondary.includes(figures[index]))));
   return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map((table) => (table.strip ? makeStrip(table) : titledTable(table))), ...drawn);
 }
