@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fulldepth import figures
+from fulldepth.figures.style import SEQUENTIAL
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +102,12 @@ def test_one_map_a_model_and_the_difference_maps(comparison, side_by_side):
     (cells,) = side_by_side["difference_cka:jump-penalty"].data
     own, base = (np.array(side_by_side[f"cka:{name}"].data[0].z) for name in ("jump-penalty", "baseline"))
     np.testing.assert_allclose(np.array(cells.z), own - base, atol=1e-12)
-    assert (cells.zmin, cells.zmax) == (-1, 1)
-    assert "difference_cka:baseline" not in side_by_side
     largest = np.abs(own - base).max()
+    others = np.abs(np.array(side_by_side["difference_cka:half-depth"].data[0].z)).max()
+    assert cells.zmax == pytest.approx(max(largest, others), abs=0.01)  # one scale for all maps of differences
+    assert (cells.zmin, side_by_side["difference_cka:half-depth"].data[0].zmax) == (-cells.zmax, cells.zmax)
+    assert {colour for _, colour in cells.colorscale}.isdisjoint(SEQUENTIAL[1:])  # not the colours of values
+    assert "difference_cka:baseline" not in side_by_side
     assert f"{largest:.2f}" in side_by_side["difference_cka:jump-penalty"].layout.meta["alt"]
 
 

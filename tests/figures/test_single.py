@@ -46,8 +46,8 @@ def test_the_reading_order(drawn):
     ("figure", "trace", "measure", "statistic", "site", "other"),
     [
         ("displacement", "Mean", "displacement", "mean", "residual", None),
-        ("displacement", "Mean without first token", "displacement", "mean:no-first", "residual", None),
-        ("displacement", "Last layer after the final norm", "displacement", "mean", "final_normed", None),
+        ("displacement:log", "Mean without first token", "displacement", "mean:no-first", "residual", None),
+        ("displacement:log", "Last layer after the final norm", "displacement", "mean", "final_normed", None),
         ("jump_rate", "ζ", "jump_rate", "value", "residual", None),
         ("cosine_to_last", "Centred, mean", "cosine", "mean", "residual", 12),
         ("cosine_to_last", "Raw, mean", "cosine", "mean_raw", "residual", 12),
@@ -55,8 +55,8 @@ def test_the_reading_order(drawn):
         ("lens_loss", "Loss", "lens_loss", "mean", "residual", None),
         ("saturation", "Settle at this layer", "saturation", "share", "residual", None),
         ("saturation", "Settled so far", "saturation", "cumulative", "residual", None),
-        ("coherence", "Attention sub-layer", "coherence", "mean", "attention", None),
-        ("coherence", "Whole layer, bias-corrected", "coherence", "mean_corrected", "residual", None),
+        ("coherence", "Attention sub-layer", "coherence", "mean_corrected", "attention", None),
+        ("coherence", "Whole layer", "coherence", "mean_corrected", "residual", None),
         ("coherence_effective", "Whole layer", "coherence", "share_0.3_0.7", "residual", None),
         ("coherence_bins", "0.7–0.8", "coherence", "bin_7", "residual", None),
         ("coherence_bins:attention", "0.2–0.3", "coherence", "bin_2", "attention", None),
@@ -128,9 +128,7 @@ def test_axes_are_honest(drawn):
 
 
 def test_effective_depth_by_tolerance(drawn):
-    absolute, relative = drawn["effective_depth"].data
-    assert list(absolute.x) == ["ε = 0.01", "ε = 0.05", "ε = 0.1", "ε = 0.2"]
-    assert list(absolute.y) == [12, 12, 12, 12]
+    (relative,) = drawn["effective_depth"].data  # the absolute depths are all L: nothing is good enough before it
     assert (list(relative.x), list(relative.y)) == (["ε = 0.05"], [11])
 
 
@@ -152,7 +150,7 @@ def test_labelled_data(synthetic):
 
 def test_only_what_the_table_has(synthetic):
     drawn = synthetic.minimal().figures()
-    assert list(drawn) == ["displacement"]
+    assert list(drawn) == ["displacement", "displacement:log"]
     (mean,) = drawn["displacement"].data
     np.testing.assert_allclose(mean.y, [0.1, 0.2, 0.3])
     assert figures.build(tabulate([]), {}) == {}
@@ -186,3 +184,26 @@ def test_missing_cells_do_not_break(results, missing):
     table = results.table.copy()
     table.loc[::3, missing] = pd.NA
     assert len(figures.build(table, results.meta)) > 10
+
+
+def test_layer_one_does_not_flatten_the_rest():
+    """The axis ends above layers 2 to L; layer 1 is written beside it, and everything is in the logarithmic reading."""
+    means = [0.5, 0.02, 0.03, 0.01, 0.14]
+    rows = [("displacement", "residual", at, None, "mean", mean, 8, "1") for at, mean in enumerate(means, start=1)]
+    drawn = figures.build(tabulate(rows), {"model": {"num_layers": 5}})
+    low, high = drawn["displacement"].layout.yaxis.range
+    assert low == 0
+    assert 0.14 < high < 0.2
+    (note,) = drawn["displacement"].layout.annotations
+    assert (note.x, note.text) == (1, "↑ Layer 1: 0.5")
+    assert list(traces(drawn["displacement:log"])["Mean"].y) == means
+    assert drawn["displacement:log"].layout.yaxis.type == "log"
+    even = figures.build(tabulate([(*row[:5], 0.1, *row[6:]) for row in rows]), {})
+    assert even["displacement"].layout.yaxis.range is None
+    assert not even["displacement"].layout.annotations
+
+
+def test_depths_that_are_l_by_definition_are_no_figure():
+    rows = [("effective_depth", "residual", None, None, f"eps={eps}", 4.0, 8, "layers") for eps in (0.05, 0.1)]
+    assert "effective_depth" not in figures.build(tabulate(rows), {"model": {"num_layers": 4}})
+    assert "effective_depth" in figures.build(tabulate(rows), {"model": {"num_layers": 5}})

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.figures.style import (
+    ABOVE,
+    BELOW,
     CATEGORICAL,
     DARK,
     OPPOSITE,
@@ -55,7 +57,7 @@ def test_line_colours_differ_for_every_eye(page, vision):
     assert min(distances) > 17
 
 
-@pytest.mark.parametrize("ramp", [SEQUENTIAL, OPPOSITE], ids=["sequential", "opposite"])
+@pytest.mark.parametrize("ramp", [SEQUENTIAL, OPPOSITE, ABOVE, BELOW], ids=["sequential", "opposite", "above", "below"])
 @pytest.mark.parametrize("page", ["light", "dark"])
 def test_scales_step_evenly_in_lightness(page, ramp):
     colours = ramp if page == "light" else [DARK[colour] for colour in ramp]
@@ -68,7 +70,7 @@ def test_scales_step_evenly_in_lightness(page, ramp):
 
 def test_every_colour_has_one_dark_counterpart():
     assert len(set(DARK.values())) == len(DARK)
-    assert {*CATEGORICAL, *SEQUENTIAL, *OPPOSITE} <= set(DARK)
+    assert {*CATEGORICAL, *SEQUENTIAL, *OPPOSITE, *ABOVE, *BELOW} <= set(DARK)
 
 
 def test_lines_stay_apart_when_the_colours_are_used_up():

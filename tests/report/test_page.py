@@ -29,9 +29,22 @@ def y_of(page, figure, trace):
     )
 
 
+def unfold(page):
+    """Open everything that is folded; the figures inside are drawn as it opens."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    page.wait_for_timeout(50)
+    page.wait_for_function(f"({SIZES})() === 0")
+
+
+def open_table(page):
+    page.get_by_text("Table and download").click()
+    page.wait_for_selector("#numbers-box table")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_figure_has_data_and_a_name(pages, visit, kind):
     page = visit(pages(kind))
+    unfold(page)
     assert page.locator(".plot").count() >= 1
     assert page.evaluate(EMPTY) == []
     assert page.evaluate(SIZES) == 0
@@ -56,6 +69,7 @@ def test_the_order_of_the_page(pages, visit):
 
 def test_the_verdict_says_what_was_measured_and_what_was_not(pages, visit):
     page = visit(pages("language_model"))
+    unfold(page)
     text = page.locator("#verdict").inner_text()
     for part in (
         "The last layer jumps by 22.7 %", "9\nof 12", "corpus:builtin", "16,384 tokens", "Every token counts",
@@ -170,6 +184,7 @@ def test_a_comparison_shows_models_side_by_side(pages, visit):
 def test_the_download_is_the_table(pages, visit):
     for kind in ("series", "comparison"):
         page = visit(pages(kind), accept_downloads=True)
+        open_table(page)
         with page.expect_download() as download:
             page.get_by_role("button", name="Download CSV").click()
         text = download.value.path().read_text(encoding="utf-8")
@@ -187,6 +202,7 @@ def test_the_download_is_the_table(pages, visit):
 
 def test_the_table_filters_and_turns_pages(pages, visit):
     page = visit(pages("language_model"))
+    open_table(page)
     page.get_by_label("Measure").select_option("displacement")
     page.get_by_label("Filter").fill("p95 layer=12")
     rows = page.locator("#numbers-box tbody tr")
@@ -290,6 +306,7 @@ def test_paper(pages, visit):
 
 def test_the_keyboard_reaches_every_control(pages, visit):
     page = visit(pages("series"))
+    page.evaluate("document.getElementById('numbers-fold').open = true")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     reached = set()
@@ -348,7 +365,7 @@ def test_hostile_text_stays_text(synthetic, visit, tmp_path, kind):
     assert path.stat().st_size < 8_000_000
     page = visit(path)
     assert page.evaluate(EMPTY) == []
-    assert page.locator("script").count() == 3
+    assert page.locator("script").count() == 4
     assert page.locator("main img, main a[href^='javascript'], main iframe").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     if kind == "comparison":
@@ -359,6 +376,7 @@ def test_hostile_text_stays_text(synthetic, visit, tmp_path, kind):
     assert page.locator(".lens td[data-layer='3'][data-position='3']").inner_text() == "a␀b"
     assert len(page.locator(".lens td[data-layer='3'][data-position='7']").inner_text()) == 40
     assert page.locator(".lens td[data-layer='3'][data-position='9'] bdi").inner_text() == "שלום·עולם"
+    open_table(page)
     with page.expect_download() as download:
         page.get_by_role("button", name="Download CSV").click()
     rows = list(csv.reader(io.StringIO(download.value.path().read_text(encoding="utf-8"))))

@@ -345,6 +345,7 @@ def test_the_browser_shows_the_numbers(page, visit):
     expected = table[(table.measure == "loss") & (table.statistic == "mean")].value
     np.testing.assert_allclose(line, expected, rtol=1e-5)
     assert "results.parquet in quantised, bench, curve and out" in opened.locator("#numbers-intro").inner_text()
+    opened.locator("#method details.fold > summary").click()
     methods = opened.locator(".method:not([hidden]) summary").all_inner_texts()
     assert {"Block removed", "Scalars b and s", "Break point", "Pareto frontier"} <= set(methods)
     opened.emulate_media(media="print")
@@ -365,7 +366,7 @@ def test_hostile_text_stays_text(visit, tmp_path):
     Results(results.table, meta).save(tmp_path / "bench")
     folders.search().save(tmp_path / "out")
     opened = visit(write_together([tmp_path / "bench", tmp_path / "out"], tmp_path))
-    assert opened.locator("script").count() == 3
+    assert opened.locator("script").count() == 4
     assert opened.locator("main img").count() == 0
     assert opened.locator("h1").inner_text() == "runs/llama-12x256"
     assert HOSTILE[0] in opened.locator("#cards .verdict-table").inner_text()

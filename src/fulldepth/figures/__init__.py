@@ -78,7 +78,8 @@ def _derived(record: Figure) -> Iterator[Figure]:
         yield record.beside(record.name, draw, COMPARISON)
         yield record.beside(f"difference_{record.name}", differences, COMPARISON)
     if record.followed:
-        yield record.beside(f"steps_{record.name}", over_steps, SERIES, section="training")
+        folded = record.secondary or record.section != "displacement"
+        yield record.beside(f"steps_{record.name}", over_steps, SERIES, section="training", secondary=folded)
         yield record.beside(f"steps_{record.name}", over_steps, TRAINING)
 
 

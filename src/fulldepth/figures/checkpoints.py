@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, curve
 from fulldepth.figures.displacement import PERCENT
-from fulldepth.figures.draw import shade_key
+from fulldepth.figures.draw import APART, scale_without, shade_key
 from fulldepth.figures.lens import TOLERANCES, median_layer, tolerances
 from fulldepth.figures.record import SERIES, TRAINING, Figure, Quantity, Source, readings
 from fulldepth.figures.steps import Track, change, first_track, over_steps
@@ -81,7 +81,20 @@ def _by_depth(quantity: Quantity, source: Source) -> go.Figure | None:
         return None
     hover = f"%{{fullData.name}}, step %{{x:,}}<br><b>%{{y:{quantity.form}}}</b><extra></extra>"
     drawn.update_traces(showlegend=False, hovertemplate=hover)
+    _leave_first_out(drawn, tracks)
     return drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))
+
+
+def _leave_first_out(drawn: go.Figure, tracks: list[Track]) -> None:
+    """Let the axis cover all lines but that of the first layer, if that one would flatten the others."""
+    first, *others = [[value for value in track.values if value is not None] for track in tracks] or [[]]
+    rest = [value for values in others for value in values]
+    if not first or not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
+        return
+    subtitle = f"{drawn.layout.meta['subtitle']}; {tracks[0].name.lower()} is beyond the scale"
+    drawn.update_layout(
+        yaxis_range=scale_without(rest), meta={**drawn.layout.meta, "subtitle": subtitle}, title_subtitle_text=subtitle
+    )
 
 
 JUMP_RATE = Figure(

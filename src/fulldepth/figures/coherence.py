@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import curve
@@ -41,21 +42,43 @@ def _bins(source: Source, site: str) -> go.Figure | None:
 
 
 UNIT = {"range": [0, 1.04]}
+
+
+def _statistic(table: pd.DataFrame) -> str:
+    """The bias-corrected mean if the table has it: the raw mean of n sequences is biased upwards by about 1/n."""
+    statistics = set(table.loc[table["measure"] == "coherence", "statistic"])
+    return "mean_corrected" if "mean_corrected" in statistics else "mean"
+
+
+def _means(source: Source) -> go.Figure | None:
+    statistic = _statistic(source.table)
+    return over_layers(
+        source.table,
+        source.layers,
+        [
+            Line("coherence", name, statistic, site, color)
+            for color, (site, name) in zip(CATEGORICAL, SITES.items(), strict=False)
+        ],
+        alt=first_line("Mean coherence", ".2f"),
+        yaxis=axis("Coherence", **UNIT),
+    )
+
+
+def _curves(table: pd.DataFrame) -> tuple[Quantity, ...]:
+    statistic = _statistic(table)
+    return tuple(
+        Quantity("coherence", statistic, "Coherence", "Coherence", site, settings=UNIT, key=key, variant=name)
+        for key, (site, name) in zip(("", "attention"), SITES.items(), strict=True)
+    )
+
+
 FIGURES = (
     Figure(
         "coherence",
         "coherence",
-        of_layers(
-            *(
-                Line("coherence", name + suffix, statistic, site, color, dash)
-                for color, (site, name) in zip(CATEGORICAL, SITES.items(), strict=False)
-                for statistic, suffix, dash in (("mean", "", "solid"), ("mean_corrected", ", bias-corrected", "dot"))
-            ),
-            alt=first_line("Mean coherence", ".2f"),
-            yaxis=axis("Coherence", **UNIT),
-        ),
+        _means,
         title="Coherence per layer",
-        subtitle="1 = the layer copies, 0 = unrelated; mean over channels and frequencies",
+        subtitle="1 = the layer copies, 0 = unrelated; mean over channels and frequencies, corrected for bias",
         methods=(
             Method(
                 "Coherence",
@@ -64,26 +87,14 @@ FIGURES = (
                     "Each channel is standardised along the sequence, turned into a distribution over positions by a "
                     "softmax, and Fourier transformed; S are spectra averaged over sequences. Near 1 the layer "
                     "copies, near 0 its output is unrelated to its input; cells between 0.3 and 0.7 count as "
-                    "effective. The value is biased up by about one over the number of sequences; the corrected "
-                    "reading takes that out."
+                    "effective. The estimate is biased up by about one over the number of sequences; the figures "
+                    "show it corrected for that."
                 ),
                 formula=r"γ^2(d, k) = \frac{{|S_{x y}(d, k)|}^2}{S_{x x}(d, k) \space S_{y y}(d, k)}",
                 source="<cite>CR-Guided Transformers</cite>, Sec. 3.1 and App. A.3.",
             ),
         ),
-        curves=(
-            Quantity("coherence", "mean", "Coherence", "Coherence", settings=UNIT, variant=SITES["residual"]),
-            Quantity(
-                "coherence",
-                "mean",
-                "Coherence",
-                "Coherence",
-                site="attention",
-                settings=UNIT,
-                key="attention",
-                variant=SITES["attention"],
-            ),
-        ),
+        curves=_curves,
         followed=True,
     ),
     Figure(
@@ -106,5 +117,6 @@ FIGURES = (
         lambda source: readings((site, _bins(source, site)) for site in SITES),
         title="Distribution of coherence",
         subtitle="Share of channel-frequency cells by coherence, the stronger the closer to a copy",
+        secondary=True,
     ),
 )

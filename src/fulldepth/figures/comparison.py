@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import add_level, line
+from fulldepth.figures.draw import add_level, line, set_first_apart
 from fulldepth.figures.record import Quantity, Source, readings
 from fulldepth.figures.style import Figures, axis, extremes, figure, layer_axis
 
@@ -43,4 +43,6 @@ def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | Non
         showlegend=True,
         hovermode="closest" if relative else "x unified",
     )
+    if not relative:
+        drawn = set_first_apart(drawn, [run.name for run in source.runs])
     return add_level(drawn, 0) if difference else drawn

@@ -13,14 +13,17 @@ from fulldepth.figures.curves import Curve, Matrix, curve
 from fulldepth.figures.record import Source
 from fulldepth.figures.style import (
     CATEGORICAL,
+    DIFFERENCE_SCALE,
     GRID,
     MUTED,
     SIGNED_SCALE,
     UNIT_SCALE,
+    ZERO,
     axis,
     extremes,
     figure,
     layer_axis,
+    layer_name,
     translucent,
 )
 
@@ -28,6 +31,8 @@ COLOR_BAR = {
     "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
     "tickfont": {"size": 11, "color": MUTED},
 }  # fmt: skip
+APART = 2.0
+"""Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
 BARE = {"ticks": "", "showgrid": False, "showline": False}
 """Settings of an axis of a heat map."""
 
@@ -137,6 +142,46 @@ def over_layers(
     return result if level is None else add_level(result, level, dash)
 
 
+def set_first_apart(drawn: go.Figure, names: Iterable[str], form: str = ".3g") -> go.Figure:
+    """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
+
+    The first layer's value is written at the top; `meta["apart"]` states layer and lines, so that the page can keep
+    both right at other steps. Nothing changes if the first layer is at most `APART` times the largest of the others.
+
+    Args:
+        drawn: a figure over layers.
+        names: the lines that the axis is made for.
+        form: Python number format of the value that is written.
+    """
+    wanted = set(names)
+    points = [
+        (at, value)
+        for trace in drawn.data
+        if trace.name in wanted
+        for at, value in zip(trace.x, trace.y, strict=True)
+        if value is not None
+    ]
+    layer = min((at for at, _ in points), default=0)
+    first = [value for at, value in points if at == layer]
+    rest = [value for at, value in points if at != layer]
+    if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
+        return drawn
+    low, high = scale_without(rest)
+    note = {
+        "x": layer, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top", "showarrow": False,
+        "text": f"\u2191 {layer_name(int(layer))}: {first[0]:{form}}", "font": {"size": 11, "color": MUTED},
+    }  # fmt: skip
+    meta = {**drawn.layout.meta, "apart": {"layer": layer, "lines": sorted(wanted)}}
+    return drawn.update_layout(meta=meta, yaxis_range=[low, high], annotations=[*drawn.layout.annotations, note])
+
+
+def scale_without(rest: Sequence[float]) -> tuple[float, float]:
+    """Ends of a value axis for these values: from zero where none is negative, with room above for a note."""
+    low, high = min([0.0, *rest]), max([0.0, *rest])
+    room = (high - low) or 1.0
+    return (low - 0.05 * room if low < 0 else 0.0), high + 0.2 * room
+
+
 def of_layers(*lines: Line, **settings: Any) -> Callable[[Source], go.Figure | None]:
     """A function that draws the lines of one model, see `over_layers`."""
     return lambda source: over_layers(source.table, source.layers, lines, **settings)
@@ -145,6 +190,16 @@ def of_layers(*lines: Line, **settings: Any) -> Callable[[Source], go.Figure | N
 def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
     """Add a thin horizontal line at a value."""
     return drawn.add_hline(level, line={"color": MUTED, "width": 1, **({} if dash == "solid" else {"dash": dash})})
+
+
+def logarithmic(values: list[float | None], title: str) -> dict[str, object]:
+    """A log axis if every value is positive; otherwise a linear one, so that no value is hidden."""
+    finite = [value for value in values if value is not None]
+    if min(finite, default=0) <= 0:
+        return axis(title, **ZERO)
+    marks = (1, 2, 5) if max(finite) / min(finite) < 1e3 else (1,)
+    ticks = [mark * 10.0**power for power in range(-12, 13) for mark in marks]
+    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
 def line(
@@ -210,18 +265,19 @@ def bars(curve: Curve, name: str, color: str, form: str = ".4f", **extra: Any) -
     )
 
 
-def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, **layout: Any) -> go.Figure:
+def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, difference: bool = False, **layout: Any) -> go.Figure:
     """A heat map with the common colours and colour bar.
 
     Args:
         trace: `x`, `y`, `z`, range and hover box of the map.
         signed: whether to use the diverging colour scale.
+        difference: whether to use the colour scale of differences.
         alt: see `figure`.
         layout: passed on to `figure`.
     """
     gap = 1 if max(len(trace["x"]), len(trace["y"])) <= 40 else 0
     shown = go.Heatmap(
-        colorscale=SIGNED_SCALE if signed else UNIT_SCALE,
+        colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if signed else UNIT_SCALE,
         xgap=gap,
         ygap=gap,
         hoverongaps=False,
@@ -231,14 +287,15 @@ def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, **layout: Any) -> 
     return figure([shown], alt=alt, height=480, hovermode="closest", **layout)
 
 
-def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: Any) -> go.Figure:
-    """A square map over pairs of layers with a fixed range, [-1, 1] when signed, else [0, 1].
+def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, extent: float = 0.0, **about: Any) -> go.Figure:
+    """A square map over pairs of layers with a fixed range: of values [-1, 1] when signed, else [0, 1].
 
     Args:
         cells: the values; layer 0 is at the lower left, so that depth grows upwards and to the right.
         quantity: name of the number, for the colour bar and the hover box.
         signed: whether the number may be negative.
         alt: see `figure`.
+        extent: for differences, which have a colour scale of their own, the largest absolute value of that scale.
         about: passed on to `figure` (title, subtitle, variant, beside).
     """
     settings = {**axis("Layer"), "constrain": "domain", **map_ticks(cells.layers[-1], first=0)}
@@ -250,12 +307,13 @@ def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, **about: 
             "y": cells.layers,
             "z": cells.values,
             "customdata": cells.counts if counts else None,
-            "zmin": -1 if signed else 0,
-            "zmax": 1,
+            "zmin": -extent or (-1 if signed else 0),
+            "zmax": extent or 1,
             "hovertemplate": f"Layers %{{y}} and %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>n = {observed}"
             "<extra></extra>",
         },
         signed=signed,
+        difference=bool(extent),
         alt=alt,
         xaxis=settings,
         yaxis={**settings, "scaleanchor": "x"},

@@ -9,21 +9,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import NO_FIRST, select
-from fulldepth.figures.draw import Drawn, Line, first_line, of_layers, over_layers
+from fulldepth.figures.draw import Drawn, Line, first_line, logarithmic, of_layers, over_layers
 from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
 from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, categorical, label
 
 SITES = {"residual": "Residual stream", "value": "Value states"}
-
-
-def logarithmic(values: list[float | None], title: str) -> dict[str, object]:
-    """A log axis if every value is positive; otherwise a linear one, so that no value is hidden."""
-    finite = [value for value in values if value is not None]
-    if min(finite, default=0) <= 0:
-        return axis(title, **ZERO)
-    marks = (1, 2, 5) if max(finite) / min(finite) < 1e3 else (1,)
-    ticks = [mark * 10.0**power for power in range(-12, 13) for mark in marks]
-    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
 def _entropy(source: Source) -> Iterator[tuple[str, go.Figure | None]]:
@@ -179,6 +169,7 @@ FIGURES = (
             ),
         ),
         curves=_projections,
+        secondary=True,
     ),
     Figure(
         "nc1",

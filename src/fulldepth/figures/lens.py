@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, curve, number, select
-from fulldepth.figures.draw import Line, first_line, of_layers, over_layers
+from fulldepth.figures.draw import Line, first_line, of_layers, over_layers, set_first_apart
 from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source
 from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, extremes, figure, label
 
@@ -46,6 +46,18 @@ def _saturation(source: Source) -> go.Figure | None:
     return drawn
 
 
+def _loss(source: Source) -> go.Figure | None:
+    drawn = over_layers(
+        source.table,
+        source.layers,
+        [Line("lens_loss", "Loss")],
+        alt=first_line("Cross-entropy in nats", ".2f"),
+        yaxis=axis("Loss (nats)", **ZERO),
+        first=0,
+    )
+    return drawn and set_first_apart(drawn, ["Loss"])
+
+
 def median_layer(cumulative: Curve) -> float | None:
     """First layer by which half of the positions have settled."""
     pairs = zip(cumulative.layers, cumulative.values, strict=True)
@@ -56,6 +68,8 @@ def _effective_depth(source: Source) -> go.Figure | None:
     traces, texts = [], []
     for color, (prefix, (symbol, meaning)) in zip(CATEGORICAL, TOLERANCES.items(), strict=False):
         depths = tolerances(source.table, prefix)
+        if all(depth >= source.layers for depth in depths.values()):
+            continue  # L says only that no layer before the last is good enough
         bars = {f"ε = {eps}": depth for eps, depth in depths.items()}
         traces.append(_depth_bars(meaning, bars, color, source.layers))
         texts += [f"{depth:.0f} of {source.layers} at {symbol} = {eps}" for eps, depth in depths.items()]
@@ -150,17 +164,13 @@ FIGURES = (
     Figure(
         "lens_loss",
         "predictions",
-        of_layers(
-            Line("lens_loss", "Loss"),
-            alt=first_line("Cross-entropy in nats", ".2f"),
-            yaxis=axis("Loss (nats)", **ZERO),
-            first=0,
-        ),
+        _loss,
         title="Loss per layer",
         subtitle="Cross-entropy if the model stopped at this layer",
         methods=(PER_LAYER,),
         curves=(Quantity("lens_loss", "mean", "Loss", "Loss (nats)"),),
         followed=True,
+        secondary=True,
     ),
     Figure(
         "saturation",
@@ -204,6 +214,7 @@ FIGURES = (
                 source="Jiang et al., <cite>Tracing Representation Progression</cite>, Def. 1.",
             ),
         ),
+        secondary=True,
     ),
     Figure(
         "effective_depth",
@@ -212,5 +223,6 @@ FIGURES = (
         kinds=(COMPARISON,),
         title="Effective depth",
         subtitle="First layer whose accuracy is good enough, for several tolerances",
+        secondary=True,
     ),
 )

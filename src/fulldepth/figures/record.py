@@ -169,6 +169,8 @@ class Figure:
     """Curves that are compared between models: figures `NAME` and `difference_NAME` of comparisons."""
     followed: bool = False
     """Whether the curves are also drawn over training, one line per layer: the figure `steps_NAME`."""
+    secondary: bool = False
+    """Whether the page folds the figure, behind its title."""
 
     def quantities(self, table: pd.DataFrame) -> tuple[Quantity, ...]:
         """The curves that a table may have."""

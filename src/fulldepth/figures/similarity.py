@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -14,6 +15,8 @@ from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minu
 
 READINGS = {"cosine": {"mean": "Centred", "mean_raw": "Raw"}, "cka": {"debiased": "Debiased", "biased": "Biased"}}
 """Measure -> statistic -> name of the variant; the first is the default."""
+SMALLEST = 0.05
+"""Smallest range of the colours of differences, so that noise stays pale."""
 TITLES = {"cosine": "Cosine similarity of layers", "cka": "Linear CKA of layers"}
 SUBTITLES = {
     "mean": "Mean over tokens, each layer centred by its mean state",
@@ -44,22 +47,31 @@ def _of_models(source: Source, measure: str) -> Figures:
 
 
 def _differences(source: Source, measure: str) -> Figures:
-    """Difference maps of all other models from the baseline."""
+    """Difference maps of all other models from the baseline, with one colour scale."""
     statistic = next(iter(READINGS[measure]))
+    maps = {run.name: matrix(run.table, measure, statistic, "difference") for run in source.compared}
+    extent = max([SMALLEST, *(_extent(cells) for cells in maps.values() if cells)])
     return {
-        run.name: layer_map(
+        name: layer_map(
             cells,
             quantity="difference",
             signed=True,
+            extent=extent,
             title=f"{TITLES[measure]}: difference from the baseline",
-            subtitle="Value minus the baseline’s at the same depth",
+            subtitle=f"Value minus the baseline’s at the same depth; the colours end at ±{extent:.2f}",
             alt=_largest(cells),
-            variant=run.name,
+            variant=name,
             beside=True,
         )
-        for run in source.compared
-        if (cells := matrix(run.table, measure, statistic, "difference"))
+        for name, cells in maps.items()
+        if cells
     }
+
+
+def _extent(cells: Matrix) -> float:
+    """The largest absolute value of a map, rounded up to two digits."""
+    largest = max((abs(value) for row in cells.values for value in row if value is not None), default=0.0)
+    return math.ceil(100 * largest) / 100
 
 
 def _largest(cells: Matrix) -> str:
@@ -163,8 +175,8 @@ FIGURES = (
             ),
         ),
     ),
-    Figure("cka", "similarity", lambda source: _of_models(source, "cka"), (COMPARISON,)),
-    Figure("difference_cka", "similarity", lambda source: _differences(source, "cka"), (COMPARISON,)),
+    Figure("cka", "similarity", lambda source: _of_models(source, "cka"), (COMPARISON,), secondary=True),
+    Figure("difference_cka", "similarity", lambda source: _differences(source, "cka"), (COMPARISON,), secondary=True),
     Figure(
         "cosine_to_last",
         "similarity",
@@ -181,5 +193,6 @@ FIGURES = (
                 settings={"range": [-1.04, 1.04]},
             ),
         ),
+        secondary=True,
     ),
 )

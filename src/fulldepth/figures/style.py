@@ -25,6 +25,16 @@ OPPOSITE = (
     "#c46a2f", "#ae5a2a", "#964b27", "#7f3d22", "#692f1d",
 )  # fmt: skip
 """The same for values below zero; starts at the same neutral colour."""
+ABOVE = (
+    "#f0f2f4", "#aceabb", "#88d99e", "#65c783", "#41b56b", "#13a255",
+    "#038d47", "#00783c", "#006430", "#005125", "#003e1b",
+)  # fmt: skip
+"""Differences above zero: green, so that a map of differences is not taken for a map of values."""
+BELOW = (
+    "#f0f2f4", "#f3d0ff", "#eab4fe", "#da9cf2", "#ca86e5", "#b770d4",
+    "#a45cc2", "#8f4aac", "#7a3a95", "#642c7c", "#4e2062",
+)  # fmt: skip
+"""Differences below zero: purple."""
 INK, MUTED, GRID, AXIS, PAPER = "#1c2127", "#5a6472", "#e5e8ec", "#aab2bc", "#ffffff"
 
 _SEQUENTIAL_DARK = (
@@ -34,6 +44,14 @@ _SEQUENTIAL_DARK = (
 _OPPOSITE_DARK = (
     "#252627", "#453028", "#633b28", "#804626", "#9b5423", "#b36425",
     "#c77730", "#d48d4c", "#e1a466", "#eeba80", "#fbd09a",
+)  # fmt: skip
+_ABOVE_DARK = (
+    "#252627", "#023e1c", "#005125", "#006330", "#00773b", "#008b46",
+    "#1e9e55", "#3cb267", "#59c57c", "#78d794", "#99e9ae",
+)  # fmt: skip
+_BELOW_DARK = (
+    "#252627", "#472854", "#5d346f", "#734089", "#894ea2", "#9f5eb9",
+    "#b36fcf", "#c782e2", "#d997f3", "#e9aefe", "#f1caff",
 )  # fmt: skip
 _CATEGORICAL_DARK = ("#70abf9", "#f39d34", "#64ccc0", "#aa70b8", "#dcc86c", "#e46d8b")
 
@@ -49,6 +67,8 @@ DARK: dict[str, str] = {
     **{translucent(a): translucent(b, 0.22) for a, b in zip(CATEGORICAL, _CATEGORICAL_DARK, strict=True)},
     **dict(zip(SEQUENTIAL, _SEQUENTIAL_DARK, strict=True)),
     **dict(zip(OPPOSITE, _OPPOSITE_DARK, strict=True)),
+    **dict(zip(ABOVE, _ABOVE_DARK, strict=True)),
+    **dict(zip(BELOW, _BELOW_DARK, strict=True)),
     INK: "#e7eaee",
     MUTED: "#a0aab6",
     GRID: "#2a3038",
@@ -61,6 +81,8 @@ UNIT_SCALE = [[i / 10, colour] for i, colour in enumerate(SEQUENTIAL)]
 """Colour scale for [0, 1]."""
 SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *SEQUENTIAL))]
 """Colour scale for [-1, 1], neutral at zero."""
+DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], *ABOVE))]
+"""Colour scale for differences, neutral at zero."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -68,7 +90,7 @@ _AXIS = {
     "showline": True, "linecolor": AXIS, "gridcolor": GRID, "zeroline": False, "ticks": "outside", "tickcolor": AXIS,
     "ticklen": 4, "tickfont": {"color": MUTED, "size": 12},
     "title": {"font": {"color": MUTED, "size": 12}, "standoff": 8},
-    "automargin": True, "fixedrange": True, "spikecolor": AXIS, "spikethickness": 1,
+    "automargin": True, "spikecolor": AXIS, "spikethickness": 1,
 }  # fmt: skip
 TEMPLATE = go.layout.Template(
     layout={
@@ -86,12 +108,12 @@ TEMPLATE = go.layout.Template(
             "namelength": -1,
         },
         "hovermode": "x unified",
-        "dragmode": False,
+        "dragmode": "zoom",
         "margin": {"l": 56, "r": 16, "t": 84, "b": 48},
         "barcornerradius": 1,
     }
 )  # fmt: skip
-"""Layout of all figures. Axes cannot be dragged, so that touch scrolls the page."""
+"""Layout of all figures."""
 
 
 def label(text: object, limit: int = 48) -> str:
@@ -134,8 +156,7 @@ def layer_axis(layers: int, first: int = 1, relative: bool = False) -> dict[str,
         return {"title": {"text": "Relative depth"}, "range": [-0.02, 1.02], "tickformat": ".0%"}
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if layers / s <= 12.5)
     ticks = [tick for tick in range(0, layers + 1, step) if tick >= first]
-    if layers - ticks[-1] >= (step + 1) // 2 if ticks else True:
-        ticks.append(layers)
+    ticks = [*(tick for tick in ticks if layers - tick >= 3 * step / 4), layers]  # no label touches the last one
     return {
         "title": {"text": "Layer"},
         "unifiedhovertitle": {"text": "Layer %{x}"},
@@ -162,7 +183,7 @@ def figure(
     subtitle: str = "",
     variant: str = "",
     beside: bool = False,
-    height: int = 380,
+    height: int = 350,
     **layout: Any,
 ) -> go.Figure:
     """A figure in the common style.

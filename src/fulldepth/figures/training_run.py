@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import curve, select
-from fulldepth.figures.draw import line
+from fulldepth.figures.draw import line, set_first_apart
 from fulldepth.figures.record import TRAINING, Figure, Method, Source, readings
 from fulldepth.figures.steps import Track, first_track, over_steps, thin, track
 from fulldepth.figures.style import (
@@ -132,13 +132,14 @@ def _profiles(source: Source) -> go.Figure | None:
         return None
     shown = thin(steps, PROFILES)
     last = profiles[shown[-1]]
-    return figure(
+    drawn = figure(
         [line(profiles[step], f"Step {step:,}", _shade(index, len(shown))) for index, step in enumerate(shown)],
         alt=extremes(f"Mean displacement at step {shown[-1]:,}", last.layers, last.values),
         xaxis=layer_axis(source.layers),
         yaxis=axis("Displacement Ψ", **ZERO),
         showlegend=True,
     )
+    return set_first_apart(drawn, [f"Step {step:,}" for step in shown])
 
 
 def _shade(index: int, count: int) -> str:

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any
-
-from plotly.offline import get_plotlyjs
 
 from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 from fulldepth.report.sections import methods
 
-SCRIPTS = ("core.js", "strip.js", "plots.js", "lens.js", "numbers.js", "page.js")
+SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "numbers.js", "page.js")
 """Scripts in order of dependency; they share one scope."""
 
 
 def assemble(document: dict[str, Any]) -> str:
     """The whole page."""
     script = "\n".join(_part(name) for name in SCRIPTS)
+    columns, rest = document["table"]["columns"], {k: v for k, v in document["table"].items() if k != "columns"}
     return Template(_part("page.html")).substitute(
         style=palette() + _part("style.css"),
-        plotly=get_plotlyjs().replace("</script", "<\\/script"),
-        data=embed(document),
+        plotly=plotly(),
+        data=embed({**document, "table": rest}),
+        table=compressed(json.dumps(columns, allow_nan=False, separators=(",", ":")).encode()),
         script=script,
         methods=methods(document["kind"] in (*KINDS, TOGETHER)),
     )
+
+
+@cache
+def plotly() -> str:
+    """plotly.js with the cartesian trace types, gzip-compressed, as base64; the page unpacks it (`plots.js`).
+
+    The bundle is the file `plotly-cartesian.min.js` of the npm package `plotly.js-cartesian-dist-min` (MIT licence,
+    beside it). It is a tenth of the full bundle that the Python package of plotly carries.
+    """
+    source = files("fulldepth.report").joinpath("parts", "plotly", "plotly-cartesian.min.js").read_bytes()
+    return compressed(source)
+
+
+def compressed(content: bytes) -> str:
+    """Compress with gzip and write as base64; the page's function `unpacked` reverses it."""
+    return base64.b64encode(gzip.compress(content, compresslevel=9, mtime=0)).decode("ascii")
 
 
 def embed(document: Any) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth import figures
-from fulldepth.figures.record import SERIES, Source
+from fulldepth.figures.curves import num_layers
+from fulldepth.figures.draw import scale_without
+from fulldepth.figures.record import SERIES, SINGLE, Source
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
 from fulldepth.report import lens, rows
@@ -18,7 +20,9 @@ from fulldepth.report.findings import cards, sentences
 from fulldepth.report.kinds import PAGES, PageKind, kind_of
 from fulldepth.report.measured import left_out
 from fulldepth.report.phrases import short
+from fulldepth.report.profile import profile
 from fulldepth.report.sections import arrange
+from fulldepth.report.story import Facts, story
 from fulldepth.results import Results
 
 MAX_STEPS = 60
@@ -72,8 +76,12 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         {"label": short(model.get("label", "?"), 60), "samples": lens.pack(model.get("lens_grid"), vocabulary)}
         for model in models
     ]
+    opening = _opening(source, entry) if source.kind in (SINGLE, SERIES) else {"story": None, "profile": None}
+    if opening["story"]:
+        first, more = [], [*first, *more]
     return {
         "step": entry.get("step"),
+        **opening,
         "cards": cards(findings),
         "sentences": first,
         "more_sentences": more,
@@ -81,6 +89,15 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         "lens": [grid for grid in grids if grid["samples"]],
         "patches": {},
     }
+
+
+def _opening(source: Source, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The paragraph and the strip of layers of one step, or of the only measurement."""
+    step, model = entry.get("step"), entry.get("model") or source.meta.get("model") or {}
+    table = source.table if step is None else source.steps[int(step)]
+    meta = {**source.meta, "model": model}
+    facts = Facts(table, num_layers(table, model))
+    return {"story": story(facts, meta), "profile": profile(facts)}
 
 
 def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocabulary) -> list[dict[str, Any]]:
@@ -149,6 +166,9 @@ def difference(packed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
     """Set one value range in `base` that covers all steps, so that the slider moves the curves, not the axis."""
     axis = base["layout"].get("yaxis", {})
+    if base.get("about", {}).get("apart"):
+        _fix_range_without_first(base, at_steps)
+        return
     if axis.get("range") or axis.get("type") == "category" or any("z" in trace for trace in base["data"]):
         return
     values = [
@@ -165,3 +185,18 @@ def fix_range(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
     margin = 0.05 * ((high - low) or abs(high) or 1.0)
     bottom = low if axis.get("rangemode") == "tozero" and low == 0 else low - margin
     base["layout"]["yaxis"] = {**axis, "range": compact([bottom, high + margin])}
+
+
+def _fix_range_without_first(base: dict[str, Any], at_steps: list[dict[str, Any]]) -> None:
+    """As `fix_range`, for a figure whose first layer is beyond the scale."""
+    apart = base["about"]["apart"]
+    values = [
+        value
+        for packed in at_steps
+        for trace in packed["data"]
+        if trace.get("name") in apart["lines"]
+        for layer, value in zip(trace.get("x", []), trace.get("y", []), strict=False)
+        if layer != apart["layer"] and value is not None
+    ]
+    if values:
+        base["layout"]["yaxis"]["range"] = list(scale_without(values))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-MAX_ROWS = 200_000
-"""Maximum number of rows on a page (about 5 MB); pairs of layers are dropped first."""
+MAX_ROWS = 60_000
+"""Maximum number of rows on a page (about 0.8 MB, compressed); pairs of layers are dropped first."""
 MAX_STRING = 1000
 
 

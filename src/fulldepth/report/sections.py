@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from fulldepth import figures
-from fulldepth.figures.record import SINGLE, SKIP, Method
+from fulldepth.figures.record import SERIES, SINGLE, SKIP, Method
 from fulldepth.report.tables import Table
 
 
@@ -112,6 +112,8 @@ OF_SKIPPING = (
     Section("settings", "Settings"),
 )
 OVER_TRAINING = Section("training", "Over training", "The same measures at every checkpoint.")
+FIRST = "displacement"
+"""Section that follows the opening paragraph of a measurement, before everything else."""
 FURTHER = Section("further", "Further figures")
 ABOUT_MODELS = (
     "Layers run from 1 to L; 0 is the embedding output. The state h<sub>l</sub> is the residual stream after layer "
@@ -143,7 +145,7 @@ def arrange(
     sections: Sequence[Section] = OF_MODELS,
     tables: Mapping[str, Sequence[Table | Mapping[str, Any]]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sections with their slots; a slot is a figure with all its variants.
+    """Sections with their slots; a slot is a figure with all its variants. `secondary` slots are folded.
 
     Curves over steps whose section is not on the page get a section of their own, and so do figures without a record.
 
@@ -157,7 +159,9 @@ def arrange(
     for name in names:
         slots.setdefault(name.split(":")[0], []).append(name)
     sections = (*sections, OVER_TRAINING, FURTHER)
-    where = {record.name: record.section for record in figures.records(kind)}
+    records = figures.records(kind)
+    where = {record.name: record.section for record in records}
+    folded = {record.name for record in records if record.secondary}
     placed: dict[str, list[list[str]]] = {section.id: [] for section in sections}
     for name in sorted(slots, key=lambda name: list(where).index(name) if name in where else len(where)):
         otherwise = OVER_TRAINING if name.startswith("steps_") else FURTHER
@@ -168,7 +172,13 @@ def arrange(
     }
     filled = {section: [table for table in several if table.get("rows", True)] for section, several in filled.items()}
     return [
-        {**section._asdict(), "slots": placed[section.id], "tables": filled.get(section.id, [])}
+        {
+            **section._asdict(),
+            "slots": placed[section.id],
+            "tables": filled.get(section.id, []),
+            "secondary": [slot[0] for slot in placed[section.id] if slot[0].split(":")[0] in folded],
+            "first": section.id == FIRST and kind in (SINGLE, SERIES),
+        }
         for section in sections
         if placed[section.id] or filled.get(section.id)
     ]

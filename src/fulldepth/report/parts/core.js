@@ -3,7 +3,7 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const onPaper = matchMedia("print");
-const state = { view: DATA.views.length - 1, printing: false };
+const state = { view: DATA.views.length - 1, printing: false, layer: null };
 
 /** An object's own entry; undefined for names that every object inherits, such as `constructor` and `__proto__`. */
 const own = (object, key) => (Object.hasOwn(object, key) ? object[key] : undefined);
@@ -27,6 +27,12 @@ function el(tag, attributes = {}, ...children) {
 
 /** Text from the data, kept from turning the direction of what stands around it. */
 const isolated = (text, attributes = {}) => el("bdi", attributes, text);
+
+/** The text that an element of the page holds compressed (gzip, base64). */
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(byId(id).textContent.trim()), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
 
 /** A labelled `<select>`; `choices` are strings, `choose` gets the index. */
 function picker(id, label, choices, choose) {

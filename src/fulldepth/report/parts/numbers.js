@@ -1,19 +1,20 @@
 // The table of results: filtered, by pages, and as CSV.
 
 const PAGE_ROWS = 25;
-const columnNames = Object.keys(DATA.table.columns);
+let columns = null; // name -> column, unpacked when the table is opened
+let columnNames = [];
 const numbersState = { measure: "", text: "", page: 0, rows: [] };
 
 /** The entry of a column in a row: a string, a number, or null. */
 function entry(name, row) {
-  const column = DATA.table.columns[name];
+  const column = columns[name];
   if (Array.isArray(column)) return column[row];
   return column.codes[row] < 0 ? null : column.values[column.codes[row]];
 }
 
 function filterNumbers() {
   const wanted = numbersState.text.toLowerCase().split(/\s+/).filter(Boolean);
-  const words = columnNames.filter((name) => !Array.isArray(DATA.table.columns[name]));
+  const words = columnNames.filter((name) => !Array.isArray(columns[name]));
   const rows = [];
   for (let row = 0; row < DATA.table.rows; row += 1) {
     if (numbersState.measure && entry("measure", row) !== numbersState.measure) continue;
@@ -26,7 +27,7 @@ function filterNumbers() {
 }
 
 function drawNumbers() {
-  const numeric = (name) => Array.isArray(DATA.table.columns[name]);
+  const numeric = (name) => Array.isArray(columns[name]);
   const head = el("tr", {}, ...columnNames.map((name) => el("th", { scope: "col", class: numeric(name) ? "num" : "" }, name)));
   const start = numbersState.page * PAGE_ROWS;
   const body = numbersState.rows.slice(start, start + PAGE_ROWS).map((row) =>
@@ -69,6 +70,13 @@ function download() {
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
+async function fillTable() {
+  if (columns || !byId("numbers-fold").open) return;
+  columns = JSON.parse(await unpacked("table"));
+  columnNames = Object.keys(columns);
+  filterNumbers();
+}
+
 function startNumbers() {
   const { rows, total, left_out: leftOut, where } = DATA.table;
   const part = rows < total ? ` of ${counted(total)}. ${leftOut}` : ".";
@@ -88,5 +96,5 @@ function startNumbers() {
       },
     })),
   );
-  filterNumbers();
+  byId("numbers-fold").addEventListener("toggle", fillTable);
 }

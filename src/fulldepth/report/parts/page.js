@@ -2,6 +2,9 @@
 
 function drawVerdict() {
   const now = view();
+  byId("verdict").classList.toggle("answered", Boolean(now.story));
+  drawStory();
+  drawProfile();
   byId("sentences").replaceChildren(...now.sentences.map((sentence) => el("p", {}, isolated(sentence))));
   const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), ...(one.error ? [el("span", { class: "error", title: "Standard error over sequences" }, one.error)] : []), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
   const parts = now.cards.length ? [el("ul", { class: "cards" }, ...now.cards.map(card))] : [];
@@ -19,13 +22,15 @@ function inWords(sentences) {
 
 function drawRemarks(now) {
   const notes = [];
-  if (DATA.remarks.warnings.length) {
-    notes.push(el("div", { class: "note warn" }, el("strong", {}, "Mind when reading"), el("ul", {}, ...DATA.remarks.warnings.map((text) => el("li", {}, isolated(text))))));
+  const { warnings } = DATA.remarks;
+  if (warnings.length) {
+    const items = el("ul", {}, ...warnings.map((text) => el("li", {}, isolated(text))));
+    notes.push(el("details", { class: "about" }, el("summary", {}, `Mind when reading (${warnings.length})`), items));
   }
   const left = new Map([...DATA.remarks.left_out, ...now.left_out]);
   if (left.size) {
     const items = [...left].map(([measure, reason]) => el("li", {}, isolated(measure), ": ", isolated(reason)));
-    notes.push(el("div", { class: "note" }, el("strong", {}, "Left out"), el("ul", {}, ...items)));
+    notes.push(el("details", { class: "about" }, el("summary", {}, `Left out (${left.size})`), el("ul", {}, ...items)));
   }
   byId("remarks").replaceChildren(...notes);
 }
@@ -60,7 +65,7 @@ function startContents() {
 function turnToPaper({ matches }) {
   if (matches === state.printing) return;
   state.printing = matches;
-  for (const note of document.querySelectorAll(".method, .about")) {
+  for (const note of document.querySelectorAll(".method, .about, .more")) {
     if (matches) note.dataset.was = note.open ? "open" : "closed";
     note.open = matches || note.dataset.was === "open";
   }
@@ -77,8 +82,10 @@ function start() {
   byId("about-box").hidden = !DATA.about.length;
   const shown = DATA.views.length;
   byId("foot").textContent = "Everything on this page is inside this file; it asks the network for nothing." + (DATA.checkpoints > shown ? ` The slider has ${shown} of ${DATA.checkpoints} checkpoints, the curves over training have all.` : "");
+  const first = DATA.sections.filter((section) => section.first);
   const after = DATA.sections.filter((section) => ["training", "further"].includes(section.id));
-  byId("sections").append(...DATA.sections.filter((section) => !after.includes(section)).map(makeSection));
+  byId("first").append(...first.map(makeSection));
+  byId("sections").append(...DATA.sections.filter((section) => !after.includes(section) && !first.includes(section)).map(makeSection));
   byId("sections-after").append(...after.map(makeSection));
   for (const note of document.querySelectorAll("[data-measures]")) note.hidden = !note.dataset.measures.split(" ").some((name) => DATA.measures.includes(name));
   startStepper();
@@ -87,7 +94,7 @@ function start() {
   drawLens();
   startNumbers();
   startContents();
-  drawAll();
+  loadPlotly();
   prefersDark.addEventListener("change", drawAll);
   let width = innerWidth;
   let waiting = 0;

@@ -1,10 +1,44 @@
 // Figures: one slot each, with a switch between readings; redrawn when the step, the colours or the paper change.
 
-const CONFIG = { displaylogo: false, displayModeBar: false, responsive: false, doubleClick: false };
+const FINE = matchMedia("(pointer: fine)").matches; // a mouse drags to zoom; a finger scrolls the page
 const STEPS = "Training step"; // title of the axis on which the chosen step is marked
 const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
 const slots = []; // { plots: [{ div, name, alt, box }] }
 let round = 0;
+
+/** Unpack plotly.js, which the page holds compressed, and draw. */
+async function loadPlotly() {
+  document.documentElement.dataset.ready = "no";
+  try {
+    const source = await unpacked("plotly");
+    const script = el("script", {}, source);
+    document.head.append(script);
+    script.remove();
+  } catch {
+    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers are below them; ${DATA.table.where || "results.parquet beside the page holds all rows."}`;
+    byId("no-figures").hidden = false;
+    document.documentElement.dataset.ready = "yes";
+    return;
+  }
+  drawAll();
+}
+
+/** Mode bar: zoom, pan, reset, and downloads that carry the figure's title. */
+function config(name) {
+  const save = (format) => (div) => {
+    const title = { text: plain(DATA.figures[name].about.title), x: 0.02, xanchor: "left" };
+    const layout = { ...div.layout, title, margin: { ...div.layout.margin, t: 60 + (div.layout.showlegend ? 20 : 0) } };
+    Plotly.downloadImage({ data: div.data, layout }, { format, scale: format === "png" ? 2 : 1, width: div.layout.width, height: div.layout.height + 50, filename: name.replace(/[^\w.-]+/g, "_") });
+  };
+  const button = (format) => ({ name: `Download as ${format.toUpperCase()}`, icon: Plotly.Icons[format === "png" ? "camera" : "disk"], click: save(format) });
+  return {
+    displaylogo: false,
+    responsive: false,
+    displayModeBar: paper() ? false : "hover",
+    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"], [button("png"), button("svg")]],
+    doubleClick: "reset",
+  };
+}
 
 /** A copy of a figure's part with every colour of the light page replaced by its dark counterpart. */
 function recoloured(part) {
@@ -30,6 +64,9 @@ function layoutFor(name, div, data) {
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
   if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
   if (base.xaxis.title?.text === STEPS && view().step != null) base.shapes = [...(base.shapes || []), stepLine()];
+  if (base.xaxis.title?.text === "Layer" && !isMap && state.layer) base.shapes = [...(base.shapes || []), layerBand()];
+  for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
+  noteFirst(base, name, data);
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
   return {
     ...base,
@@ -37,8 +74,19 @@ function layoutFor(name, div, data) {
     height,
     width,
     autosize: false,
+    dragmode: FINE ? "zoom" : false,
     margin: { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 },
   };
+}
+
+/** The first layer's value at this step, where it is beyond the scale. */
+function noteFirst(layout, name, data) {
+  const { apart } = DATA.figures[name].about;
+  if (!apart) return;
+  const value = data.filter((trace) => apart.lines.includes(trace.name)).map((trace) => trace.y[trace.x.indexOf(apart.layer)])[0];
+  const note = layout.annotations.at(-1);
+  note.visible = value != null && value > layout.yaxis.range[1];
+  note.text = value == null ? "" : note.text.replace(/: .*/, `: ${Number(value.toPrecision(3))}`);
 }
 
 /** What a legend of several lines takes, so that it does not take it from the figure. */
@@ -46,7 +94,7 @@ function legendHeight(layout, data, width) {
   if (!layout.showlegend) return 0;
   const names = data.filter((trace) => trace.showlegend !== false).map((trace) => plain(trace.name || "").length);
   const columns = Math.max(1, Math.floor((width - 60) / (Math.max(...names) * 6.4 + 46)));
-  return (Math.ceil(names.length / columns) - 1) * 20;
+  return (Math.ceil(names.length / columns) - 1) * 20 + (width < 360 ? 30 : 0); // narrow: the axis labels take more, too
 }
 
 /** Fewer tick labels where there is no room for all. */
@@ -66,7 +114,13 @@ function stepLine() {
   return { type: "line", xref: "x", yref: "paper", x0: view().step, x1: view().step, y0: 0, y1: 1, layer: "below", line };
 }
 
+/** The chosen layer in a figure over layers. */
+function layerBand() {
+  return { type: "rect", xref: "x", yref: "paper", x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, layer: "below", line: { width: 0 }, fillcolor: recoloured(DATA.template.layout.yaxis.gridcolor) };
+}
+
 function draw(plot) {
+  if (!window.Plotly || !(paper() || plot.div.parentElement.clientWidth)) return; // folded: drawn when it is opened
   const now = current(plot.name);
   plot.div.hidden = !now;
   plot.missing.hidden = Boolean(now);
@@ -74,12 +128,13 @@ function draw(plot) {
   if (!now) return;
   const { title } = DATA.figures[plot.name].about;
   plot.div.setAttribute("aria-label", `${plain(title)}. ${plain(now.alt)}`);
-  Plotly.react(plot.div, recoloured(now.data), layoutFor(plot.name, plot.div, now.data), CONFIG);
+  Plotly.react(plot.div, recoloured(now.data), layoutFor(plot.name, plot.div, now.data), config(plot.name));
   if (plot.table.open) fillNumbers(plot);
 }
 
 /** Redraw every figure, those in sight first, a few milliseconds at a time. */
 function drawAll() {
+  if (!window.Plotly) return;
   const mine = ++round;
   document.documentElement.dataset.ready = "no";
   const away = (plot) => {
@@ -160,11 +215,22 @@ function readings(choices, number, title, choose) {
   return el("fieldset", { class: "switch" }, el("legend", { class: "sr" }, `Reading of: ${plain(title)}`), ...choices.map(radio));
 }
 
+/** Figures that are secondary, behind their titles. */
+function folded(figures, slotsOfThem) {
+  const titles = figures.map((figure) => figure.querySelector("h3").textContent).join(" · ");
+  const more = el("details", { class: "more" }, el("summary", {}, "More: ", isolated(titles)), el("div", { class: "figures" }, ...figures));
+  more.addEventListener("toggle", () => more.open && slotsOfThem.forEach((slot) => slot.plots.forEach(draw)));
+  return more;
+}
+
 function makeSection(section) {
   const first = slots.length;
   const figures = section.slots.map((names, index) => makeSlot(names, `${first}-${index}`));
+  const secondary = figures.filter((_, index) => section.secondary.includes(section.slots[index][0]));
+  const primary = figures.filter((figure) => !secondary.includes(figure));
   const intro = section.intro ? [el("p", { class: "intro" }, section.intro)] : [];
   const heading = el("h2", { id: `${section.id}-title` }, section.title);
-  const drawn = figures.length ? [el("div", { class: "figures" }, ...figures)] : [];
+  const drawn = primary.length ? [el("div", { class: `figures of-${primary.length}` }, ...primary)] : [];
+  if (secondary.length) drawn.push(folded(secondary, slots.slice(first).filter((_, index) => secondary.includes(figures[index]))));
   return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map((table) => (table.strip ? makeStrip(table) : titledTable(table))), ...drawn);
 }

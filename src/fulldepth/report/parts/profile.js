@@ -1,0 +1,79 @@
+// The opening paragraph, and the strip of layers: one column a layer, with its numbers; a click leads to the figure.
+
+function drawStory() {
+  const told = view().story;
+  byId("story").hidden = !told;
+  if (!told) return;
+  const { next } = told;
+  const steps = next ? [el("p", { class: "next" }, el("strong", {}, "Next: "), next.why, " ", el("code", {}, ...next.command.split(/(?= )/).map((word) => el("span", {}, word))))] : [];
+  byId("story").replaceChildren(el("p", {}, told.sentences.map(plain).join(" ")), ...steps);
+}
+
+function drawProfile() {
+  const strip = view().profile;
+  byId("profile").hidden = !strip;
+  if (!strip) return;
+  const names = el("div", { class: "profile-names", "aria-hidden": "true" }, el("span", {}, "Layer"), ...strip.rows.map((row) => el("span", { title: row.hint }, row.name)));
+  const all = Array.from({ length: strip.layers }, (_, index) => profileColumn(strip, index));
+  const columns = el("div", { class: "profile-columns", role: "group", "aria-label": `Layers 1 to ${strip.layers}` }, ...all);
+  columns.addEventListener("keydown", moveInProfile);
+  for (const kind of ["focusin", "mouseover"]) {
+    columns.addEventListener(kind, (event) => {
+      const column = event.target.closest("button");
+      if (column) byId("profile-readout").replaceChildren(column.getAttribute("aria-label"));
+    });
+  }
+  columns.addEventListener("mouseleave", () => profileKey(strip));
+  byId("profile-box").replaceChildren(names, columns);
+  profileKey(strip);
+}
+
+/** What the shades mean, shown while no layer is pointed at. */
+function profileKey(strip) {
+  const hints = strip.rows.map((row) => el("span", {}, el("b", {}, row.name), ` ${row.hint}`));
+  const idle = strip.idle.length ? [el("span", {}, el("i", { class: "idle-sign" }), "turns the stream by less than 2 %")] : [];
+  byId("profile-readout").replaceChildren(...idle, ...hints);
+}
+
+/** One layer: its number, and one shade a row. */
+function profileColumn(strip, index) {
+  const layer = index + 1;
+  const every = [1, 2, 5, 10, 20, 50].find((step) => strip.layers / step <= 16) || 100;
+  const named = layer === 1 || layer === strip.layers || (layer % every === 0 && strip.layers - layer >= every / 2);
+  const shades = strip.rows.map((row) => el("i", {
+    class: row.shades[index] == null ? "none" : "",
+    style: row.shades[index] == null ? "" : `background:var(--ramp-${row.shades[index]})`,
+    "data-figure-name": row.figure,
+  }));
+  const said = `Layer ${layer}: ${strip.rows.map((row) => row.texts[index]).filter(Boolean).join(", ")}`;
+  return el("button", {
+    type: "button",
+    class: strip.idle.includes(layer) ? "layer idle" : "layer",
+    "aria-label": said,
+    title: said,
+    tabindex: index ? "-1" : "0",
+    onclick: (event) => showLayer(event.target.dataset.figureName || strip.rows[0].figure, layer),
+  }, el("span", { class: named ? "" : "unnamed", "aria-hidden": "true" }, String(layer)), ...shades);
+}
+
+function moveInProfile(event) {
+  const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const all = [...event.currentTarget.children];
+  const to = all[all.indexOf(event.target) + step];
+  if (!step || !to) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  to.tabIndex = 0;
+  to.focus();
+}
+
+/** Mark a layer in every figure over layers, and scroll to one of them. */
+function showLayer(name, layer) {
+  state.layer = state.layer === layer ? null : layer;
+  const plot = slots.flatMap((slot) => slot.plots).find((one) => one.name.split(":")[0] === name);
+  if (plot) {
+    for (let box = plot.div.parentElement; box; box = box.parentElement) if (box.tagName === "DETAILS") box.open = true;
+    plot.div.closest("figure").scrollIntoView({ block: "nearest" });
+  }
+  drawAll();
+}
