@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "launch": set(),
     "targets": set(),
+    "threads": set(),
     "thresholds": set(),
     "fingerprint": set(),
     "distributed": set(),
@@ -51,7 +52,9 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "settings", "figures"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
-EVERYWHERE = {"distributed", "errors", "files", "fingerprint", "launch", "progress", "targets", "thresholds"}
+EVERYWHERE = {
+    *("distributed", "errors", "files", "fingerprint", "launch", "progress", "targets", "threads", "thresholds"),
+}
 
 LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""

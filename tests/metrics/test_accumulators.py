@@ -189,7 +189,7 @@ def test_bytes_held_by_closed_form():
         "lens_loss": lens,
         "saturation": 8 * 4 * 16,
         "effective_depth": 8 * 5 * 16,
-        "renyi_entropy": 320,
+        "renyi_entropy": 320 * 16,
         "separability": 3 * (kept * (4 * (5 * 32 + 4 * 16) + 2 * 24) + 2 * 8),
         "spectral_norm": 5 * 8 * 2 * 4,
         "retrieval_weight": 8 * 4 * (2 * 2 * 4 + 1),

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import error_of_channel_mean, leave_one_out
+from fulldepth.threads import map_threads
 
 STD_EPS = 1e-8
 """The paper's epsilon, added to the standard deviation."""
 NO_POWER = 1e-28
 """A frequency counts as absent if its mean |phi|^2 is at most this (float64 rounding leaves about 1e-33)."""
+TINY = 1e-4
+"""Powers below this share of a channel's mean power are computed in float64."""
+CHUNKS = 2
+"""Groups of channels for each thread."""
 BINS = 10
 BAND = (0.3, 0.7)
 """Coherence of an "effective" layer; a layer above copies its input, a layer below scrambles it."""
@@ -59,7 +65,7 @@ def coherence(h_in: Tensor, h_out: Tensor, *, include_dc: bool = True, corrected
     _check_sequences(sequences)
     phi_in, phi_out = characteristic_function(h_in), characteristic_function(h_out)
     cross = _sum_products(phi_in.conj(), phi_out)
-    result = _ratio(cross, _power(phi_in), _power(phi_out), sequences)
+    result = _ratio(cross, _modulus(phi_in).sum(0), _modulus(phi_out).sum(0), sequences)
     if not include_dc:
         result[:, 0] = torch.nan
     return _corrected(result, sequences) if corrected else result
@@ -71,17 +77,47 @@ def characteristic_function(h: Tensor) -> Tensor:
     A channel that varies by no more than rounding counts as constant. Everything is float64, so that even almost
     constant channels give the same numbers in any batch.
     """
+    return torch.fft.rfft(torch.softmax(_standardised(h, torch.float64)[0], -1))
+
+
+def spectra(h: Tensor) -> tuple[Tensor, Tensor]:
+    """`characteristic_function`, and its squared modulus, in float32 unless `h` is float64.
+
+    Rounding of a Fourier transform is relative to its largest values. A channel of a sequence with a power below
+    `TINY` times its mean is therefore transformed in float64, and stored in float32: its relative error is as small.
+    """
+    if h.dtype == torch.float64:
+        phi = characteristic_function(h)
+        return phi, _modulus(phi)
+    z, constant = _standardised(h, torch.float32)
+    p = torch.softmax(z, -1, out=z) if not z.is_cuda else torch.softmax(z, -1)
+    phi = torch.fft.rfft(p)
+    power = _modulus(phi)  # [B, D, K]
+    smallest, mean = power.amin(-1), power.mean(-1)
+    tiny = ~(smallest >= TINY * mean) | constant[..., 0]  # also where float32 overflows
+    rows, channels = tiny.nonzero(as_tuple=True)
+    if len(rows):
+        again = characteristic_function(h[rows, :, channels][..., None])[:, 0]  # [n, K]
+        phi[rows, channels] = again.to(phi.dtype)
+        power[rows, channels] = _modulus(again).to(power.dtype)
+    return phi, power
+
+
+def _standardised(h: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`[B, D, T]` channels of `h: [B, T, D]`, standardised along the sequence, and `[B, D, 1]` which are constant."""
     batch, length, width = h.shape
     if length < 2:
         raise ValueError("coherence needs at least two positions per sequence, got one")
-    x = h.new_empty(batch, width, length, dtype=torch.float64).copy_(h.transpose(1, 2))
+    x = h.new_empty(batch, width, length, dtype=dtype).copy_(h.transpose(1, 2))
     mean = x.mean(-1, keepdim=True)
     x -= mean
+    if dtype == torch.float32:
+        x -= x.mean(-1, keepdim=True)  # what rounding of the first mean left
     std = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / math.sqrt(length - 1)
     rounding = torch.finfo(h.dtype if h.dtype == torch.float64 else torch.float32).eps
     constant = std <= 4 * rounding * (mean.abs() + STD_EPS)
     x *= (1 / (std + STD_EPS)).masked_fill(constant, 0.0)
-    return torch.fft.rfft(torch.softmax(x, -1))
+    return x, constant
 
 
 class Coherence(Measure):
@@ -130,43 +166,60 @@ class Coherence(Measure):
         self.add_grouped("sequences")
 
     def update(self, observation: Observation) -> None:
-        """Add one batch; every state is transformed once and freed after the next layer."""
+        """Add one batch; groups of channels are spread over threads."""
         residual, attention = observation.states["residual"], observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         self._check(residual, observation.attention_mask)
-        device = self.power_residual.device
-        group = observation.sequence.to(device) % len(self.sequences)
-        before = characteristic_function(residual[0])
-        self.power_residual[0] += _power(before).to(device)
-        self._add_by_group(group, 0, before, before)
-        for layer, state in enumerate(residual[1:]):
-            before.conj_physical_()
-            if attention is not None:
-                inside = characteristic_function(attention[layer])
-                self.power_attention[layer] += _power(inside).to(device)
-                read = before
-                if inputs is not None:
-                    read = characteristic_function(inputs[layer])
-                    self.power_input[layer] += _power(read).to(device)
-                    read.conj_physical_()
-                self.cross_attention[layer] += _sum_products(read, inside).to(device)
-            after = characteristic_function(state)
-            self.power_residual[layer + 1] += _power(after).to(device)
-            self.cross_residual[layer] += _sum_products(before, after).to(device)
-            self._add_by_group(group, layer + 1, before, after)
-            before = after
+        group = observation.sequence.to(self.power_residual.device) % len(self.sequences)
+        width = residual.shape[-1]
+        pieces = min(width, CHUNKS * torch.get_num_threads()) if residual.device.type == "cpu" else 1
+        edges = [width * index // pieces for index in range(pieces + 1)]
+        channels = [slice(*pair) for pair in pairwise(edges)]
+        map_threads(lambda part: self._add(part, group, residual, attention, inputs), channels, residual)
         self.sequences += group.bincount(minlength=len(self.sequences))
 
-    def _add_by_group(self, group: Tensor, layer: int, before: Tensor, after: Tensor) -> None:
-        """Add the power of a layer's output `after` (layers 0..L) and the products `before * after` to the group sums;
-        `before` is the conjugate of the layer's input.
+    def _add(
+        self, part: slice, group: Tensor, residual: Tensor, attention: Tensor | None, inputs: Tensor | None
+    ) -> None:
+        """Add some channels of a batch; every state is transformed once and freed after the next layer."""
+        device = self.power_residual.device
+        before, power = spectra(residual[0, ..., part])
+        self.power_residual[0, part] += power.sum(0).to(device)
+        self._add_by_group(part, group, 0, power, None)
+        for layer, state in enumerate(residual[1:]):
+            before = before.conj_physical_()
+            if attention is not None:
+                inside, power = spectra(attention[layer, ..., part])
+                self.power_attention[layer, part] += power.sum(0).to(device)
+                read = before
+                if inputs is not None:
+                    read, power = spectra(inputs[layer, ..., part])
+                    self.power_input[layer, part] += power.sum(0).to(device)
+                    read = read.conj_physical_()
+                self.cross_attention[layer, part] += _sum_products(read, inside).to(device)
+            after, power = spectra(state[..., part])
+            cross = before.mul_(after)
+            self.power_residual[layer + 1, part] += power.sum(0).to(device)
+            self.cross_residual[layer, part] += cross.sum(0).to(device)
+            self._add_by_group(part, group, layer + 1, power, cross)
+            before = after
+
+    def _add_by_group(self, part: slice, group: Tensor, layer: int, power: Tensor, cross: Tensor | None) -> None:
+        """Add the power `[B, C, K]` of a layer's output (layers 0..L), and its products with the layer's input, to the
+        sums of each group, for those of the channels `part` that are kept.
         """
-        home = self.group_power.device
-        before, after = (phi[:, self.channels.to(phi.device)].to(home) for phi in (before, after))  # [B, C, K]
-        self.group_power[:, layer].index_add_(0, group, after.real.square() + after.imag.square())
-        if layer:
-            cross = torch.view_as_real(self.group_cross[:, layer - 1])
-            cross.index_add_(0, group, torch.view_as_real(before * after))
+        chosen = (self.channels >= part.start) & (self.channels < part.stop)
+        slots = chosen.nonzero().flatten()
+        if not len(slots):
+            return
+        kept, home = self.channels[slots] - part.start, self.group_power.device
+        slots = slice(int(slots[0]), int(slots[-1]) + 1)
+        power = power[:, kept.to(power.device)].to(self.group_power)
+        self.group_power[:, layer, slots].index_add_(0, group, power)
+        if cross is not None:
+            cross = cross[:, kept.to(cross.device)].to(home, torch.complex128)
+            total = torch.view_as_real(self.group_cross[:, layer - 1, slots])
+            total.index_add_(0, group, torch.view_as_real(cross))
 
     def _check(self, residual: Tensor, attention_mask: Tensor) -> None:
         """Reject batches with another sequence length or with padding, which would mix frequencies."""
@@ -265,11 +318,9 @@ def _sum_products(x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def _power(phi: Tensor) -> Tensor:
-    """`[D, K]`: `sum_b |phi_b|^2`."""
-    parts = torch.view_as_real(phi)
-    squares = _sum_products(parts, parts)
-    return squares[..., 0] + squares[..., 1]
+def _modulus(phi: Tensor) -> Tensor:
+    """`|phi|^2`, real."""
+    return phi.real.square().addcmul_(phi.imag, phi.imag)
 
 
 def _ratio(cross: Tensor, power_in: Tensor, power_out: Tensor, sequences: int) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import group_sizes, ratio_error
 from fulldepth.metrics.reservoir import EMPTY, priority
+from fulldepth.threads import map_threads
 
 PRESET = "plain"
 ALPHAS = (0.5, 1.0, 2.0)
-LAYERS_AT_ONCE = 8
-"""Number of layers converted to float64 at a time."""
 
 
 def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor:
@@ -27,7 +27,8 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor
 
     with the limits `-sum p log p` at alpha = 1, `log rank` at 0 and `-log max p` at infinity. Computed in float64 from
     the smaller of the T x T and D x D eigenproblems (they share their non-zero eigenvalues); eigenvalues below
-    `min(T, D)` units of rounding count as zero. Entries of `K` are not clamped.
+    `min(T, D)` units of rounding count as zero. Entries of `K` are not clamped. At alpha = 2 the entropy is
+    :math:`-\log(\|K\|_F^2 / (\operatorname{tr} K)^2)`, without eigenvalues.
 
     Args:
         z: states of T tokens, `[..., T, D]`.
@@ -50,7 +51,8 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor
     if z.ndim < 2 or not z.shape[-2:].numel():
         raise ValueError(f"z must be [..., T, D] with T, D >= 1, got shape {tuple(z.shape)}")
     convention = PRESETS[preset]
-    entropy = _entropy(_spectrum(convention.prepare(z.double())), alpha)
+    gram = _gram(convention.prepare(z.double()))
+    entropy = _collision_entropy(gram) if alpha == 2 else _entropy(_spectrum(gram), alpha)
     return entropy / convention.unit(*z.shape[-2:])
 
 
@@ -95,9 +97,20 @@ PRESETS: dict[str, Preset] = {
 """
 
 
-def _spectrum(z: Tensor) -> Tensor:
-    """[..., min(T, D)] eigenvalues of `Z Z^T` over their sum; NaN if all are zero or `z` is not finite."""
-    gram = z.mT @ z if z.shape[-2] > z.shape[-1] else z @ z.mT
+def _gram(z: Tensor) -> Tensor:
+    """The smaller of `Z Z^T` and `Z^T Z`, which share their non-zero eigenvalues."""
+    return z.mT @ z if z.shape[-2] > z.shape[-1] else z @ z.mT
+
+
+def _collision_entropy(gram: Tensor) -> Tensor:
+    """[...] Renyi entropy of order 2 of `gram [..., n, n]`; NaN if it is zero or not finite."""
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    share = (gram / trace[..., None, None]).square().sum((-2, -1))  # divided first: no overflow
+    return (-share.log()).clamp(min=0).where(trace.isfinite() & (trace > 0), torch.nan)
+
+
+def _spectrum(gram: Tensor) -> Tensor:
+    """[..., n] eigenvalues of `gram [..., n, n]` over their sum; NaN if all are zero or it is not finite."""
     finite = gram.isfinite().flatten(-2).all(-1, keepdim=True)
     values = torch.linalg.eigvalsh(gram.where(finite[..., None], 0.0))
     rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
@@ -119,59 +132,78 @@ def _entropy(shares: Tensor, alpha: float) -> Tensor:
 
 
 class RenyiEntropy(Measure):
-    """Mean entropy over sequences, of the residual stream in layers 0..L and the value states in layers 1..L.
+    """Mean entropy over sequences, of the residual stream in layers 0..L and the value states in layers 1..L, with its
+    standard error.
 
     All positions except padding are used, regardless of the token policy. At most `Setup.entropy_sequences` sequences
     are used, chosen by a seeded hash of their index; a sequence whose entropy is NaN (all states zero) is excluded.
     """
 
     name = "renyi_entropy"
-    units = dict.fromkeys([f"mean:{PRESET}:{alpha:g}" for alpha in ALPHAS], "nats")
+    units = dict.fromkeys(
+        [f"{kind}:{PRESET}:{alpha:g}" for kind in ("mean", "standard_error") for alpha in ALPHAS], "nats"
+    )
     sites = ("residual", "value")
     sums: Tensor
     counts: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("sums", len(self.sites), setup.num_layers + 1, len(ALPHAS))
-        self.add_sum("counts", len(self.sites), setup.num_layers + 1)
+        self.add_grouped("sums", len(self.sites), setup.num_layers + 1, len(ALPHAS))
+        self.add_grouped("counts", len(self.sites), setup.num_layers + 1)
+        ranks = priority(torch.arange(setup.num_sequences), setup.seed)
         self.threshold = EMPTY
         if setup.entropy_sequences < setup.num_sequences:
-            ranks = priority(torch.arange(setup.num_sequences), setup.seed).sort().values
-            self.threshold = int(ranks[setup.entropy_sequences])
+            self.threshold = int(ranks.sort().values[setup.entropy_sequences])
+        self.chosen = (ranks < self.threshold).nonzero().flatten()
+        """Indices of the sequences used, ascending; the jackknife's groups take turns in this order."""
+        self.groups = len(group_sizes(len(self.chosen)))
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         mask = observation.attention_mask
         chosen = (priority(observation.sequence, self.setup.seed) < self.threshold).to(mask.device) & mask.any(1)
+        rows = chosen.nonzero().flatten().tolist()
+        groups = (torch.searchsorted(self.chosen, observation.sequence.cpu()) % self.groups).tolist()
         for index, site in enumerate(self.sites):
-            if site not in observation.states:
-                continue
-            for sequence in chosen.nonzero().flatten().tolist():
-                self._add(index, observation.states[site][:, sequence, mask[sequence]])
+            if site in observation.states and rows:
+                states = observation.states[site]
+                matrices = [layer[row, mask[row]] for row in rows for layer in states]
+                entropy = torch.stack(map_threads(_entropies, matrices, states)).view(len(rows), len(states), -1)
+                for row, values in zip(rows, entropy, strict=True):
+                    self._add(groups[row], index, values)
 
-    def _add(self, site: int, z: Tensor) -> None:
-        """Add the states of one sequence, [S, T, D], for the last S of layers 0..L."""
-        prepare, unit = PRESETS[PRESET]
-        shares = torch.cat([_spectrum(prepare(part.double())) for part in z.split(LAYERS_AT_ONCE)])
-        entropy = torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])  # [S, alphas]
+    def _add(self, group: int, site: int, entropy: Tensor) -> None:
+        """Add the entropies of one sequence, [S, alphas], of the last S of layers 0..L."""
         valid = entropy.isfinite().all(1, keepdim=True)
-        self.sums[site, -len(z) :] += entropy.where(valid, 0.0).to(self.sums)
-        self.counts[site, -len(z) :] += valid[:, 0].to(self.counts)
+        self.sums[group, site, -len(entropy) :] += entropy.where(valid, 0.0).to(self.sums)
+        self.counts[group, site, -len(entropy) :] += valid[:, 0].to(self.counts)
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """[2, L+1, alphas] mean entropy at the two sites, and [2, L+1] numbers of sequences."""
-        return self.sums / self.counts[..., None], self.counts.clone()
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[2, L+1, alphas] mean entropy at the two sites, its standard error, and [2, L+1] numbers of sequences."""
+        counts = self.counts[..., None]
+        sizes = group_sizes(len(self.chosen)).to(self.sums.device)
+        errors = ratio_error(self.sums[: self.groups], counts[: self.groups], sizes)
+        return self.sums.sum(0) / counts.sum(0), errors, self.counts.sum(0)
 
     def rows(self) -> list[Row]:
-        """Rows for every captured site, layer and order."""
-        means, counts = self.compute()
+        """Rows for every captured site, layer and order; no standard error for a single sequence."""
+        means, errors, counts = self.compute()
         rows = []
         for index, site in enumerate(self.sites):
             if not counts[index].any():
                 continue
             for layer in range(index, self.setup.num_layers + 1):  # value states begin with layer 1
-                count = int(counts[index, layer])
-                for statistic, value in zip(self.units, means[index, layer].tolist(), strict=True):
-                    rows.append(self.row(statistic, value, count, layer, site=site))
+                values = [*means[index, layer].tolist(), *errors[index, layer].tolist()]
+                statistics = dict(zip(self.units, values, strict=True))
+                rows += self.rows_of(statistics, int(counts[index, layer]), layer, site)
         return rows
+
+
+def _entropies(z: Tensor) -> Tensor:
+    """[alphas] entropies of one sequence's states in one layer, [T, D]."""
+    prepare, unit = PRESETS[PRESET]
+    gram = _gram(prepare(z.double()))
+    shares = _spectrum(gram)
+    values = [_collision_entropy(gram) if alpha == 2 else _entropy(shares, alpha) for alpha in ALPHAS]
+    return torch.stack(values) / unit(*z.shape[-2:])

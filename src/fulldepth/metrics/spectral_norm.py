@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Row, Setup
+from fulldepth.threads import map_threads
 
-DENSE = 512
+DENSE = 128
 """Up to this smaller dimension the full eigenvalue problem is solved; above it, Lanczos finds the largest value."""
+DENSE_FALLBACK = 512
+"""The same where Lanczos in single precision does not give a certain value."""
+STEPS = 96
+"""Lanczos steps at most; basis and projected matrix stay small beside the weights."""
+CERTAIN = 2e-15
+"""Largest accepted bound of the relative error of the eigenvalue."""
 
 
 def spectral_norm(weight: Tensor) -> Tensor:
@@ -18,7 +28,10 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
     .. math:: \|W\|_2 = \max_{\|v\| = 1} \|W v\| = \sqrt{\lambda_{\max}(W^\top W)}
 
-    In float64; by ARPACK with a fixed start vector for large matrices. Invariant to transposition.
+    In float64, by Lanczos iterations with a fixed start vector until the bound of the error of the eigenvalue,
+    :math:`\|r\|^2 / (\theta_1 - \theta_2)` with the residual :math:`r` and the Ritz values :math:`\theta`, is below
+    rounding; for small matrices, and where the iterations do not get there, by a full eigenvalue problem or ARPACK.
+    Invariant to transposition.
 
     Args:
         weight: a matrix, `[m, n]`, of a floating-point type.
@@ -29,20 +42,58 @@ def spectral_norm(weight: Tensor) -> Tensor:
     Raises:
         ValueError: if `weight` is not a matrix of floating-point numbers with at least one element.
 
-    Source: "Hopscotch", analysis of the projections.
+    Source: "Hopscotch", analysis of the projections; for the bound, Parlett, "The Symmetric Eigenvalue Problem",
+    Theorem 11.7.1.
     """
     if weight.ndim != 2 or not weight.numel() or not weight.is_floating_point():
         raise ValueError(f"expected a floating-point matrix [m, n], got {weight.dtype} {tuple(weight.shape)}")
-    weight = weight.detach().double()
-    scale = weight.abs().max()
+    weight = weight.detach()
+    scale = weight.abs().max().double()
     if not scale.isfinite() or scale == 0:
         return (scale * torch.nan if scale else scale).cpu()
-    tall = weight.div(scale) if len(weight) >= weight.shape[1] else weight.T.div(scale)
-    if tall.shape[1] <= DENSE:
-        largest = torch.linalg.eigvalsh(tall.T @ tall)[-1].clamp(min=0)
+    tall = (weight if len(weight) >= weight.shape[1] else weight.T).double()
+    if not 1e-100 < scale < 1e100:
+        tall = tall / scale
     else:
-        largest = torch.tensor(_largest_eigenvalue(tall), dtype=torch.float64)
-    return (largest.sqrt().cpu() * scale.cpu()).double()
+        scale = torch.ones_like(scale)
+    width = tall.shape[1]
+    largest = _lanczos(tall) if width > DENSE else None
+    if largest is None and width <= DENSE_FALLBACK:
+        largest = float(torch.linalg.eigvalsh(tall.T @ tall)[-1].clamp(min=0))
+    if largest is None:
+        largest = _largest_eigenvalue(tall)
+    return torch.tensor(largest, dtype=torch.float64).sqrt() * scale.cpu()
+
+
+def _lanczos(tall: Tensor) -> float | None:
+    """Largest eigenvalue of `tall^T tall`, by Lanczos steps with full orthogonalisation; None if it remains uncertain.
+
+    The second Ritz value is at most the second eigenvalue, so it is read when the first has converged.
+    """
+    width = tall.shape[1]
+    start = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(tall)
+    basis = tall.new_zeros(STEPS + 1, width)
+    basis[0] = start / torch.linalg.vector_norm(start)
+    projected = torch.zeros(STEPS, STEPS, dtype=torch.float64)
+    for step in range(min(STEPS, width)):
+        known = basis[: step + 1]
+        image = torch.mv(tall.T, torch.mv(tall, known[-1]))
+        along = torch.mv(known, image)
+        image -= torch.mv(known.T, along)
+        image -= torch.mv(known.T, torch.mv(known, image))
+        norm = float(torch.linalg.vector_norm(image))
+        projected[step, step] = float(along[-1])
+        if step % 4 == 3:
+            values, vectors = torch.linalg.eigh(projected[: step + 1, : step + 1])
+            largest, second = values[-1].item(), values[-2].item()
+            residual, gap = norm * abs(float(vectors[-1, -1])), largest - second
+            if residual < gap / 2 and residual**2 <= CERTAIN * gap * largest:
+                return largest
+        if norm == 0:
+            return None
+        projected[step, step + 1 : step + 2] = projected[step + 1 : step + 2, step] = norm
+        basis[step + 1] = image / norm
+    return None
 
 
 def _largest_eigenvalue(tall: Tensor) -> float:
@@ -91,15 +142,28 @@ class SpectralNorm(Measure):
             layer: 1-based.
             weight: its weight.
         """
+        self._add(site, layer, weight, spectral_norm(weight) if weight.ndim < 3 else _of_experts(weight))
+
+    def update_all(self, matrices: Iterable[tuple[str | int, int, Tensor]]) -> None:
+        """`update` for every (projection, layer, weight), several at a time in threads."""
+        matrices = iter(matrices)
+        while part := list(islice(matrices, torch.get_num_threads())):  # few, because packed weights are unpacked
+            weights = [weight for *_, weight in part if weight.ndim < 3]
+            norms = iter(map_threads(spectral_norm, weights, *weights))
+            for site, layer, weight in part:
+                self._add(site, layer, weight, next(norms) if weight.ndim < 3 else _of_experts(weight))
+
+    def _add(self, site: str | int, layer: int, weight: Tensor, norms: Tensor) -> None:
+        """Add the spectral norm of a matrix, or those of all experts."""
         index = self.setup.projections.index(site) if isinstance(site, str) else site
         if not 1 <= layer <= self.setup.num_layers:
             raise ValueError(f"layer must lie in 1..{self.setup.num_layers}, got {layer}")
         at = (index, layer - 1)
         if weight.ndim < 3:
-            self.sums[at] += spectral_norm(weight).to(self.sums)
+            self.sums[at] += norms.to(self.sums)
             self.counts[at] += 1
             return
-        norms = torch.stack([spectral_norm(matrix) for matrix in weight]).to(self.sums)
+        norms = norms.to(self.sums)
         self.expert_sums[at] += norms.sum()
         self.experts[at] += len(norms)
         self.maxima[at] = torch.maximum(self.maxima[at], norms.max())
@@ -123,3 +187,8 @@ class SpectralNorm(Measure):
             self.row(statistic, value, count, layer, site=site)
             for (site, layer, statistic), (value, count) in self.compute().items()
         ]
+
+
+def _of_experts(weights: Tensor) -> Tensor:
+    """[E] spectral norms of `[E, m, n]`."""
+    return torch.stack(map_threads(spectral_norm, weights, weights))
