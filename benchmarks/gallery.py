@@ -73,7 +73,7 @@ def row(subject: Subject, text: str, output: Path) -> dict[str, Any]:
     """The numbers of one measurement: value and standard error of each finding, None where it was left out."""
     results = Results.load(output)
     findings = results.meta["headline"]
-    displacement = list(results.values("displacement", "mean", "residual").values())
+    displacement = [float(value) for value in results.values("displacement", "mean", "residual")]
     names = {
         "zeta_L": "zeta_L",
         "zeta_L_minus_1": "zeta_L-1",
