@@ -82,7 +82,8 @@ class SearchSettings(ReadingSettings):
     format: Annotated[str, AfterValidator(known_format)] | None = None
     """Format of `skip apply` that the plan is for: checked against the model before the search."""
     chunks: Batch = 32
-    """Chunks of the held-out data, after each of which candidates may be dropped; fewer if there are fewer batches."""
+    """Chunks of the held-out data, after each of which candidates may be dropped; fewer, of four sequences (or of a
+    batch if that is smaller), where the data are few."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Confidence of the bounds by which candidates are dropped, for each round."""
     budget: Budget | str | None = None

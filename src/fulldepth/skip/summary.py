@@ -33,10 +33,10 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
     for number, (layer, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
         rows.append((f"{number}. layer {layer}", f"{loss:.4f} nats", f"{loss - base:+.4f}"))
     if plan.healed_loss is not None:
-        rows.append(("healed with scalars", f"{plan.healed_loss:.4f} nats", f"{plan.healed_loss - base:+.4f}"))
+        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", f"{plan.healed_loss - base:+.4f}"))
     if plan.control_loss is not None:
         control = plan.control_loss.scalars_only
-        rows.append(("scalars, nothing skipped", f"{control:.4f} nats", f"{control - base:+.4f}"))
+        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", f"{control - base:+.4f}"))
     if why := optimism(plan):
         rows.append(("optimistic", why, "skip bench --heldout reads others"))
     share = plan.cost.get("share_of_plain")

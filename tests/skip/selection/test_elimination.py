@@ -14,8 +14,10 @@ from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import Batch
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
 from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.selection.problem import split
 from fulldepth.skip.selection.search import search
 from skip import plain
 
@@ -120,3 +122,10 @@ def test_a_race_loses_its_best_candidate_no_more_often_than_it_says():
         assert how.decided_by in ("bounds", "data")
     assert stats.binom.sf(wrong, draws, 1 - confidence) > 0.001
     assert max(scored) <= 3 < len(chunks)  # of 12 chunks
+
+
+@pytest.mark.parametrize(("heldout", "sizes"), [(32, [4] * 8), (256, [8] * 32), (9, [5, 4]), (3, [3])])
+def test_few_sequences_are_read_in_chunks_of_four(heldout, sizes):
+    """With batches of 8: the first chunk, which every candidate needs, is an eighth of 32 sequences, not a quarter."""
+    chunks = split(plain.examples(heldout=heldout), SearchSettings(blocks=1, batch_size=8))
+    assert [sum(len(batch.inputs["input_ids"]) for batch in chunk) for chunk in chunks] == sizes

@@ -135,7 +135,7 @@ def test_the_best_epoch_is_kept_and_patience_ends_the_rest(model):
     assert len(found.train_losses) == ends
     assert found.epoch == min(range(ends + 1), key=found.losses.__getitem__)
     assert found.heldout_loss == found.losses[found.epoch]
-    assert told[0] == ["Fitting scalars", 12]
+    assert told[0] == ["Scalars: healing", 12]
     assert sum(told[1:]) == 12
     assert found.epoch, "the data must be such that something is learnt"
     again = fit_scales(model, {2}, train, heldout, learning_rate=0.06, epochs=found.epoch, patience=12, batch_size=3)

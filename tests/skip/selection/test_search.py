@@ -238,8 +238,14 @@ def test_rankings_without_a_score(model):
 
 def test_what_is_the_same_comes_out_the_same_and_is_told_beforehand(model):
     examples, heard = plain.examples(heldout=40), []
-    watcher = Watcher(say=heard.append)
+    begun = []
+    watcher = Watcher(say=heard.append, begin=lambda title, total: begun.append(title))
     one, two = (find(model, examples, 2, watcher=watcher, fit=True, epochs=1) for _ in range(2))
+    fits = ["Scalars: healing", "Scalars: control"]
+    assert [title for title in begun if title.startswith("Scalars")] == fits * 2
+    labelled = {name.partition(":")[0]: value for name, value, _ in lines(one)}
+    assert labelled["healing"] == f"{one.healed_loss:.4f} nats"
+    assert labelled["control"] == f"{one.control_loss.scalars_only:.4f} nats"
     assert timeless(one) == timeless(two)
     assert heard[0].startswith("The plan can be exported as ")
     assert all(words in heard[1] for words in ("forward passes", "FLOPs", "s at the pace"))

@@ -159,7 +159,7 @@ def fit(
     """`fit_scales` for a prepared model; without held-out batches every epoch runs, and the last scalars are kept."""
     watcher = watcher or Watcher()
     steps = -(-len(train) // options.batch_size)
-    watcher.begin("Fitting scalars", options.epochs * steps)
+    watcher.begin(f"Scalars: {'healing' if variant else 'control'}", options.epochs * steps)
     run = _Run(scorer, variant, options, watcher)
     run.measure(heldout)
     result, epoch = run.result, 0

@@ -28,6 +28,9 @@ from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit, fit_option
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
 
+SMALL_CHUNK = 4
+"""Chunks of few held-out sequences are of this size, also where batches are larger: candidates are dropped earlier."""
+
 
 @dataclass(frozen=True)
 class SearchProblem:
@@ -170,7 +173,7 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     heldout = examples.heldout
     if not heldout:
         raise FulldepthError("The held-out data are empty.")
-    count = max(1, min(settings.chunks, len(heldout) // settings.batch_size))
+    count = max(1, min(settings.chunks, len(heldout) // min(settings.batch_size, SMALL_CHUNK)))
     order = np.random.default_rng(settings.seed).permutation(len(heldout))
     return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
 

@@ -1,0 +1,220 @@
+"""Removing attention blocks from a real model: every way of choosing them, read on rows that none of them saw.
+
+    python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages prepare,curve,methods
+    python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages wikitext --wikitext valid.txt
+
+`prepare` writes GSM8K as pairs (`choose.jsonl`, `read.jsonl`: question and answer), and task files for lm-eval; `curve`
+removes up to 12 blocks greedily, on GSM8K's answers; `methods` compares every search for 4 and 8 blocks over three
+seeds of the choosing rows; `wikitext` is the curve on text. Blocks are chosen on 16 rows, and losses are read on 64
+others (written to `heldout.jsonl`): of GSM8K's train.jsonl and test.jsonl, of the two halves of the text. Nothing is
+healed. Everything measured is kept in FOLDER, so an interrupted run continues; tables are printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from fulldepth.hf import Switches, anatomy_candidates, load_checkpoint, load_tokenizer
+from fulldepth.skip import Example, Examples, batches, read_examples, search
+from fulldepth.skip.assessment.breakpoint import find_breakpoint
+
+CHOOSE, READ, LONGEST, BATCH = 16, 64, 160, 4
+SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
+CURVE = 12
+QUESTIONS = {"arc_easy": "arc_easy_test", "arc_challenge": "arc_challenge_test"}
+
+
+class Store:
+    """Values by key in one JSON file, written after each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, key: str, make: Callable[[], Any]) -> Any:
+        """The value of a key, made if it is not there."""
+        if key not in self.values:
+            start = time.perf_counter()
+            self.values[key] = make()
+            self.path.write_text(json.dumps(self.values))
+            print(f"{key} ({time.perf_counter() - start:.0f} s)", flush=True)
+        return self.values[key]
+
+
+def prepare(folder: Path, gsm8k: Path, lm_eval: Path | None) -> None:
+    """Write GSM8K as pairs, and lm-eval's task files beside local data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for source, target in (("train", "choose"), ("test", "read")):
+        rows = map(json.loads, (gsm8k / f"{source}.jsonl").read_text(encoding="utf-8").splitlines())
+        pairs = ({"prompt": row["question"], "response": row["answer"]} for row in rows)
+        (folder / f"{target}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    if lm_eval is None:
+        return
+    for task, file in QUESTIONS.items():
+        choices = 'doc_to_text: "Question: {{question}}\\nAnswer:"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+        _task(folder, task, lm_eval / f"{file}.jsonl", choices)
+    goal = 'doc_to_text: "Question: {{goal}}\\nAnswer:"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+    _task(folder, "piqa", lm_eval / "piqa_valid.jsonl", goal)
+    ending = 'doc_to_text: "{{context}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+    _task(folder, "hellaswag", lm_eval / "hellaswag_val.jsonl", ending)
+
+
+def _task(folder: Path, name: str, data: Path, questions: str) -> None:
+    (folder / f"{name}.yaml").write_text(
+        f"task: local_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data.resolve()}\n"
+        f"test_split: test\noutput_type: multiple_choice\n{questions}"
+        "metric_list:\n  - metric: acc\n  - metric: acc_norm\n"
+    )
+
+
+def sample(data: str, tokenizer: Any, seed: int, rows: int) -> list[Example]:
+    """Seeded rows of at most `LONGEST` tokens; of text, windows of that length."""
+    found = read_examples(data, tokenizer, None, sequence_length=None if data.endswith(".jsonl") else LONGEST)
+    every = [example for example in (*found.train, *found.heldout) if len(example) <= LONGEST]
+    return [every[index] for index in np.random.default_rng(seed).permutation(len(every))[:rows]]
+
+
+@torch.inference_mode()
+def read(model: PreTrainedModel, rows: Sequence[Example], skipped: Sequence[int]) -> dict[str, list[float]]:
+    """Summed loss and predicted tokens of every row, by a stock forward pass without these blocks."""
+    sums: list[float] = []
+    counts: list[float] = []
+    with Switches(anatomy_candidates(model)[0]) as switches:
+        switches.skip(skipped)
+        for batch in batches(rows, BATCH):
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            labels = batch["labels"][:, 1:]
+            for scores, label in zip(logits, labels, strict=True):
+                counted = label != -100
+                sums.append(float(functional.cross_entropy(scores[counted].float(), label[counted], reduction="sum")))
+                counts.append(float(counted.sum()))
+    return {"sums": sums, "counts": counts}
+
+
+def added(base: dict[str, list[float]], other: dict[str, list[float]]) -> tuple[float, float]:
+    """Nats a token added, and its standard error over rows (of a ratio of sums)."""
+    counts = np.array(base["counts"])
+    differences = np.array(other["sums"]) - np.array(base["sums"])
+    value = differences.sum() / counts.sum()
+    residuals = differences - value * counts
+    rows = len(counts)
+    return float(value), float(np.sqrt(rows / (rows - 1) * (residuals**2).sum()) / counts.sum())
+
+
+class Subject:
+    """A model with what was measured on it."""
+
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        self.tokenizer = load_tokenizer(name)
+        self.model = load_checkpoint(name, device="cpu", dtype=dtype).model.eval()
+        self.plans, self.losses = Store(folder / "plans.json"), Store(folder / "losses.json")
+
+    def plan(self, data: str, kind: str, search_by: str, seed: int, blocks: int) -> dict[str, Any]:
+        """Blocks in the order of removal, chosen on the rows of a seed; a longer plan's beginning is the same."""
+        for more in range(blocks, CURVE + 1):
+            if found := self.plans.values.get(f"{kind} {search_by} {more} seed {seed}"):
+                return found | {"blocks": found["blocks"][:blocks], "losses": found["losses"][: blocks + 1]}
+
+        def make() -> dict[str, Any]:
+            rows = sample(data, self.tokenizer, seed, CHOOSE)
+            chosen = Examples([], rows, {"hash": f"sha256:{'0' * 64}", "name": data})
+            plan = search(self.model, chosen, blocks, search=search_by, fit=False, seed=seed, batch_size=BATCH)
+            return {"blocks": plan.blocks, "losses": plan.losses, "cost": plan.cost}
+
+        return self.plans.get(f"{kind} {search_by} {blocks} seed {seed}", make)  # type: ignore[no-any-return]
+
+    def loss(self, kind: str, rows: Sequence[Example], skipped: Sequence[int]) -> dict[str, list[float]]:
+        """Losses of every reading row without these blocks."""
+        key = f"{kind} " + ",".join(map(str, sorted(skipped)))
+        return self.losses.get(key, lambda: read(self.model, rows, skipped))  # type: ignore[no-any-return]
+
+
+def curve(subject: Subject, kind: str, choose: str, rows: Sequence[Example]) -> str:
+    """A table of the loss added by 1 to `CURVE` blocks."""
+    plan = subject.plan(choose, kind, "greedy", 0, CURVE)
+    read_losses = [subject.loss(kind, rows, plan["blocks"][:number]) for number in range(CURVE + 1)]
+    base = read_losses[0]
+    lines = [
+        f"{kind}: {sum(base['sums']) / sum(base['counts']):.4f} nats a token with nothing removed\n",
+        "| k | layer | on the choosing rows | on others |",
+        "|---|---|---|---|",
+    ]
+    for number in range(1, CURVE + 1):
+        value, error = added(base, read_losses[number])
+        on_choosing = plan["losses"][number] - plan["losses"][0]
+        lines.append(f"| {number} | {plan['blocks'][number - 1]} | {on_choosing:+.3f} | {value:+.3f} ± {error:.3f} |")
+    sums = np.array([losses["sums"] for losses in read_losses])
+    found = find_breakpoint((sums / np.array(base["counts"])).T, np.array(base["counts"]))
+    return "\n".join([*lines, "", json.dumps(found.document() | {"shares": None})])
+
+
+def methods(subject: Subject, choose: str, rows: Sequence[Example], sizes: Sequence[int], seeds: Sequence[int]) -> str:
+    """A table of the searches: mean over seeds and standard deviation, standard error over rows in brackets."""
+    found: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for seed in seeds:
+        for name in SEARCHES:
+            blocks = subject.plan(choose, "gsm8k", name, seed, max(sizes))["blocks"]
+            for size in sizes:
+                without = subject.loss("gsm8k", rows, blocks[:size])
+                found[name, seed, size] = added(subject.loss("gsm8k", rows, ()), without)
+    table = ["| search | " + " | ".join(f"k = {size}" for size in sizes) + " |", "|---|" + "---|" * len(sizes)]
+    for name in SEARCHES:
+        cells = []
+        for size in sizes:
+            values = [found[name, seed, size] for seed in seeds]
+            spread = f" ± {stdev(value for value, _ in values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{mean(value for value, _ in values):+.3f}{spread} ({max(error for _, error in values):.3f})")
+        table.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def main() -> None:
+    """Run the stages asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("--gsm8k", type=Path, required=True)
+    parser.add_argument("--lm-eval", type=Path)
+    parser.add_argument("--wikitext", type=Path)
+    parser.add_argument("--stages", default="prepare,curve,methods")
+    parser.add_argument("--dtype", default="float32", help="bfloat16 takes a third of the time on a CPU that has it")
+    parser.add_argument("--sizes", default="4,8", help="numbers of blocks that methods are compared for")
+    parser.add_argument("--seeds", default="0,1,2")
+    args = parser.parse_args()
+    stages = args.stages.split(",")
+    if "prepare" in stages:
+        prepare(args.folder, args.gsm8k, args.lm_eval)
+    if stages == ["prepare"]:
+        return
+    subject = Subject(args.folder, args.model, args.dtype)
+    choose = str(args.folder / "choose.jsonl")
+    rows = sample(str(args.folder / "read.jsonl"), subject.tokenizer, 0, READ)
+    lines = (args.folder / "read.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (args.folder / "heldout.jsonl").write_text("".join(lines[row.document] for row in rows), encoding="utf-8")
+    if "curve" in stages:
+        print(curve(subject, "gsm8k", choose, rows))
+    if "methods" in stages:
+        sizes, seeds = ([int(number) for number in given.split(",")] for given in (args.sizes, args.seeds))
+        print(methods(subject, choose, rows, sizes, seeds))
+    if "wikitext" in stages:
+        text = args.wikitext.read_text(encoding="utf-8")
+        halves = {"choose": text[: len(text) // 2], "read": text[len(text) // 2 :]}
+        for name, half in halves.items():
+            (args.folder / f"{name}.txt").write_text(half, encoding="utf-8")
+        windows = sample(str(args.folder / "read.txt"), subject.tokenizer, 0, READ)
+        print(curve(subject, "wikitext", str(args.folder / "choose.txt"), windows))
+
+
+if __name__ == "__main__":
+    main()
