@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "progress": set(),
     "files": set(),
     "autoclasses": set(),
+    "bars": {"console"},
     "console": set(),
     "settings": set(),
     "figures": set(),
@@ -46,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "report": {"results", "figures"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "report", "results", "settings"}),
-    "cli": VERBS | COMPOSITIONS | {"console", "report", "results", "settings"},
+    "cli": VERBS | COMPOSITIONS | {"bars", "console", "report", "results", "settings"},
     "__main__": {"cli"},
     "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "settings", "figures"},
 }
