@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from rich.table import Column
 
 from fulldepth import launch
 from fulldepth.console import PLAIN
+from fulldepth.notebook import notebook_display
 from fulldepth.progress import Watcher
 
 SECONDS = 15.0
@@ -50,14 +50,6 @@ def watching(progress: bool | None = True) -> Iterator[Watcher]:
             yield watcher
     else:
         yield LogLines(lambda line: terminal.print(line, **PLAIN)).watcher()
-
-
-def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` in a notebook; None elsewhere, also in IPython's terminal."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    display: Callable[..., Any] | None = getattr(sys.modules.get("IPython.display"), "display", None)
-    return display if hasattr(shell, "kernel") else None
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def compare_command(
     results = compare(folders, **settings.model_dump())
     with locked(output):
         refuse_existing(output, overwrite)
-        results.save(output)
+        results.save(output, page=False)
         page = report.write(output)
     console.finish(results, page)
 

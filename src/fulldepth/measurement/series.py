@@ -159,7 +159,7 @@ def measure_series(
             part = measure_with(point.place, data, settings, process, watcher)
             part.meta["fingerprint"] = point.fingerprint
             if process.is_main:
-                part.save(folder / STEPS / point.name)
+                part.save(folder / STEPS / point.name, page=False)
         else:
             watcher.say(f"{title} is measured already")
         parts.append((point, part))
