@@ -31,9 +31,12 @@ ARROWS: dict[str, set[str]] = {
     "thresholds": set(),
     "fingerprint": set(),
     "distributed": set(),
+    "notebook": set(),
+    "pages": set(),
     "progress": set(),
     "files": set(),
     "autoclasses": set(),
+    "bars": {"console"},
     "console": set(),
     "settings": set(),
     "figures": set(),
@@ -43,17 +46,28 @@ ARROWS: dict[str, set[str]] = {
     "hf": {"metrics"},
     "execution": {"hf", "metrics"},
     "losses": {"execution", "hf", "metrics"},
-    "results": {"figures"},
+    "results": {"figures", "pages"},
     "report": {"results", "figures"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "report", "results", "settings"}),
-    "cli": VERBS | COMPOSITIONS | {"console", "report", "results", "settings"},
+    "cli": VERBS | COMPOSITIONS | {"bars", "console", "report", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": {"autoclasses"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "settings", "figures"},
+    "__init__": {"autoclasses", "pages"} | NOUNS | VERBS | COMPOSITIONS | {"report", "results", "settings", "figures"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
 EVERYWHERE = {
-    *("distributed", "errors", "files", "fingerprint", "launch", "progress", "targets", "threads", "thresholds"),
+    *(
+        "distributed",
+        "errors",
+        "files",
+        "fingerprint",
+        "launch",
+        "notebook",
+        "progress",
+        "targets",
+        "threads",
+        "thresholds",
+    ),
 }
 
 LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}

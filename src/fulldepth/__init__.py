@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fulldepth import pages
 from fulldepth.autoclasses import announce
 
 __version__ = "0.1.0"
@@ -61,3 +62,4 @@ def __dir__() -> list[str]:
 
 
 announce()
+pages.connect(lambda results: __getattr__("report").render(results))

@@ -1,69 +1,89 @@
-"""Output of the command line: progress bar, plain tables, results, errors."""
+"""Output of the command line: plain tables, results, errors, and the headline as JSON."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from fulldepth import launch
 from fulldepth.errors import one_line
-from fulldepth.progress import Watcher
 
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+_document: list[Any] = []
+"""With `--json`: the value to print. Empty before it is known."""
+_is_json = {"on": False}
 
 
 def is_main() -> bool:
     """Whether this process prints (under torchrun, only the first does)."""
-    return launch.rank() == 0
+    return launch.is_main()
 
 
 @contextmanager
-def watching() -> Iterator[Watcher]:
-    """A progress bar with elapsed and remaining time, as a `Watcher`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("elapsed"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True, quiet=not is_main())) as progress:
-        tasks: list[Any] = []
-
-        def begin(title: str, total: int) -> None:
-            tasks.append(progress.add_task(title, total=total))
-
-        def advance(done: int) -> None:
-            progress.advance(tasks[-1], done)
-
-        def retitle(title: str) -> None:
-            progress.update(tasks[-1], description=title)
-
-        def say(line: str) -> None:
-            progress.console.print(line, **PLAIN)
-
-        yield Watcher(say, begin, advance, retitle)
+def json_on_stdout() -> Iterator[None]:
+    """Print the headline that `finish` receives as one JSON document on stdout, and everything else on stderr."""
+    stdout = sys.stdout
+    _document.clear()
+    _is_json["on"] = True
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _is_json["on"] = False
+    if _document and is_main():
+        print(json.dumps(_document[-1], indent=1, allow_nan=False), file=stdout)
 
 
 def table(rows: Iterable[Sequence[str]]) -> None:
-    """Print rows as plain columns."""
+    """Print rows as plain columns; with `--json` as an object, whose names are the first column."""
+    rows = list(rows)
+    if _is_json["on"]:
+        _document.append({row[0]: row[1] if len(row) == 2 else list(row[1:]) for row in rows})
+        return
     grid = Table(box=None, pad_edge=False, show_header=False)
     for row in rows:
         grid.add_row(*map(Text, row))
     Console().print(grid)
 
 
-def finish(results: Any, page: Path | None = None) -> None:
-    """Print the headline as a short table, the warnings, and the path of the page if there is one."""
+def finish(results: Any, page: Path | None = None, rows: Iterable[Sequence[str]] | None = None) -> None:
+    """Print the headline as a short table, the warnings, and the path of the page if there is one.
+
+    Args:
+        results: whose headline is printed; with `--json` as it is in `results.json`.
+        page: path of the page.
+        rows: printed instead of headline and warnings.
+    """
+    if _is_json["on"]:
+        _document.append(results.headline)
+    else:
+        table(_headline(results) if rows is None else rows)
+    if rows is None:
+        for warning in results.meta.get("warnings") or []:
+            line(f"Note: {warning}")
+    if page is not None:
+        line(f"Page: {page}")
+
+
+def finish_parts(parts: dict[str, Any]) -> None:
+    """Print several results one after another; with `--json` as one object, with a headline for each name."""
+    for results in parts.values():
+        finish(results)
+    if _is_json["on"]:
+        _document.append({name: results.headline for name, results in parts.items()})
+
+
+def _headline(results: Any) -> list[tuple[str, str, str]]:
+    """Name, value with unit, and sentence of each number."""
     rows = []
     for name, entry in results.headline.items():
         if ":" in name:  # single models of a comparison: only on the page
@@ -79,17 +99,18 @@ def finish(results: Any, page: Path | None = None) -> None:
                 one_line(entry.get("sentence") or "", 600),
             )
         )
-    table(rows)
-    console = Console()
-    for line in results.meta.get("warnings") or []:
-        console.print(f"Note: {line}", **PLAIN)
-    if page is not None:
-        console.print(f"Page: {page}", **PLAIN)
+    return rows
 
 
 def line(text: str) -> None:
     """Print one plain line to stdout."""
     Console().print(text, **PLAIN)
+
+
+def loading() -> None:
+    """Print a line before torch is imported, which may take seconds."""
+    if is_main() and "torch" not in sys.modules:
+        Console(stderr=True).print("Loading...", **PLAIN)
 
 
 def error(message: str) -> None:

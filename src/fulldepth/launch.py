@@ -10,6 +10,11 @@ def rank() -> int:
     return _number("RANK", 0)
 
 
+def is_main() -> bool:
+    """Whether this process prints and writes; under torchrun only the first one."""
+    return rank() == 0
+
+
 def local_rank() -> int:
     """Rank of this process on its machine; 0 without torchrun."""
     return _number("LOCAL_RANK", 0)

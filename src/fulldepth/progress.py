@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass
@@ -18,3 +18,15 @@ class Watcher:
     """Called with the number of parts completed since the last call."""
     retitle: Callable[[str], None] = lambda title: None
     """Called with a new title of the current task."""
+
+
+def without_repeats(watcher: Watcher) -> Watcher:
+    """A watcher that passes every line on once, for work that is repeated, such as that on every checkpoint."""
+    said: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            watcher.say(line)
+
+    return replace(watcher, say=say)

@@ -168,7 +168,7 @@ def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
 
 def damage(results: Results, folder: Path, draw: random.Random) -> str:
     """Write results into a folder, damage them there, and say how."""
-    results.save(folder)
+    results.save(folder, page=False)
     document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
     if draw.random() < 0.9:
         del document["table"]  # an earlier version's: the table is read whatever it holds

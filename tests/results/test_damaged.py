@@ -68,7 +68,9 @@ class Ground:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.made = {kind: make() for kind, make in KINDS.items()}
-        self.whole = {kind: self.made[kind].save(root / kind) for kind in ("measurement", "training", "search")}
+        self.whole = {
+            kind: self.made[kind].save(root / kind, page=False) for kind in ("measurement", "training", "search")
+        }
 
     def case(self, seed: int) -> str:
         """One damaged folder, given to one command; the error that it ended with, or nothing."""
@@ -84,7 +86,7 @@ class Ground:
                 embed(payload(together([folder, self.whole["search"]])))
             else:
                 pair = [folder, self.whole["training" if kind.startswith("training") else "measurement"]]
-                made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}")
+                made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}", page=False)
                 embed(payload(Results.load(made)))
         except FulldepthError as error:
             return str(error)
@@ -100,7 +102,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 
 def test_whole_folders_of_every_kind_are_read_as_they_are(ground: Ground) -> None:
     for results in ground.made.values():
-        again = Results.load(results.save(ground.root / "again"))
+        again = Results.load(results.save(ground.root / "again", page=False))
         assert again.meta == {"schema_version": 1, **json.loads(json.dumps(results.meta))}
         assert list(again.table.columns) == list(results.table.columns)
 
@@ -116,7 +118,7 @@ def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: i
 
 
 def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
-    folder = ground.made["measurement"].save(tmp_path / "out")
+    folder = ground.made["measurement"].save(tmp_path / "out", page=False)
     (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
     with pytest.raises(FulldepthError, match=re.escape("results.json")):
         report.write(folder)

@@ -31,7 +31,7 @@ WRITTEN = {
 def test_a_finding_is_the_entry_of_a_headline(finding, tmp_path):
     document = {"kind": "measure", "headline": {"a": finding}}
     assert json.dumps(finite(document)["headline"]["a"]) == WRITTEN[finding]
-    Results(TABLE, finite(document)).save(tmp_path)
+    Results(TABLE, finite(document)).save(tmp_path, page=False)
     assert Results.load(tmp_path).headline == {"a": json.loads(WRITTEN[finding])}
 
 
@@ -40,7 +40,7 @@ def test_a_finding_is_the_entry_of_a_headline(finding, tmp_path):
     [({"unit": "%"}, "value"), ({"value": "high"}, "value"), ({"value": 1, "standard_error": "0.1"}, "standard_error")],
 )
 def test_an_entry_that_is_no_finding_is_refused(entry, where, tmp_path):
-    Results(TABLE, {"kind": "measure", "headline": {"a": entry | {"added later": [1]}}}).save(tmp_path)
+    Results(TABLE, {"kind": "measure", "headline": {"a": entry | {"added later": [1]}}}).save(tmp_path, page=False)
     with pytest.raises(FulldepthError, match=rf"headline\.a\.{where}: "):
         Results.load(tmp_path)
 

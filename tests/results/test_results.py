@@ -38,7 +38,7 @@ def without_hash(folder: Path) -> None:
 
 
 def test_what_is_saved_is_loaded(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path / "deep" / "out")
+    folder = results.save(tmp_path / "deep" / "out", page=False)
     again = Results.load(folder)
     pd.testing.assert_frame_equal(again.table, results.table)
     assert again.meta == {"schema_version": 1, **results.meta}
@@ -49,7 +49,7 @@ def test_what_is_saved_is_loaded(results: Results, tmp_path: Path) -> None:
 
 
 def test_other_tools_read_both_files(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path)
+    folder = results.save(tmp_path, page=False)
     rows = pq.read_table(folder / TABLE).to_pylist()
     assert [tuple(row.values())[:5] for row in rows] == [row[:5] for row in ROWS]
     assert list(rows[0]) == COLUMNS
@@ -58,7 +58,7 @@ def test_other_tools_read_both_files(results: Results, tmp_path: Path) -> None:
 
 def test_extra_columns_mark_a_series_and_survive(tmp_path: Path) -> None:
     series = Results(tabulate(ROWS, step=500), {"kind": "measure"})
-    again = Results.load(series.save(tmp_path))
+    again = Results.load(series.save(tmp_path, page=False))
     assert again.is_series
     assert set(again.table["step"]) == {500}
 
@@ -66,19 +66,21 @@ def test_extra_columns_mark_a_series_and_survive(tmp_path: Path) -> None:
 def test_values_by_layer(results: Results) -> None:
     assert results.values("displacement", "mean", "residual").to_dict()[1] == 0.25
     assert results.values("cka", "debiased", other=2).to_dict() == {0: 0.5}
-    with pytest.raises(FulldepthError, match=r"No rows for cka mean .* There are: cka debiased, displacement mean"):
-        results.values("cka", "mean")
+    with pytest.raises(
+        FulldepthError, match=r"No rows for cka mean, other 2. There are: cka debiased, displacement mean"
+    ):
+        results.values("cka", "mean", other=2)
 
 
 def test_a_failed_save_leaves_the_old_result(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results.save(tmp_path)
+    results.save(tmp_path, page=False)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
     with pytest.raises(FulldepthError, match=r"Cannot write results into .*No space left on device"):
-        Results(results.table.head(1), {"kind": "other"}).save(tmp_path)
+        Results(results.table.head(1), {"kind": "other"}).save(tmp_path, page=False)
     monkeypatch.undo()
     assert Results.load(tmp_path).meta["kind"] == "measure"
     assert len(Results.load(tmp_path).table) == len(ROWS)
@@ -88,14 +90,14 @@ def test_a_failed_save_leaves_the_old_result(results: Results, tmp_path: Path, m
 def test_numbers_that_json_lacks_are_refused_before_anything_is_written(results: Results, tmp_path: Path) -> None:
     results.meta["bad"] = float("nan")
     with pytest.raises(ValueError, match="JSON compliant"):
-        results.save(tmp_path / "out")
+        results.save(tmp_path / "out", page=False)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_where_the_folder_should_be(results: Results, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine", encoding="utf-8")
     with pytest.raises(FulldepthError, match="Cannot write results"):
-        results.save(tmp_path / "out")
+        results.save(tmp_path / "out", page=False)
     assert (tmp_path / "out").read_text(encoding="utf-8") == "mine"
 
 
@@ -115,7 +117,7 @@ def test_a_file_where_the_folder_should_be(results: Results, tmp_path: Path) -> 
 def test_broken_folders_are_refused(
     results: Results, tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
-    folder = results.save(tmp_path)
+    folder = results.save(tmp_path, page=False)
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
@@ -124,7 +126,7 @@ def test_broken_folders_are_refused(
 
 
 def test_a_truncated_table_is_refused(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path)
+    folder = results.save(tmp_path, page=False)
     whole = (folder / TABLE).read_bytes()
     (folder / TABLE).write_bytes(whole[: len(whole) // 2])
     without_hash(folder)
@@ -133,7 +135,7 @@ def test_a_truncated_table_is_refused(results: Results, tmp_path: Path) -> None:
 
 
 def test_a_table_without_a_column_is_refused(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path)
+    folder = results.save(tmp_path, page=False)
     results.table.drop(columns=["unit", "count"]).to_parquet(folder / TABLE)
     without_hash(folder)
     with pytest.raises(FulldepthError, match="lacks the columns count, unit"):

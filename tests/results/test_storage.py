@@ -63,8 +63,8 @@ def killed_at(number: int, action: Callable[[], object]) -> bool:
 def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path) -> None:
     refused: list[TableMismatchError] = []
     for number in range(1, 40):
-        folder = results(1.0).save(tmp_path / str(number))
-        died = killed_at(number, lambda folder=folder: results(2.0).save(folder))  # type: ignore[misc]
+        folder = results(1.0).save(tmp_path / str(number), page=False)
+        died = killed_at(number, lambda folder=folder: results(2.0).save(folder, page=False))  # type: ignore[misc]
         try:
             found = Results.load(folder)
         except TableMismatchError as error:
@@ -73,7 +73,7 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path) ->
             (value,) = set(found.table["value"])
             assert found.meta["model"]["name"] == f"model-{value}"
             assert value == 2.0 or (died and value == 1.0)
-        results(3.0).save(folder)
+        results(3.0).save(folder, page=False)
         assert set(Results.load(folder).table["value"]) == {3.0}
         assert sorted(path.name for path in folder.iterdir()) == [DOCUMENT, TABLE], "leftovers are gone"
         if not died:
@@ -86,14 +86,14 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path) ->
 
 
 def test_a_document_that_names_no_table_is_an_earlier_version_s(tmp_path: Path) -> None:
-    folder = stored(results(1.0).save(tmp_path))
+    folder = stored(results(1.0).save(tmp_path, page=False))
     assert "table" not in json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
     assert set(Results.load(folder).table["value"]) == {1.0}
-    assert "table" not in Results.load(results(1.0).save(tmp_path)).meta
+    assert "table" not in Results.load(results(1.0).save(tmp_path, page=False)).meta
 
 
 def test_a_changed_table_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = results(1.0).save(tmp_path)
+    folder = results(1.0).save(tmp_path, page=False)
     results(1.0).table.assign(value=9.0).to_parquet(folder / TABLE)
     monkeypatch.setattr(table_room, "read", lambda _: pytest.fail("parsed"))
     with pytest.raises(TableMismatchError, match="do not belong together"):
@@ -126,7 +126,7 @@ def test_a_changed_table_is_refused_before_it_is_parsed(tmp_path: Path, monkeypa
 def test_entries_of_the_wrong_type_or_out_of_range_are_named(
     tmp_path: Path, entries: dict[str, Any], words: str
 ) -> None:
-    folder = stored(results(1.0).save(tmp_path), **entries)
+    folder = stored(results(1.0).save(tmp_path, page=False), **entries)
     with pytest.raises(FulldepthError, match=words) as caught:
         Results.load(folder)
     assert str(caught.value).startswith("Cannot read ")
@@ -134,7 +134,9 @@ def test_entries_of_the_wrong_type_or_out_of_range_are_named(
 
 
 def test_entries_that_nothing_reads_may_be_anything(tmp_path: Path) -> None:
-    folder = stored(results(1.0).save(tmp_path), later={"a": [1, {"b": None}]}, model={"num_layers": 3, "new": [1]})
+    folder = stored(
+        results(1.0).save(tmp_path, page=False), later={"a": [1, {"b": None}]}, model={"num_layers": 3, "new": [1]}
+    )
     assert Results.load(folder).meta["later"] == {"a": [1, {"b": None}]}
 
 
@@ -179,7 +181,7 @@ def column(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
 def test_columns_of_the_wrong_type_or_out_of_range(
     tmp_path: Path, change: Callable[[pa.Table], pa.Table], words: str
 ) -> None:
-    folder = stored(results(1.0).save(tmp_path), model={"name": "unknown"})
+    folder = stored(results(1.0).save(tmp_path, page=False), model={"name": "unknown"})
     pq.write_table(change(pq.read_table(folder / TABLE)), folder / TABLE)
     with pytest.raises(FulldepthError, match=words) as caught:
         Results.load(folder)
@@ -189,7 +191,7 @@ def test_columns_of_the_wrong_type_or_out_of_range(
 def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = stored(results(1.0).save(tmp_path))
+    folder = stored(results(1.0).save(tmp_path, page=False))
     monkeypatch.setattr(table_room, "MOST_ROWS", 2)
     with pytest.raises(FulldepthError, match="it has 3 rows, at most 2"):
         Results.load(folder)
@@ -207,7 +209,7 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
 
 
 def test_text_is_read_however_it_is_encoded(tmp_path: Path) -> None:
-    folder = stored(results(1.0).save(tmp_path))
+    folder = stored(results(1.0).save(tmp_path, page=False))
     plain = Results.load(folder).table
     rows = pq.read_table(folder / TABLE)
     coded = column("site", rows["site"].combine_chunks().cast(pa.large_string()).dictionary_encode())(rows)
@@ -217,7 +219,7 @@ def test_text_is_read_however_it_is_encoded(tmp_path: Path) -> None:
 
 def test_whose_a_folder_is(tmp_path: Path) -> None:
     assert holder(tmp_path / "absent") is None
-    results(1.0).save(tmp_path)
+    results(1.0).save(tmp_path, page=False)
     assert holder(tmp_path) is None
     (tmp_path / "plan.json").touch()
     assert holder(tmp_path) == "a plan of fulldepth skip"

@@ -7,17 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth import bars, console
+from fulldepth.cli.options import command, starting
 from fulldepth.cli.program import refuse_existing
 from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
+from fulldepth.errors import unknown
+from fulldepth.settings import layer
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 
 GRID = "What is timed"
+METHODS = ("int8", "gptq", "awq")
 
 
-@command(skip, "curve", SearchSettings, without=("blocks", "given", "format", "criterion", "budget", "fit"))
+@command(
+    skip, "curve", SearchSettings, without=("blocks", "given", "format", "criterion", "budget", "fit"), headline=True
+)
 def curve_command(
     model: Model,
     data: Data,
@@ -44,12 +49,14 @@ def curve_command(
 
     Example: `fulldepth skip curve MODEL --data text.txt --max-blocks 12 --output curve/`
     """
+    layer(SearchSettings, settings)  # finds wrong settings before torch is imported
+    console.loading()
     from fulldepth import report
     from fulldepth.skip import curve
 
     if not resume:
         refuse_existing(output, False)
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         measured = curve(
             model,
             data,
@@ -65,7 +72,7 @@ def curve_command(
         console.finish(measured.results, report.write(output))
 
 
-@command(skip, "bench", BenchSettings)
+@command(skip, "bench", BenchSettings, headline=True)
 def bench_command(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before blocks were removed.")],
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="Checkpoints made by `skip apply`.")],
@@ -92,11 +99,12 @@ def bench_command(
 
     Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
     """
+    refuse_existing(output, overwrite)
+    console.loading()
     from fulldepth import report
     from fulldepth.skip import bench
 
-    refuse_existing(output, overwrite)
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         results = bench(
             original,
             exports,
@@ -109,7 +117,7 @@ def bench_command(
     console.finish(results, report.write(output))
 
 
-@command(skip, "quantise")
+@command(skip, "quantise", headline=True, alias="quantize")
 def quantise_command(
     model: Planned,
     plan: PlanFile,
@@ -120,7 +128,8 @@ def quantise_command(
         str,
         typer.Option(
             help="int8: weight-only, by torchao (fulldepth[quantise]). gptq, awq: 4 bits, calibrated (fulldepth[gptq], "
-            "fulldepth[awq])."
+            "fulldepth[awq]).",
+            autocompletion=starting(METHODS),
         ),
     ] = "int8",
     save: Annotated[
@@ -146,10 +155,14 @@ def quantise_command(
 
     Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
     """
+    layer(SearchSettings, settings)  # finds wrong settings before torch is imported
+    if method not in METHODS:
+        raise unknown("quantisation", method, METHODS)
+    console.loading()
     from fulldepth import report
     from fulldepth.skip import quantise
 
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         results = quantise(
             model,
             plan,
@@ -168,5 +181,5 @@ def quantise_command(
         )
     for saved in results.meta["saved"]:
         error = f"logit error {saved['logit_error']:.1e}, loaded again in a fresh process"
-        typer.echo(f"Checkpoint: {saved['path']} ({error})")
+        console.line(f"Checkpoint: {saved['path']} ({error})")
     console.finish(results, report.write(output))

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth import bars, console
+from fulldepth.cli.options import command, starting
 from fulldepth.cli.program import app
-from fulldepth.settings import layer
+from fulldepth.settings import layer, names
+from fulldepth.settings.train import TrainSettings as TrainOptions
 
 data = typer.Typer(
     name="data",
@@ -25,10 +26,15 @@ def _group() -> None:
     """Keep `prepare` a subcommand although it is the only one."""
 
 
-@command(data, "prepare", recipes="train")
+@command(data, "prepare", recipes="train", resumes=True)
 def prepare_command(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Name of a recipe (fulldepth train --list), or a YAML file.")
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Name of a recipe (fulldepth train --list), or a YAML file.",
+            autocompletion=starting(names("train")),
+        ),
     ],
     settings: dict[str, Any],
     workers: Annotated[
@@ -49,9 +55,11 @@ def prepare_command(
 
     Example: `fulldepth data prepare jreg-1b data.cache=/shared/tokens --workers 32`
     """
+    layer(TrainOptions, settings)  # finds wrong settings before torch is imported
+    console.loading()
     from fulldepth.training import TrainSettings, prepare_text
 
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         packed = prepare_text(layer(TrainSettings, settings), whole=whole, writers=workers, watcher=watcher)
     if console.is_main():
         for warning in packed.warnings:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fulldepth import console
+from fulldepth import bars, console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app
 from fulldepth.settings.measure import MeasureSettings
 
 
-@command(app, "measure", MeasureSettings, recipes="measure")
+def _is_series(values: Mapping[str, Any]) -> bool:
+    """Whether an interrupted command goes on: a series does after its last finished checkpoint."""
+    is_series = values["series"] and any(Path(values["model"]).glob("checkpoint-*"))
+    return bool(is_series and not values["overwrite"])
+
+
+@command(app, "measure", MeasureSettings, recipes="measure", headline=True, resumes=_is_series)
 def measure_command(
     model: Annotated[
         str,
@@ -60,10 +67,11 @@ def measure_command(
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth measure MODEL --data text.txt --output out/`
     """
+    console.loading()
     from fulldepth import report
     from fulldepth.measurement import measure_into
 
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         results = measure_into(model, data, output, settings, overwrite=overwrite, series=series, watcher=watcher)
     if console.is_main():
         console.finish(results, report.write(output))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import reduce
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from fulldepth import console
+from fulldepth.cli import interruption
 from fulldepth.cli.program import DEBUG, Debug, listed, whole_numbers
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 
@@ -44,6 +47,9 @@ PushToHub = Annotated[
         help="Upload the checkpoint to the Hub when it is complete, with its model card; a new repository is private.",
     ),
 ]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the headline as JSON on stdout, everything else on stderr.")
+]
 
 
 def command(
@@ -53,6 +59,9 @@ def command(
     *,
     recipes: str | None = None,
     without: Iterable[str] = (),
+    headline: bool = False,
+    resumes: interruption.Resumes = False,
+    alias: str | None = None,
 ) -> Callable[[Command], Command]:
     """Add a function to a program as a command.
 
@@ -67,47 +76,74 @@ def command(
         recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
         without: fields that get no option.
+        headline: whether the command prints a headline, which gives it the option `--json`.
+        resumes: whether the command goes on where it was interrupted, if it has no parameter `resume`.
+        alias: another name of the command, which the help does not list.
     """
 
     def add(function: Command) -> Command:
         hints = get_type_hints(function, include_extras=True)
         own = inspect.signature(function).parameters
         fields = {} if settings is None else _fields(settings, without)
-        generated = [_parameter(key, _option(key, *field, "recipe" in own), None) for key, field in fields.items()]
-        if "recipe" in own:
-            generated.insert(0, _parameter("changes", Changes, None))
-        elif recipes is not None:
-            text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
-            generated.append(_parameter("recipe", Annotated[str | None, typer.Option(help=text)], None))
-        generated.append(_parameter("assigned", Assignments, None))
-        parameters = [
-            entry
-            for key, parameter in own.items()
-            for entry in (generated if key == "settings" else [_parameter(key, hints[key], parameter.default)])
-        ]
-        parameters.append(_parameter("debug", Debug, False))
         resolves = isinstance(hints.get("settings"), type) and issubclass(hints["settings"], Settings)
 
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
+            interruption.note(values, resumes)
+            as_json = values.pop("as_json", False)
             if "settings" in own:
-                options = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
-                recipe = values.get("recipe")
-                layers = [
-                    read(recipe, recipes or "") if recipe else {},
-                    {key: value for key, value in options.items() if value is not None},
-                    assignments([*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]),
-                ]
-                values["settings"] = layer(settings, *layers) if resolves and settings else reduce(merge, layers)
-            function(**{key: value for key, value in values.items() if key in own})
+                given = _given(values, fields, recipes)
+                values["settings"] = layer(settings, *given) if resolves and settings else reduce(merge, given)
+            with console.json_on_stdout() if as_json else nullcontext():
+                function(**{key: value for key, value in values.items() if key in own})
 
+        parameters = [
+            entry
+            for key, parameter in own.items()
+            for entry in (
+                _generated(fields, recipes, "recipe" in own)
+                if key == "settings"
+                else [_parameter(key, hints[key], parameter.default)]
+            )
+        ]
+        parameters += [_parameter("as_json", AsJson, False)] if headline else []
+        parameters.append(_parameter("debug", Debug, False))
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(name)(run)
+        if alias is not None:
+            app.command(alias, hidden=True)(run)
         return function
 
     return add
+
+
+def _generated(
+    fields: Mapping[str, tuple[FieldInfo, str]], recipes: str | None, has_recipe: bool
+) -> list[inspect.Parameter]:
+    """The parameters of settings; `has_recipe` if the function has the argument `recipe`."""
+    generated = [_parameter(key, _option(key, *field, has_recipe), None) for key, field in fields.items()]
+    if has_recipe:
+        generated.insert(0, _parameter("changes", Changes, None))
+    elif recipes is not None:
+        text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
+        option = typer.Option(help=text, autocompletion=starting(names(recipes)))
+        generated.append(_parameter("recipe", Annotated[str | None, option], None))
+    return [*generated, _parameter("assigned", Assignments, None)]
+
+
+def _given(
+    values: dict[str, Any], fields: Mapping[str, tuple[FieldInfo, str]], recipes: str | None
+) -> list[dict[str, Any]]:
+    """The settings of recipe, options and `key=value`; the latter two are taken out of `values`."""
+    options = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
+    recipe = values.get("recipe")
+    return [
+        read(recipe, recipes or "") if recipe else {},
+        {key: value for key, value in options.items() if value is not None},
+        assignments([*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]),
+    ]
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -129,7 +165,22 @@ def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:
     """Annotation of a Typer option; `negatable` if a recipe may set the default, so that `--no-...` is needed."""
     kind, flag = _kind(field), f"--{name.replace('_', '-')}"
     flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and (negatable or field.default is not False) else flag]
-    return Annotated[kind | None, typer.Option(*flags, help=_help(field), rich_help_panel=panel)]
+    chosen = _choices(field.annotation)
+    complete = starting(chosen) if chosen else None
+    return Annotated[
+        kind | None, typer.Option(*flags, help=_help(field), rich_help_panel=panel, autocompletion=complete)
+    ]
+
+
+def starting(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """The function by which the shell completes a word to one of the choices."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The texts that a setting accepts; none if it accepts any."""
+    literals = [part for part in _parts(annotation) if get_origin(part) is Literal]
+    return [str(choice) for literal in literals for choice in get_args(literal)]
 
 
 def _kind(field: FieldInfo) -> Any:
@@ -150,12 +201,16 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _help(field: FieldInfo) -> str:
-    """The docstring, with the default in brackets."""
+    """The docstring, with the choices that it does not name, and the default in brackets."""
     text = " ".join((field.description or "").split())
     default = field.get_default(call_default_factory=True)
-    stated = NONE.search(text)
-    if stated and default is None:
-        return f"{text[: stated.start()]}. [default: {stated[1]}]"
+    stated = NONE.search(text) if default is None else None
+    text = f"{text[: stated.start()]}." if stated else text
+    choices = _choices(field.annotation)
+    if any(not re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
+        text += f" One of: {', '.join(choices)}."
+    if stated:
+        return f"{text} [default: {stated[1]}]"
     if default is None or default is False or default == []:
         return text
     if default is True:

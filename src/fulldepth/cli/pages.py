@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console
+from fulldepth import bars, console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app, refuse_existing, refuse_held
 from fulldepth.files import locked
 from fulldepth.settings.compare import CompareSettings
 
 
-@command(app, "compare", CompareSettings)
+@command(app, "compare", CompareSettings, headline=True)
 def compare_command(
     folders: Annotated[
         list[Path],
@@ -36,7 +36,7 @@ def compare_command(
     results = compare(folders, **settings.model_dump())
     with locked(output):
         refuse_existing(output, overwrite)
-        results.save(output)
+        results.save(output, page=False)
         page = report.write(output)
     console.finish(results, page)
 
@@ -66,7 +66,7 @@ def report_command(
     typer.echo(f"Page: {report.write_together(folders, output, overwrite=overwrite)}")
 
 
-@command(app, "demo")
+@command(app, "demo", headline=True, resumes=True)
 def demo_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", show_default=False, help="Folder of all results. [default: demo-run]")
@@ -86,15 +86,15 @@ def demo_command(
     About five minutes on two cores. An interrupted demo resumes. --train compares a tiny Llama with a
     tree residual and with JREG instead, at equal steps.
     """
+    console.loading()
     from fulldepth.demo import COMPARISON, demo, train_demo
 
     if train:
-        with console.watching() as watcher:
+        with bars.watching() as watcher:
             results = train_demo(output, steps=steps, watcher=watcher)
         console.finish(results, output / COMPARISON / "report.html")
         return
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         parts = demo(output, model=model, blocks=blocks, watcher=watcher)
-    for results in parts.values():
-        console.finish(results)
+    console.finish_parts(parts)
     console.line(f"Page: {output / 'index.html'}")

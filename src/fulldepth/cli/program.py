@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from fulldepth import console, launch
+from fulldepth.cli import interruption
 from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
 
 
@@ -60,7 +61,6 @@ app = typer.Typer(
     "Start with `fulldepth demo --output demo-run/`, or measure a checkpoint of your own: "
     "`fulldepth measure MODEL --data text.txt --output out/`.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -132,12 +132,13 @@ def refuse_held(folder: Path) -> None:
 def main() -> None:
     """Run the command line; every error ends with one message and exit code 2."""
     try:
+        interruption.forget()
         with ending_cleanly():
             _check_arguments(sys.argv[1:])
             app(standalone_mode=True)
     except SystemExit as leaving:  # typer turns an interruption into 130 without a message
         if leaving.code in ENDINGS and console.is_main():
-            typer.echo(f"{ENDINGS[leaving.code]}; the same command goes on where it stopped.", err=True)
+            typer.echo(f"{ENDINGS[leaving.code]}. {interruption.advice(sys.argv)}", err=True)
         raise
     except GeneratorExit:
         raise

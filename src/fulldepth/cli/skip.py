@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console
-from fulldepth.cli.options import PushToHub, command
+from fulldepth import bars, console
+from fulldepth.cli.options import PushToHub, command, starting
 from fulldepth.cli.program import app
-from fulldepth.settings.search import FORMATS, SearchSettings
+from fulldepth.settings.search import FORMATS, SearchSettings, known_format
 
 skip = typer.Typer(
     name="skip",
@@ -50,7 +50,7 @@ RemoteCode = Annotated[
 ]
 
 
-@command(skip, "search", SearchSettings, recipes="skip")
+@command(skip, "search", SearchSettings, recipes="skip", headline=True)
 def search_command(
     model: Model,
     data: Data,
@@ -78,10 +78,12 @@ def search_command(
 
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
+    console.loading()
     from fulldepth import report
+    from fulldepth.results import Results as Saved
     from fulldepth.skip import lines, search_into
 
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         plan = search_into(
             model,
             data,
@@ -95,9 +97,10 @@ def search_command(
             watcher=watcher,
         )
     if console.is_main():
-        console.table(lines(plan))
-        typer.echo(f"Plan: {output / 'plan.json'}")
-        typer.echo(f"Page: {report.write(output)}")
+        page = report.write(output)
+        console.finish(Saved.load(output), rows=lines(plan))
+        console.line(f"Plan: {output / 'plan.json'}")
+        console.line(f"Page: {page}")
 
 
 @command(skip, "apply")
@@ -107,7 +110,9 @@ def apply_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new checkpoint; must not exist.")],
     format: Annotated[
         str,
-        typer.Option(help=" ".join(f"{name}: {phrase}." for name, phrase in FORMATS.items())),
+        typer.Option(
+            help=" ".join(f"{name}: {phrase}." for name, phrase in FORMATS.items()), autocompletion=starting(FORMATS)
+        ),
     ] = "folded",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16. [default: as in the search]", rich_help_panel=LOADING)
@@ -129,6 +134,8 @@ def apply_command(
 
     Example: `fulldepth skip apply out/plan.json MODEL --format fast --output fast/`
     """
+    known_format(format)
+    console.loading()
     from fulldepth.skip import export
 
     exported = export(

@@ -7,19 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from fulldepth import console
-from fulldepth.cli.options import PushToHub, command
+from fulldepth import bars, console
+from fulldepth.cli.options import PushToHub, command, starting
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer, names, read
 from fulldepth.settings.train import TrainSettings as TrainOptions
 
 
-@command(app, "train", TrainOptions, recipes="train")
+@command(app, "train", TrainOptions, recipes="train", headline=True)
 def train_command(
     *,
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe (see --list), or a YAML file of settings.")
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help=f"A YAML file of settings, or a recipe: {', '.join(names('train'))}.",
+            autocompletion=starting(names("train")),
+        ),
     ] = None,
     settings: dict[str, Any],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; created if absent.")] = None,
@@ -50,16 +55,18 @@ def train_command(
         return
     if recipe is None:
         raise FulldepthError(f"A recipe is required: {', '.join(names('train'))}, or a YAML file.")
+    if output is None and not dry_run:
+        raise FulldepthError("A run folder is required: --output RUN.")
+    layer(TrainOptions, settings)  # finds wrong settings before torch is imported
+    console.loading()
     from fulldepth import report
     from fulldepth.training import TrainSettings, dry_run_lines, train
 
     resolved = layer(TrainSettings, settings)
-    if dry_run:
+    if output is None or dry_run:
         console.table(dry_run_lines(resolved))
         return
-    if output is None:
-        raise FulldepthError("A run folder is required: --output RUN.")
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         results = train(
             resolved,
             output,
@@ -72,7 +79,7 @@ def train_command(
         console.finish(results, report.write(output))
 
 
-@command(app, "train export")
+@command(app, "train export", resumes=True)
 def train_export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run, or one of its checkpoints.")],
     output: Annotated[
@@ -99,8 +106,9 @@ def train_export_command(
 
     Example: `fulldepth train export jreg-run/ --step 1000 --dtype bfloat16 --output model/`
     """
+    console.loading()
     from fulldepth.training import export_run
 
-    with console.watching() as watcher:
+    with bars.watching() as watcher:
         folders = export_run(run, output, step=step, dtype=dtype, every=every, push_to_hub=push_to_hub, watcher=watcher)
     console.table([("model", str(folder)) for folder in folders])

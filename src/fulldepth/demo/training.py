@@ -83,5 +83,4 @@ def _measure(folder: Path, settings: TrainSettings, seed: int, watcher: Watcher)
 def _compare(folder: Path, part: str, to: str) -> Results:
     results = compare([folder / name / part for name in RECIPES], names=list(RECIPES))
     results.save(folder / to)
-    report.write(folder / to)
     return results

@@ -67,7 +67,7 @@ def measure_into(
             results = measure_with(model, read, settings, process, watcher)
         results.meta["fingerprint"] = print_of_run
         if process.is_main:
-            results.save(folder)
+            results.save(folder, page=False)
         process.wait()
         return results
 

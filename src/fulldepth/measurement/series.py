@@ -16,7 +16,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, has_weights, is_sharded, trained_steps
 from fulldepth.measurement.fingerprint import contents, fingerprints
 from fulldepth.measurement.run import measure_with
-from fulldepth.progress import Watcher
+from fulldepth.progress import Watcher, without_repeats
 from fulldepth.results import COLUMNS, Results
 from fulldepth.settings.measure import MeasureSettings
 
@@ -151,6 +151,7 @@ def measure_series(
     results = [None if overwrite else _finished(folder / STEPS / point.name, point.fingerprint) for point in points]
     process.wait()
     parts: list[tuple[Point, Results]] = []
+    watcher = without_repeats(watcher)
     for number, (point, part) in enumerate(zip(points, results, strict=True), start=1):
         title = f"Checkpoint {number} of {len(points)}: step {point.step}"
         if part is None:
@@ -158,7 +159,7 @@ def measure_series(
             part = measure_with(point.place, data, settings, process, watcher)
             part.meta["fingerprint"] = point.fingerprint
             if process.is_main:
-                part.save(folder / STEPS / point.name)
+                part.save(folder / STEPS / point.name, page=False)
         else:
             watcher.say(f"{title} is measured already")
         parts.append((point, part))

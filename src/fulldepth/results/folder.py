@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
+import webbrowser
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fulldepth import figures
+from fulldepth import figures, pages
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, reading, remove_leftovers
-from fulldepth.results import consistency, document, table
+from fulldepth.notebook import notebook_display
+from fulldepth.results import consistency, document, summary, table
 from fulldepth.results.finding import Finding
+from fulldepth.results.selection import select
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -48,9 +53,23 @@ class TableMismatchError(FulldepthError):
         self.meta = meta
 
 
-@dataclass
+class Framed:
+    """A page in a frame, as a notebook displays it; its scripts cannot reach the notebook."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+
+    def _repr_html_(self) -> str:
+        source = escape(self.page, quote=True)
+        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{source}" width="100%" height="800"></iframe>'
+
+
+@dataclass(repr=False)
 class Results:
-    """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...)."""
+    """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...).
+
+    In a notebook they are displayed as findings and one figure.
+    """
 
     table: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
@@ -74,26 +93,57 @@ class Results:
         """Name -> plotly figure, for every figure that these results have data for."""
         return figures.build(self.table, self.meta)
 
-    def values(self, measure: str, statistic: str, site: str | None = None, other: int | None = None) -> pd.Series:
+    def __repr__(self) -> str:
+        return summary.describe(self.table, self.meta)
+
+    def _repr_html_(self) -> str:
+        return summary.html(self.table, self.meta)
+
+    def show(self) -> Path | None:
+        """Display the page in a notebook, elsewhere write it to a temporary file and open that in a browser.
+
+        Returns:
+            Path of the file; None in a notebook.
+        """
+        page = pages.render(self)
+        if (display := notebook_display()) is not None:
+            display(Framed(page))
+            return None
+        path = Path(tempfile.mkdtemp(prefix="fulldepth-")) / PAGE
+        path.write_text(page, encoding="utf-8")
+        webbrowser.open(path.as_uri())
+        return path
+
+    def values(
+        self, measure: str, statistic: str, site: str | None = None, other: int | None = None, **where: Any
+    ) -> pd.Series:
         """The values of one statistic by layer, for example `values("displacement", "mean", "residual")`.
 
-        Raises:
-            FulldepthError: if there is no such row.
-        """
-        rows = self.table[(self.table.measure == measure) & (self.table.statistic == statistic)]
-        if site is not None:
-            rows = rows[rows.site == site]
-        if other is not None:
-            rows = rows[rows.other == other]
-        if rows.empty:
-            have = sorted({f"{m} {s}" for m, s in zip(self.table.measure, self.table.statistic, strict=True)})
-            raise FulldepthError(f"No rows for {measure} {statistic} at site {site}. There are: {', '.join(have)}.")
-        return rows.set_index("layer")["value"]
+        Numbers of the whole model over training, such as the validation loss, are returned by step.
 
-    def save(self, directory: str | Path) -> Path:
-        """Write `results.json` and `results.parquet` into `directory` (created if absent), each atomically.
+        Args:
+            measure: name of the measure.
+            statistic: name of the statistic.
+            site: where the states were read; needed if several sites have the statistic.
+            other: the other layer, for measures of two.
+            **where: required values of further columns: `step` of a series, `model` of a comparison.
+
+        Raises:
+            FulldepthError: if there is no such row, or several for one layer; the message lists the choices.
+        """
+        return select(self.table, measure, statistic, {"site": site, "other": other, **where})
+
+    def save(self, directory: str | Path, *, page: bool = True) -> Path:
+        """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 
         The document states the sha256 of the table, so that a folder of an interrupted write is refused.
+
+        Args:
+            directory: the result folder.
+            page: whether to write the page.
+
+        Returns:
+            The folder.
 
         Raises:
             FulldepthError: if the folder cannot be written.
@@ -109,6 +159,9 @@ class Results:
             with atomic(folder / DOCUMENT) as document_part, atomic(folder / TABLE) as table_part:
                 document_part.write_text(text, encoding="utf-8")
                 table_part.write_bytes(rows)
+            if page:
+                with atomic(folder / PAGE) as part:
+                    part.write_text(pages.render(self), encoding="utf-8")
         except OSError as error:
             raise FulldepthError(f"Cannot write results into {folder}: {error.strerror or error}.") from error
         return folder

@@ -80,7 +80,7 @@ class SearchSettings(ReadingSettings):
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
     """The layers to remove, 1-based, in order: 3,7; implies `search: given`."""
     format: Annotated[str, AfterValidator(known_format)] | None = None
-    """Format of `skip apply` that the plan is for: checked against the model before the search."""
+    """Format of `skip apply` that the plan is for: folded, fast, decilm or layer; checked before the search."""
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which candidates may be dropped; fewer, of four sequences (or of a
     batch if that is smaller), where the data are few."""

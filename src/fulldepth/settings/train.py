@@ -183,9 +183,9 @@ class TrainSettings(Settings):
     save_in_background: bool = True
     """With fsdp, write checkpoints while training continues; needs CPU memory for a copy of the shards."""
     log_every: Count = 10
-    """Steps between lines of `report_to`."""
+    """Steps between the training losses that `report_to` receives; it receives every evaluation."""
     report_to: list[str] = Field(default_factory=list)
-    """Comma-separated trackers that transformers' Trainer supports: tensorboard, wandb."""
+    """Comma-separated trackers: wandb, tensorboard, mlflow, trackio, or any other of transformers' Trainer."""
 
     @property
     def warmup_length(self) -> int:

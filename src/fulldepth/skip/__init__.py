@@ -20,6 +20,9 @@ from fulldepth.skip.selection.fit import FitResult, fit_scales
 from fulldepth.skip.selection.search import estimate, search
 from fulldepth.skip.summary import lines
 
+quantize = quantise
+"""American spelling."""
+
 __all__ = [
     "CRITERIA",
     "GRANULARITIES",
@@ -48,6 +51,7 @@ __all__ = [
     "load",
     "model_hash",
     "quantise",
+    "quantize",
     "read_examples",
     "read_prompts",
     "search",

@@ -81,7 +81,7 @@ def search_into(
         with prepared(owner, data, settings, process, **opened) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
             if process.is_main and not _has_results(folder, plan):
-                outcome(plan, problem, watcher=watcher).save(folder)
+                outcome(plan, problem, watcher=watcher).save(folder, page=False)
         process.wait()
     return plan
 

@@ -13,6 +13,7 @@ from fulldepth.hf import pick_device
 from fulldepth.training.loading import worker_count
 from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sharding import require_processes, set_policy, sharding_arguments
+from fulldepth.training.trackers import check_trackers
 
 
 def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
@@ -25,8 +26,10 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         more: further arguments of that class.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, the device does not exist, or these processes cannot shard.
+        FulldepthError: if batch sizes do not divide, the device does not exist, a tracker is not installed, or these
+            processes cannot shard.
     """
+    check_trackers(settings.report_to)
     world = launch.world()
     micro, accumulation = batch_split(settings, world)
     on_cpu = pick_device(settings.device).type == "cpu"

@@ -23,6 +23,7 @@ from fulldepth.training.record import Record, Stopwatch
 from fulldepth.training.resume import RunNotes
 from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sharding import require_shards
+from fulldepth.training.trackers import tracked
 
 PATIENCE = 60.0
 """Seconds that a failed run waits for its last checkpoint to be written."""
@@ -180,6 +181,10 @@ class Conductor(TrainerCallback):
             self.record.add(step, evaluation, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
             if self.after_evaluation is not None:
                 self.after_evaluation(self.record.folder)
+        if self.settings.report_to:
+            due = self.trainer.control.should_log
+            self.trainer.log(tracked(evaluation, means))
+            self.trainer.control.should_log = due  # of this step's losses; a log resets it
         self.watcher.say(_line(step, evaluation, means, speed))
 
     def _means(self, reset: bool) -> dict[str, list[float]]:

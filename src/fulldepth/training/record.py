@@ -87,7 +87,7 @@ class Record:
 
     def save(self) -> None:
         """Write the result folder."""
-        self.results().save(self.folder)
+        self.results().save(self.folder, page=False)
 
 
 def _until(table: pd.DataFrame, step: int) -> pd.DataFrame:

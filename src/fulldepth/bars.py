@@ -1,0 +1,197 @@
+"""Shows progress: a bar in a terminal, an HTML bar in a notebook, lines in a log file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from html import escape
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
+
+from fulldepth import launch
+from fulldepth.console import PLAIN
+from fulldepth.notebook import notebook_display
+from fulldepth.progress import Watcher
+
+SECONDS = 15.0
+"""Shortest time between two lines in a log file, and between a task's start and its first line."""
+GROWTH = 0.1
+"""Share of the elapsed time that passes between two lines, so that a run of a day writes about a hundred."""
+REFRESH = 0.2
+"""Seconds between two updates of a bar in a notebook."""
+WIDE = 100
+"""Columns of a terminal that has room for a long bar."""
+MEMORY = 3600.0
+"""Seconds of progress that the remaining time is estimated from; single steps may take minutes."""
+
+
+@contextmanager
+def watching(progress: bool | None = True) -> Iterator[Watcher]:
+    """A `Watcher` that shows messages and progress on stderr, or in a notebook's cell.
+
+    Args:
+        progress: True = a bar in a terminal or a notebook, elsewhere lines; None = a bar in a terminal or a notebook,
+            elsewhere nothing; False = nothing. Under torchrun only the first process shows anything.
+    """
+    terminal = Console(stderr=True)
+    notebook = notebook_display()
+    if not launch.is_main() or progress is False or (progress is None and not (terminal.is_terminal or notebook)):
+        yield Watcher()
+    elif notebook is not None:
+        with NotebookBar(notebook).watching() as watcher:
+            yield watcher
+    elif terminal.is_terminal:
+        with _bar(terminal) as watcher:
+            yield watcher
+    else:
+        yield LogLines(lambda line: terminal.print(line, **PLAIN)).watcher()
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Watcher]:
+    """A bar for each task in a terminal; titles are cut before times are."""
+    columns = (
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        BarColumn(bar_width=30 if console.width >= WIDE else 10),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("left", table_column=Column(no_wrap=True)),
+    )
+    with Progress(*columns, console=console, expand=True, speed_estimate_period=MEMORY) as progress:
+        tasks: list[Any] = []
+
+        def begin(title: str, total: int) -> None:
+            tasks.append(progress.add_task(title, total=total))
+
+        def advance(done: int) -> None:
+            progress.advance(tasks[-1], done)
+
+        def retitle(title: str) -> None:
+            progress.update(tasks[-1], description=title)
+
+        def say(line: str) -> None:
+            progress.console.print(line, **PLAIN)
+
+        yield Watcher(say, begin, advance, retitle)
+
+
+class Task:
+    """Progress of one task; the remaining time is that of the average step so far."""
+
+    def __init__(self, title: str, total: int, now: float) -> None:
+        self.title, self.total, self.start, self.done = title, total, now, 0
+
+    def text(self, now: float) -> str:
+        """Parts done, elapsed time, and remaining time, if it is known."""
+        elapsed, left = now - self.start, self.total - self.done
+        text = f"{self.done:,} of {self.total:,}, {_clock(elapsed)} elapsed"
+        return f"{text}, {_clock(elapsed * left / self.done)} left" if self.done and left > 0 else text
+
+
+class LogLines:
+    """Progress as plain lines, at intervals that grow with the elapsed time; short tasks have none.
+
+    Args:
+        write: receives the lines.
+        clock: seconds.
+    """
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.write, self.clock = write, clock
+        self.task: Task | None = None
+        self._written = 0.0
+
+    def watcher(self) -> Watcher:
+        """The callbacks."""
+        return Watcher(self.write, self.begin, self.advance, self.retitle)
+
+    def begin(self, title: str, total: int) -> None:
+        """Start a task."""
+        self._written = self.clock()
+        self.task = Task(title, total, self._written)
+
+    def advance(self, done: int) -> None:
+        """Write a line if one is due, and at the end of a task that had lines."""
+        if self.task is None:
+            return
+        self.task.done += done
+        now = self.clock()
+        elapsed, since = now - self.task.start, now - self._written
+        ends = done > 0 and self.task.done >= self.task.total and elapsed >= SECONDS
+        if ends or since >= max(SECONDS, GROWTH * elapsed):
+            self.write(f"{self.task.title}: {self.task.text(now)}")
+            self._written = now
+
+    def retitle(self, title: str) -> None:
+        """Change the title of the task."""
+        if self.task is not None:
+            self.task.title = title
+
+
+class NotebookBar:
+    """One HTML bar for each task in a notebook; needs IPython's display alone, no widgets.
+
+    Args:
+        display: IPython's `display`.
+        clock: seconds.
+    """
+
+    def __init__(self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self.display, self.clock = display, clock
+        self.task: Task | None = None
+        self._handle: Any = None
+        self._drawn = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[Watcher]:
+        """The callbacks; the last state of the bar is drawn at the end."""
+        try:
+            yield Watcher(print, self.begin, self.advance, self.retitle)
+        finally:
+            self._draw()
+
+    def begin(self, title: str, total: int) -> None:
+        """Start a task with a bar of its own."""
+        self._draw()
+        self._drawn = self.clock()
+        self.task = Task(title, total, self._drawn)
+        self._handle = self.display(self, display_id=True)
+
+    def advance(self, done: int) -> None:
+        """Move the bar, at most every `REFRESH` seconds."""
+        if self.task is not None:
+            self.task.done += done
+            if self.clock() - self._drawn >= REFRESH:
+                self._draw()
+
+    def retitle(self, title: str) -> None:
+        """Change the title of the task."""
+        if self.task is not None:
+            self.task.title = title
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._handle is not None:
+            self._handle.update(self)
+            self._drawn = self.clock()
+
+    def __repr__(self) -> str:
+        return "" if self.task is None else f"{self.task.title}: {self.task.text(self.clock())}"
+
+    def _repr_html_(self) -> str:
+        if self.task is None:
+            return ""
+        task, text = self.task, self.task.text(self.clock())
+        bar = f'<progress value="{task.done}" max="{max(task.total, 1)}"></progress>'
+        return f"<div>{escape(task.title)} {bar} {escape(text)}</div>"
+
+
+def _clock(seconds: float) -> str:
+    """Seconds as 0:01:23."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,235 @@
+"""What the program prints: JSON, choices, completion, the first line, bars and lines, the advice after Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fulldepth import bars
+from fulldepth.cli import interruption, options
+from fulldepth.progress import Watcher, without_repeats
+from fulldepth.results import DOCUMENT, Results, tabulate
+from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.compare import CompareSettings
+from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.search import FORMATS, SearchSettings
+from fulldepth.settings.train import TrainSettings
+
+COMMANDS = {
+    "measure": MeasureSettings,
+    "compare": CompareSettings,
+    "train": TrainSettings,
+    "skip search": SearchSettings,
+    "skip bench": BenchSettings,
+}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two measured folders whose warnings mention a difference."""
+    folders = []
+    for name, value in (("a", 0.25), ("b", 0.5)):
+        rows = [("displacement", "residual", layer, None, "mean", value * layer, 9, "1") for layer in (1, 2)]
+        meta = {"kind": "measure", "model": {"name": name, "num_layers": 2}, "data": {"hash": name}}
+        finding = {"value": value, "unit": "%", "sentence": f"It is {value}."}
+        folders.append(Results(tabulate(rows), {**meta, "headline": {"zeta_L": finding}}).save(tmp_path / name))
+    return folders
+
+
+def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
+    code, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
+    assert code == 0, err
+    assert json.loads(out) == json.loads((tmp_path / "c" / DOCUMENT).read_text())["headline"]
+    assert "Page: " in err
+    assert "Note: " in err
+    code, plain, _ = main("compare", *two, "--output", tmp_path / "d")
+    assert plain.splitlines()[-1] == f"Page: {tmp_path / 'd' / 'report.html'}"
+    code, out, err = main("compare", two[0], tmp_path / "absent", "--output", tmp_path / "e", "--json")
+    assert (code, out) == (2, "")
+
+
+def test_json_survives_a_verb_that_prints(main, monkeypatch, two, tmp_path):
+    from fulldepth import comparison
+
+    compare = comparison.compare
+
+    def loud(*arguments, **named):
+        print("a library says something")
+        return compare(*arguments, **named)
+
+    monkeypatch.setattr("fulldepth.comparison.compare", loud)
+    _, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
+    assert json.loads(out) == Results.load(tmp_path / "c").headline
+    assert "a library says something" in err
+
+
+def test_lists_of_training_as_json(main):
+    listed = json.loads(main("train", "--list", "--json")[1])
+    assert listed["tiny-llama"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_choice_and_the_shell_completes_it(main, command):
+    text = " ".join(re.sub(r"[│╭╰╮╯─]", " ", main(*command.split(), "--help")[1]).split())
+    for name, (field, _) in options._fields(COMMANDS[command], ()).items():
+        for choice in options._choices(field.annotation):
+            about = text[text.index(f"--{name.replace('_', '-')} ") :][:900]
+            assert re.search(rf"\b{choice}\b", about), f"{command} --{name} does not list {choice}"
+    if command == "skip search":
+        assert all(name in text for name in FORMATS)
+
+
+def test_completion_knows_choices_and_loads_no_torch():
+    program = (
+        "import os, sys\n"
+        "from fulldepth.cli import main\n"
+        "sys.argv = ['fulldepth']\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    assert not {'torch', 'pandas', 'plotly'} & set(sys.modules)\n"
+    )
+    for words, expected in {"measure m --tokens c": ["cls"], "train tiny-tr": ["tiny-tree", "tiny-tree-cr"]}.items():
+        environment = {"COMP_WORDS": f"fulldepth {words}", "COMP_CWORD": str(len(words.split()))}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "_FULLDEPTH_COMPLETE": "complete_bash", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.stdout.split() == expected, done.stderr
+
+
+RIGHT = {
+    "measure": ["measure", "m", "--data", "d", "--output", "o"],
+    "train": ["train", "tiny-llama", "--output", "o"],
+    "data": ["data", "prepare", "tiny-llama"],
+    "search": ["skip", "search", "m", "--data", "d", "--output", "o"],
+    "curve": ["skip", "curve", "m", "--data", "d", "--output", "o"],
+    "bench": ["skip", "bench", "m", "e", "--output", "o"],
+    "quantise": ["skip", "quantise", "m", "p", "--data", "d", "--output", "o"],
+    "quantize": ["skip", "quantize", "m", "p", "--data", "d", "--output", "o"],
+}
+
+
+def test_settings_are_checked_and_a_line_is_printed_before_torch_is_imported(tmp_path):
+    """An import of torch ends the command with 7: right settings reach it after the line, wrong ones never."""
+    program = f"""
+import json, sys
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise SystemExit(7)
+sys.meta_path.insert(0, Stop())
+from fulldepth.cli import main
+for command in {list(RIGHT.values())!r}:
+    for wrong in ([], ["--set", "sed=1"]):
+        sys.argv = ["fulldepth", *command, *wrong]
+        try:
+            main()
+        except SystemExit as leaving:
+            print(leaving.code, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    said = [line for line in done.stderr.splitlines() if not line.startswith("... and more")]
+    one = ["Loading...", "7", "Error: Unknown setting 'sed'.", "2"]
+    assert [line.partition(" Did you mean")[0].partition(" Available")[0] for line in said] == one * len(RIGHT)
+
+
+def test_a_bar_shows_its_remaining_time_in_80_columns(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(bars, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
+    with bars.watching() as watcher:
+        watcher.begin("Measuring a-checkpoint-with-a-very-long-name-that-nobody-can-read-in-one-line", 65_536)
+        watcher.advance(60_000)
+        watcher.advance(1)
+    last = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.getvalue()).strip().splitlines()[-1]
+    assert re.fullmatch(r"Measuring \S+… \S+ +60001/65536 \d:\d\d:\d\d \S+ left ?", last), last
+    assert len(last) <= 80
+
+
+def test_a_log_file_gets_lines_at_growing_intervals():
+    now, lines = [0.0], []
+    watcher = bars.LogLines(lines.append, lambda: now[0]).watcher()
+    watcher.begin("Training", 3600)
+    for _ in range(3600):
+        now[0] += 1.0
+        watcher.advance(1)
+    assert lines[0] == "Training: 15 of 3,600, 0:00:15 elapsed, 0:59:45 left"
+    assert lines[-1] == "Training: 3,600 of 3,600, 1:00:00 elapsed"
+    assert 30 < len(lines) < 60
+    watcher.begin("Short", 2)
+    watcher.advance(2)
+    assert len(lines) < 60
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, ["said"]), (None, []), (False, [])])
+def test_without_a_terminal_progress_is_shown_only_if_it_is_asked_for(capsys, progress, shown):
+    with bars.watching(progress) as watcher:
+        watcher.begin("Task", 3)
+        watcher.say("said")
+        watcher.advance(3)
+    assert capsys.readouterr().err.splitlines() == shown
+
+
+class Cell:
+    """A cell of a notebook: what `display(bar, display_id=True)` and its handle were given."""
+
+    def __init__(self):
+        self.html = []
+
+    def display(self, shown, display_id):
+        self.html.append(shown._repr_html_())
+        return self
+
+    def update(self, shown):
+        self.html.append(shown._repr_html_())
+
+
+def test_a_notebook_gets_an_html_bar_without_scripts(monkeypatch):
+    cell = Cell()
+    monkeypatch.setattr(bars, "notebook_display", lambda: cell.display)
+    with bars.watching(None) as watcher:
+        watcher.begin("<b>", 4)
+        watcher.advance(4)
+    assert cell.html[0].startswith("<div>&lt;b&gt; <progress")
+    assert 'value="4" max="4"' in cell.html[-1]
+    assert "script" not in cell.html[-1]
+
+
+def test_a_repeated_line_is_said_once():
+    lines = []
+    watcher = without_repeats(Watcher(say=lines.append))
+    for line in ("a", "b", "a"):
+        watcher.say(line)
+    assert lines == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "resumes", "expected"),
+    [
+        (["train", "x", "-o", "a b"], {"resume": False}, False, "Go on with: fulldepth train x -o 'a b' --resume"),
+        (["train", "x", "--resume"], {"resume": True}, False, "Go on with: fulldepth train x --resume"),
+        (["demo"], {}, True, "Go on with: fulldepth demo"),
+        (["skip", "bench"], {}, False, "Start again with: fulldepth skip bench"),
+    ],
+)
+def test_the_advice_after_an_interruption(monkeypatch, arguments, values, resumes, expected):
+    interruption.note(values, resumes)
+    assert interruption.advice(["/bin/fulldepth", *arguments]) == expected
+    assert shlex.split(expected.partition(": ")[2])[0] == "fulldepth"
+    module = interruption.advice([str(Path("fulldepth") / "__main__.py"), *arguments])
+    assert module == expected.replace("fulldepth", "python -m fulldepth", 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun" in interruption.advice(["fulldepth", *arguments])

@@ -1,0 +1,136 @@
+"""How results are shown: one line, a fragment for notebooks, the page; and one value per layer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fulldepth import report
+from fulldepth.comparison import compare
+from fulldepth.errors import FulldepthError
+from fulldepth.results import PAGE, Results, tabulate
+from fulldepth.results import folder as results_folder
+
+DEPTH = 4
+
+
+def measured(name: str = "model <a>", scale: float = 1.0, **more: object) -> Results:
+    """Displacements by layer at two sites, and cosines of every pair of layers."""
+    rows = [("displacement", "residual", k, None, "mean", scale * 0.1 / k, 9, "1") for k in range(1, DEPTH + 1)]
+    rows += [("displacement", "final_normed", DEPTH, None, "mean", 0.5, 9, "1")]
+    rows += [("cosine", "residual", i, j, "mean", i * j / 20, 9, "1") for i in range(DEPTH + 1) for j in range(i)]
+    sentence = "The last layer <b>turns</b> the stream."
+    headline = {"zeta_L": {"value": 7.5, "unit": "%", "sentence": sentence}}
+    meta = {"kind": "measure", "model": {"name": name, "num_layers": DEPTH}, "data": {"name": "text.txt"}}
+    return Results(tabulate(rows, **more), meta | {"headline": headline})
+
+
+def series() -> Results:
+    parts = [measured(scale=scale).table.assign(step=step) for step, scale in ((10, 1.0), (20, 2.0))]
+    return Results(pd.concat(parts, ignore_index=True), measured().meta)
+
+
+def test_one_line() -> None:
+    line = "<Results: measure of model <a> on text.txt, 15 rows, zeta_L = 7.5 %>"
+    assert repr(measured()) == line
+    assert repr(series()) == line.replace("15 rows", "2 steps, 30 rows")
+    assert "\n" not in repr(Results(tabulate([]), {"kind": "x\ny" * 99}))
+
+
+def test_a_notebook_shows_findings_and_a_figure_without_scripts() -> None:
+    both = compare([measured(), measured("b", 2.0)])
+    for results, lines in ((measured(), 1), (series(), 1), (both, 2)):
+        fragment = results._repr_html_()
+        tree = ElementTree.fromstring(fragment)  # well-formed, so that nothing in a name opens an element
+        svg = "{http://www.w3.org/2000/svg}"
+        assert {node.tag.removeprefix(svg) for node in tree.iter()} <= {
+            *("div", "p", "b", "ul", "li", "code", "span", "svg", "path", "circle", "title", "text")
+        }
+        assert "http" not in fragment.replace("http://www.w3.org/2000/svg", "")
+        assert len(tree.findall(f".//{svg}circle")) == lines * DEPTH
+        sentences = [entry["sentence"] for name, entry in results.headline.items() if ":" not in name]
+        assert [item.text for item in tree.findall(".//li")] == sentences
+    points = ElementTree.fromstring(measured()._repr_html_()).findall(".//{http://www.w3.org/2000/svg}title")
+    assert [point.text for point in points] == [f"Layer {k}: {0.1 / k:.4g}" for k in range(1, DEPTH + 1)]
+
+
+def test_results_without_layers_have_a_fragment_too() -> None:
+    ElementTree.fromstring(Results(tabulate([]), {"kind": "bench"})._repr_html_())
+
+
+def test_values_are_those_of_the_table() -> None:
+    results = measured()
+    rows = results.table
+    plain = rows.query("measure == 'displacement' and statistic == 'mean' and site == 'residual'")
+    found = results.values("displacement", "mean", "residual")
+    assert found.to_dict() == dict(zip(plain.layer, plain.value, strict=True))
+    column = rows.query("measure == 'cosine' and other == 1")
+    assert results.values("cosine", "mean", other=1).tolist() == column.value.tolist()
+    at_step = series().values("displacement", "mean", "residual", step=20)
+    assert at_step.tolist() == [2 * value for value in found]
+
+
+def test_values_of_a_whole_model_are_by_step_or_by_removed_blocks() -> None:
+    loss = [tabulate([("validation_loss", "model", None, None, "mean", 3 / n, 9, "nats")], step=n) for n in (1, 2)]
+    assert Results(pd.concat(loss)).values("validation_loss", "mean").to_dict() == {1: 3.0, 2: 1.5}
+    curve = [tabulate([("loss", "model", n or None, None, "mean", 2.0 + n, 9, "nats")], removed=n) for n in (0, 1)]
+    assert Results(pd.concat(curve)).values("loss", "mean").to_dict() == {0: 2.0, 1: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("results", "request_", "words"),
+    [
+        (measured(), ("displacement", "mean"), "site is 'residual', 'final_normed'"),
+        (measured(), ("cosine", "mean"), "other is 0, 1, 2, 3. Choose one, for example values('cosine', "),
+        (series(), ("displacement", "mean", "final_normed"), "step is 10, 20. Choose one"),
+    ],
+)
+def test_ambiguous_values_are_refused_with_the_choices(results: Results, request_: tuple[str, ...], words: str) -> None:
+    with pytest.raises(FulldepthError) as error:
+        results.values(*request_)
+    assert words in str(error.value)
+    expression = str(error.value).partition("for example ")[2].rstrip(".")
+    advised = eval(f"results.{expression}", {"results": results})
+    assert not advised.index.duplicated().any()
+
+
+def test_an_unknown_column_is_refused() -> None:
+    with pytest.raises(FulldepthError, match=r"Unknown column of these results 'step'.*other, site"):
+        measured().values("displacement", "mean", step=3)
+
+
+def test_the_saved_page_is_the_page_of_the_saved_folder(tmp_path: Path) -> None:
+    for name, results in {"one": measured(), "both": compare([measured(), measured("b", 2.0)])}.items():
+        folder = results.save(tmp_path / name)
+        page = (folder / PAGE).read_bytes()
+        assert report.write(folder).read_bytes() == page
+
+
+def test_show_opens_the_page_or_displays_it_in_a_frame(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened: list[str] = []
+    shown: list[str] = []
+    monkeypatch.setattr(results_folder.webbrowser, "open", opened.append)
+    monkeypatch.setattr(results_folder.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    path = measured().show()
+    assert path is not None
+    assert opened == [path.as_uri()]
+    assert path.read_text(encoding="utf-8") == report.render(measured())
+    display = lambda shown_: shown.append(shown_._repr_html_())  # noqa: E731
+    monkeypatch.setattr(results_folder, "notebook_display", lambda: display)
+    assert measured().show() is None
+    assert shown[0].startswith('<iframe sandbox="allow-scripts allow-downloads" srcdoc="&lt;!doctype html')
+
+
+def test_a_page_is_written_although_only_results_was_imported(tmp_path: Path) -> None:
+    """`report` depends on `results`; the package connects them."""
+    program = (
+        "import sys\nfrom fulldepth.results import Results, tabulate\n"
+        "Results(tabulate([]), {'kind': 'measure'}).save(sys.argv[1])\nassert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    assert (tmp_path / PAGE).exists()

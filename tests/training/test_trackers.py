@@ -1,0 +1,102 @@
+"""Trackers receive the numbers of every evaluation, equal to the rows of the run's results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+from fulldepth.errors import FulldepthError
+from fulldepth.results import Results
+from fulldepth.settings import layer, read
+from fulldepth.training import TrainSettings, train
+from fulldepth.training.evaluation import Evaluation
+from fulldepth.training.trackers import tracked
+
+DEPTH = 4
+
+
+class Tracker(TrainerCallback):
+    """A tracker that keeps what it is sent, as transformers' integrations receive it."""
+
+    logs: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append((state.global_step, dict(logs)))
+
+
+def expected(results: Results, step: int) -> dict[str, float]:
+    """The numbers of one evaluation, from the table of the results alone."""
+    rows = results.table[results.table.step == step]
+    numbers = {}
+    for row in rows.itertuples():
+        if row.measure == "validation_loss":
+            numbers["eval_loss"] = row.value
+        elif row.measure == "displacement":
+            numbers[f"eval_displacement_layer_{row.layer}"] = row.value
+        elif row.measure == "jump_rate":
+            numbers["eval_zeta_L" if row.layer == DEPTH else f"eval_zeta_L-{DEPTH - row.layer}"] = row.value
+        elif row.measure == "train_loss":
+            numbers["cross_entropy"] = row.value
+        elif row.measure == "penalty":
+            numbers[f"penalty_{row.site}"] = row.value
+    return numbers
+
+
+def run(recipe: Any, folder: Path, tracker: str) -> Results:
+    path = recipe(objective={"jump": 0.5}, report_to=[tracker], log_every=3)
+    return train(layer(TrainSettings, read(path, "train")), folder)
+
+
+def test_every_evaluation_is_tracked(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tracker.logs.clear()
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "standin", Tracker)
+    results = run(recipe, tmp_path / "run", "standin")
+    evaluations = {step: logs for step, logs in Tracker.logs if "eval_loss" in logs}
+    assert list(evaluations) == [0, 3, 6, 8]
+    for step, logs in evaluations.items():
+        logs.pop("epoch", None)
+        assert logs == expected(results, step)
+        assert set(logs) >= {"eval_loss", "eval_zeta_L", "eval_displacement_layer_4"}
+    assert "penalty_jump" in evaluations[8]
+    assert [step for step, logs in Tracker.logs if "loss_jump" in logs] == [3, 6], "the losses of steps are tracked too"
+
+
+def test_tensorboard_shows_the_rows(recipe: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    results = run(recipe, tmp_path / "run", "tensorboard")
+    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    reader = EventAccumulator(str(events))
+    reader.Reload()
+    for step in (0, 3, 6, 8):
+        for name, value in expected(results, step).items():
+            tag = f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
+            (shown,) = [event.value for event in reader.Scalars(tag) if event.step == step]
+            assert shown == pytest.approx(value, rel=1e-6), tag
+
+
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    evaluation = Evaluation(2.0, 9, [math.nan, 0.5], 9, [1.0])
+    assert tracked(evaluation, {"ce": (3.0, 2), "jump": (math.inf, 1)}) == {
+        **{"eval_loss": 2.0, "eval_displacement_layer_2": 0.5, "eval_zeta_L": 1.0},
+        "cross_entropy": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tracker", "words"),
+    [("tensorbord", "Unknown tracker 'tensorbord'. Did you mean 'tensorboard'"), ("wandb", "pip install wandb")],
+)
+def test_a_tracker_that_is_absent_is_refused_before_the_run(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, words: str
+) -> None:
+    monkeypatch.setattr("fulldepth.training.trackers.find_spec", lambda _: None)
+    with pytest.raises(FulldepthError, match=words):
+        run(recipe, tmp_path / "run", tracker)
+    assert not (tmp_path / "run").exists()
