@@ -33,12 +33,6 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
     world = launch.world()
     micro, accumulation = batch_split(settings, world)
     on_cpu = pick_device(settings.device).type == "cpu"
-    if settings.warmup_length > settings.steps:
-        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
-    if settings.min_learning_rate > settings.learning_rate:
-        raise FulldepthError(
-            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
-        )
     schedule, options = _schedule(settings)
     arguments = kind(
         output_dir=str(folder),
@@ -99,6 +93,13 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
 
 
 def _schedule(settings: TrainSettings) -> tuple[str, dict[str, Any]]:
+    """Name and options of the schedule; `FulldepthError` if its settings contradict each other."""
+    if settings.warmup_length > settings.steps:
+        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
+    if settings.min_learning_rate > settings.learning_rate:
+        raise FulldepthError(
+            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
+        )
     if settings.schedule == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
     if settings.min_learning_rate:
