@@ -44,9 +44,7 @@ def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, wor
     return unreadable
 
 
-def _readable(
-    anatomy: Anatomy, rank: int, world: int, unreadable: list[str]
-) -> Iterator[tuple[str, int, Tensor]]:
+def _readable(anatomy: Anatomy, rank: int, world: int, unreadable: list[str]) -> Iterator[tuple[str, int, Tensor]]:
     """This process's projections with layer and weight; appends the names of those that cannot be read."""
     alone = ((site, layer, module.get_parameter("weight")) for site, layer, module in anatomy.projections())
     for index, (site, layer, parameter) in enumerate(chain(alone, anatomy.expert_projections())):
