@@ -88,7 +88,7 @@ def test_the_registry_is_the_issue_and_each_measure_has_its_tests():
 
 
 def test_every_row_has_its_measure_and_a_declared_unit(wordy_world, weights):
-    rows = together(wordy_world, weights)
+    rows = together(wordy_world.replace(options={"reservoir_tokens": 60}), weights)  # CKA in blocks has errors
     assert {row.measure for row in rows} == set(NAMES)
     for row in rows:
         bare = row.statistic.removesuffix(":no-first")
@@ -132,6 +132,7 @@ def test_one_pass_for_all_says_what_each_says_alone(wordy_world, weights, same_r
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
+    wordy_world = wordy_world.replace(options={"reservoir_tokens": 60})
     metric = METRICS[name](wordy_world.setup())
     promised, before = metric.nbytes, held(metric)
     for _ in range(3):
@@ -195,7 +196,9 @@ def test_bytes_held_by_closed_form():
         "retrieval_weight": 8 * 4 * (2 * 2 * 4 + 1),
         "expected_retrieval": per_layer,
         "stream_mixing": 832,
-        **dict.fromkeys(("cka", "nc1", "mmd"), 0),
+        # 12 blocks of 4 sequences of 12 tokens, in 12 groups; two blocks can be open
+        "cka": 12 * 8 * 2 * (5 * 5 + 5 + 1) + 2 * (48 * (5 * 32 * 4 + 8) + 3 * 8),
+        **dict.fromkeys(("nc1", "mmd"), 0),
     }
 
 

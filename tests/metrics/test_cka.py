@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ortho_group
 
-from fulldepth.metrics import Cka, cka_matrix, linear_cka
+from fulldepth.metrics import Cka, Setup, cka_matrix, linear_cka
+from fulldepth.metrics.hsic import hsic_of_views
 
 
 def hsic_1(k, n):
@@ -103,3 +104,103 @@ def test_rows_against_the_textbook(world_name, request, any_split, expect):
                     value = oracle(states[a], states[b], debiased)
                     expected["residual", a, b, f"{name}{view}"] = (value, states.shape[1])
     expect(any_split(Cka, world), expected)
+
+
+def hsic_of_blocks(states, blocks):
+    """[S, S] mean of the unbiased HSIC over blocks of tokens, weighted by their tokens, as written."""
+    total = 0
+    for block in blocks:
+        layers = states[:, block]
+        grams = [x @ x.T - np.diag((x * x).sum(1)) for x in layers]
+        n = len(block)
+        total = total + n * np.array([[hsic_1((k, m), n) for m in grams] for k in grams])
+    return total
+
+
+@pytest.mark.parametrize("split", [(20,), (1,) * 20, (7, 1, 9, 3)])
+def test_blocks_of_sequences_against_the_textbook(split, invented, same_rows):
+    """Blocks of 4 sequences of 6 tokens (at most half of 60 tokens), in any batches; the last block is smaller."""
+    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options={"reservoir_tokens": 60})
+    rows = world.rows(Cka, split)
+    where = {"": list(world.positions()), ":no-first": list(world.positions(":no-first"))}
+    for view, positions in where.items():
+        states = world.tokens(view=view)
+        blocks = [[i for i, (n, _) in enumerate(positions) if n // 4 == b] for b in range(5)]
+
+        def cka(kept, states=states, blocks=blocks):
+            hsic = hsic_of_blocks(states, [blocks[b] for b in kept])
+            return hsic / np.sqrt(np.outer(np.diag(hsic), np.diag(hsic)))
+
+        whole, sizes = cka(range(5)), np.array([len(block) for block in blocks])
+        h = (sizes.sum() / sizes)[:, None, None]
+        pseudo = h * whole - (h - 1) * np.array([cka([b for b in range(5) if b != left]) for left in range(5)])
+        error = np.sqrt((((pseudo - (pseudo / h).sum(0)) ** 2) / (h - 1)).sum(0) / 5)
+        for a in range(4):
+            for b in range(4):
+                row = rows["residual", a, b, "debiased" + view]
+                assert (row.value, row.count) == (pytest.approx(whole[a, b], abs=2e-6), len(positions))
+                if a != b:
+                    found = rows["residual", a, b, "standard_error_of_debiased" + view].value
+                    assert found == pytest.approx(error[a, b], rel=1e-3, abs=1e-6)
+
+
+def test_long_sequences_are_blocks_by_parts(invented):
+    """Sequences of 50 tokens, at most 20 in a block: three parts of 17, 17 and 16 tokens each."""
+    world = invented(lengths=(50,) * 3).replace(options={"reservoir_tokens": 40})
+    blocks = [np.array(part) + 50 * n for n in range(3) for part in np.array_split(np.arange(50), 3)]
+    hsic = hsic_of_blocks(world.tokens(), blocks)
+    expected = hsic / np.sqrt(np.outer(np.diag(hsic), np.diag(hsic)))
+    for split in ((3,), (1, 2)):
+        rows = world.rows(Cka, split)
+        found = [[rows["residual", a, b, "debiased"].value for b in range(4)] for a in range(4)]
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_sequences_in_any_order_count_once(invented):
+    """More than two blocks are open at a time: some end early, and no token is lost."""
+    world = invented(lengths=(6,) * 20).replace(options={"reservoir_tokens": 60})
+    metric = Cka(world.setup())
+    for observation in world.observations((3, 1, 9, 7), order=torch.randperm(20, generator=torch.Generator())):
+        metric.update(observation)
+    rows = [row for row in metric.rows() if row.statistic == "debiased"]
+    assert {row.count for row in rows} <= set(range(110, 121))
+    assert all(row.value == pytest.approx(1, abs=1e-6) for row in rows if row.layer == row.other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("loud", [1, 165, 30000])
+def test_float32_products_with_outliers(loud, dtype, generator):
+    """A token of many times the median norm, a huge common mean, a small layer: within 1e-6 of plain float64."""
+    x = torch.randn(4, 200, 30, generator=generator).cumsum(0)
+    x[1:, 7] *= loud
+    x[2] += 20
+    x[3] *= 1e-6
+    x = x.to(dtype)
+    later = torch.arange(200) % 20 > 0
+    for debiased in (True, False):
+        for hsic, chosen in zip(hsic_of_views(x, later, debiased), (torch.ones_like(later), later), strict=True):
+            found = hsic.values / torch.outer(*[hsic.values.diagonal().sqrt()] * 2)
+            states = x.double()[:, chosen]
+            expected = [[oracle(a, b, debiased) for b in states] for a in states]
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_blocks_agree_with_all_tokens_about_one_population(generator):
+    """The average over blocks estimates what one block of all tokens does, and its standard error says how well."""
+    estimates, errors = [], []
+    for _ in range(40):
+        x = torch.randn(640, 12, generator=generator)
+        y = x @ torch.randn(12, 12, generator=torch.Generator().manual_seed(1)) + 6 * torch.randn(
+            640, 12, generator=generator
+        )
+        setup = Setup(num_layers=1, width=12, sequence_length=8, num_sequences=80, num_tokens=640, reservoir_tokens=80)
+        metric = Cka(setup)
+        hsic = metric.blocks
+        features, keys = torch.stack([x, y]), (torch.arange(80)[:, None] << 24 | torch.arange(8)).flatten()
+        for number in range(16):
+            hsic._add_sums(hsic._sums(number, features[:, number * 40 : number * 40 + 40], keys[:40]))
+        values = metric._of_blocks(hsic.hsic, hsic.terms, hsic.tokens)
+        estimates.append(float(values["debiased"][0, 0, 1] - linear_cka(x, y, debiased=True)))
+        errors.append(float(values["standard_error_of_debiased"][0, 0, 1]))
+    assert abs(np.mean(estimates)) < 3 * np.std(estimates) / 40**0.5 + 0.01
+    assert np.std(estimates) < 2 * np.mean(errors)

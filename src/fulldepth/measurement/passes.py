@@ -84,7 +84,7 @@ def run_pass(
     with ExitStack() as stack:
         activations = stack.enter_context(capture(subject.anatomy, sites))
         other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
-        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
+        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world, plan.together):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))

@@ -113,7 +113,9 @@ def measure_with(
         watcher.say(check_memory(plan, subject, settings.batch_size))
         for entry in plan.left_out:
             watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-        watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process))
+        watcher.begin(
+            f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process, plan.together)
+        )
         data_pass = run_pass(subject, plan, settings, process, reference=reference, advance=watcher.advance)
         weigh(subject, plan, process, data_pass.clock)
         if process.is_main:
@@ -125,9 +127,9 @@ def measure_with(
     return Results(table, _document(subject, settings, plan, data_pass, table))
 
 
-def share(subject: Subject, settings: MeasureSettings, process: Processes) -> int:
+def share(subject: Subject, settings: MeasureSettings, process: Processes, together: int = 1) -> int:
     """Number of sequences in this process's share of the batches."""
-    return sum(map(len, subject.sequences.groups(settings.batch_size)[process.rank :: process.world]))
+    return sum(map(len, subject.sequences.share(settings.batch_size, process.rank, process.world, together)))
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
@@ -149,6 +151,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         head_shares=shares_of_heads(anatomy),
         num_streams=subject.verified.num_streams,
         sequence_length=max(lengths),
+        counted_length=tokens.how_many(subject.policy, [max(lengths)]),
         num_sequences=len(sequences),
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",

@@ -37,4 +37,9 @@ class Accumulator(Metric):
     @property
     def nbytes(self) -> int:
         """Size of the states in bytes; independent of the size of the data set."""
+        return self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Size in bytes of the states of this accumulator alone."""
         return sum(state.nbytes for state in self.metric_state.values() if isinstance(state, Tensor))

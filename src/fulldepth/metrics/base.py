@@ -30,6 +30,11 @@ POSITION_BITS = 24
 """A token's key is `sequence << POSITION_BITS | position`: unique over the data set, independent of the batching."""
 
 
+def later_than_first(keys: Tensor) -> Tensor:
+    """Bool, of the shape of `keys`: False for tokens that are the first of their sequence."""
+    return keys & ((1 << POSITION_BITS) - 1) != 0
+
+
 class Row(NamedTuple):
     """One row of `results.parquet`. Layers run 1..L, 0 = embeddings; None where a column does not apply."""
 
@@ -64,6 +69,8 @@ class Setup:
     """Residual streams between layers."""
     sequence_length: int = 0
     """T: tokens of the longest sequence, special tokens included."""
+    counted_length: int = 0
+    """Counted tokens of the longest sequence (0: as many as `sequence_length`)."""
     num_sequences: int = 0
     """Sequences in the whole data set, over all processes."""
     num_tokens: int = 0
@@ -177,7 +184,7 @@ class Observation:
     @cached_property
     def first(self) -> Tensor:
         """[N] bool: whether the counted token is the first of its sequence."""
-        return self.keys & ((1 << POSITION_BITS) - 1) == 0
+        return ~later_than_first(self.keys)
 
     @cached_property
     def view_weights(self) -> Tensor:
@@ -268,7 +275,7 @@ class Measure(Accumulator):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the states and of this measure's own reservoirs, without the setup's shared reservoirs."""
+        """Size in bytes of the states, those of its own parts included, without the setup's shared reservoirs."""
         shared = set(map(id, self.setup.reservoirs.values()))
-        reservoirs = [module for module in self.modules() if isinstance(module, Reservoir) and id(module) not in shared]
-        return super().nbytes + sum(reservoir.nbytes for reservoir in reservoirs)
+        parts = [part for part in self.modules() if isinstance(part, Accumulator) and id(part) not in shared]
+        return sum(part.own_bytes for part in parts)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.cosine import centred, without_first
+from fulldepth.metrics.cosine import without_first
+from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views
+from fulldepth.metrics.hsic_blocks import HsicBlocks
+from fulldepth.metrics.jackknife import leave_one_out, standard_error
 
-BLOCK = 1 << 20
-"""Gram matrix elements held at a time (all layers together)."""
 NO_HSIC = 1e-13
 """A layer's HSIC with itself counts as 0 (rounding) below this fraction of the terms whose difference it is."""
 
@@ -48,8 +49,7 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise ValueError(f"x and y must be [N, D] and [N, E], got {tuple(x.shape)} and {tuple(y.shape)}")
-    features = _prepare([x, y])
-    return _alignment(_products(features, 0, len(x)), features, debiased)[0, 1]
+    return _ratio(hsic_of([x, y], debiased))[0, 1]
 
 
 def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
@@ -67,8 +67,7 @@ def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
     """
     if features.ndim != 3:
         raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
-    layers = _prepare(features)
-    return _alignment(_products(layers, 0, features.shape[1]), layers, debiased)
+    return _ratio(hsic_of(list(features), debiased))
 
 
 def few_samples(samples: int, width: int) -> bool:
@@ -77,93 +76,94 @@ def few_samples(samples: int, width: int) -> bool:
 
 
 class Cka(Measure):
-    """Debiased and biased CKA of every pair of layers over the shared sample of tokens, whose size is `count`."""
+    """Debiased and biased CKA of every pair of layers; `count` is the number of tokens behind an estimate.
+
+    The debiased estimate uses every counted token. If all of them fit into the shared sample, it is that of
+    `linear_cka`. Otherwise the unbiased HSIC is averaged over blocks of sequences, weighted by their tokens (see
+    `HsicBlocks`), and CKA is the ratio of these averages, with a standard error by a jackknife over groups of blocks.
+    An average of unbiased estimates is unbiased whatever the size of the blocks. The biased estimate, whose bias
+    depends on the number of tokens, uses the shared sample.
+
+    Source: for the average, Nguyen, Raghu and Kornblith, "Do Wide and Deep Networks Learn the Same Things?" (ICLR
+    2021), Eq. 3.
+    """
 
     name = "cka"
-    units = dict.fromkeys(("debiased", "biased"), "1")
+    units = dict.fromkeys(("debiased", "biased", "standard_error_of_debiased"), "1")
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.reservoir = setup.reservoir("residual")
+        self.blocks = HsicBlocks(setup) if setup.num_tokens > setup.reservoir_tokens else None
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         self.reservoir.observe(observation, "residual")
+        if self.blocks is not None:
+            self.blocks.update(observation)
+
+    def reset(self) -> None:
+        """Remove all data."""
+        super().reset()
+        if self.blocks is not None:
+            self.blocks.reset()
 
     def compute(self) -> dict[str, Tensor]:
-        """`debiased` and `biased`, each `[views, L+1, L+1]`, and `count [2]`: all tokens, and without the first."""
+        """`debiased`, `standard_error_of_debiased` (NaN without several blocks) and `biased`, each `[views, L+1, L+1]`;
+        `count` and `count_biased`, `[views]`: all tokens, and without the first.
+        """
         sample = self.reservoir.compute()
-        later = without_first(sample)
-        # First tokens are sorted to the front; the remaining Gram rows are the second view, so one pass gives both.
-        order = later.long().argsort(stable=True)
-        total, first = len(later), int((~later).sum())
-        layers = _prepare(sample.features[order].transpose(0, 1))
-        rest = _products(layers, first, total)
-        views = [(rest + _products(layers, 0, first), layers)]
-        if self.setup.first_tokens:
-            views.append((rest, [layer[first:] for layer in layers]))
+        features, later = sample.features.transpose(0, 1), without_first(sample)
+        views = len(self.setup.views)
+        biased = hsic_of_views(features, later, debiased=False)[:views]
+        result = {
+            "biased": torch.stack([_ratio(hsic) for hsic in biased]),
+            "count_biased": torch.tensor([hsic.tokens for hsic in biased]),
+        }
+        if self.blocks is not None:
+            return result | self._of_blocks(*self.blocks.compute())
+        debiased = torch.stack([_ratio(hsic) for hsic in hsic_of_views(features, later, debiased=True)[:views]])
+        error = torch.full_like(debiased, torch.nan)
+        return result | {
+            "debiased": debiased,
+            "standard_error_of_debiased": error,
+            "count": result["count_biased"],
+        }
+
+    @staticmethod
+    def _of_blocks(hsic: Tensor, terms: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """The debiased statistics, from sums per group of blocks."""
+        tokens = tokens.reshape(hsic.shape[:2])  # torchmetrics makes one number of a single element
+        without, rest = leave_one_out(hsic), leave_one_out(terms)
+        values, errors = [], []
+        for view in range(hsic.shape[1]):
+            value = _ratio(Hsic(hsic[:, view].sum(0), terms[:, view].sum(0), 0))
+            replicates = [_ratio(Hsic(*pair, 0)) for pair in zip(without[:, view], rest[:, view], strict=True)]
+            errors.append(standard_error(value, torch.stack(replicates), tokens[:, view]))
+            values.append(value)
         return {
-            "debiased": torch.stack([_alignment(*view, debiased=True) for view in views]),
-            "biased": torch.stack([_alignment(*view, debiased=False) for view in views]),
-            "count": torch.tensor([total, total - first]),
+            "debiased": torch.stack(values),
+            "standard_error_of_debiased": torch.stack(errors),
+            "count": tokens.sum(0).long(),
         }
 
     def rows(self) -> list[Row]:
-        """Rows for every pair of layers 0..L."""
+        """Rows for every pair of layers 0..L; no standard error without several blocks."""
         values = {name: value.cpu() for name, value in self.compute().items()}
-        counts = values.pop("count").tolist()
+        counts = {name: values.pop(name).reshape(-1).tolist() for name in ("count", "count_biased")}
         layers = range(self.setup.num_layers + 1)
         return [
-            self.row(name + suffix, value[view, layer, other], counts[view], layer, other)
+            self.row(name + suffix, value, counts["count_biased" if name == "biased" else "count"][view], layer, other)
             for view, suffix in enumerate(self.setup.views)
             for layer in layers
             for other in layers
-            for name, value in values.items()
+            for name in self.units
+            if not math.isnan(value := float(values[name][view, layer, other])) or "error" not in name
         ]
 
 
-def _prepare(features: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Each layer's features `[N, D]` in float64, centred: CKA is unchanged, and Gram matrices lose fewer digits."""
-    return [centred(layer, layer.mean(0, dtype=torch.float64)) for layer in features]
-
-
-def _products(features: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """`[S, S]` sums of `K_ij L_ij` over `i != j` for all pairs of Gram matrices, with the smaller of `i, j` in
-    start..stop.
-
-    Only a block of rows of all Gram matrices, right of the diagonal, exists at a time.
-    """
-    samples = len(features[0])
-    total = features[0].new_zeros(len(features), len(features))
-    while start < stop:
-        rows = min(stop - start, max(1, BLOCK // (len(features) * (samples - start))))
-        block = torch.stack([x[start : start + rows] @ x[start:].T for x in features])  # [S, rows, N - start]
-        flat = block.triu_(1).flatten(1)
-        total += flat @ flat.T
-        start += rows
-    return 2 * total
-
-
-def _alignment(products: Tensor, features: Sequence[Tensor], debiased: bool) -> Tensor:
-    """`[S, S]` CKA from the off-diagonal products of the Gram matrices; the rest of HSIC follows from the features.
-
-    Both estimates are `<K, L> - 2/a r_K . r_L + s_K s_L / b` with row sums `r` and their total `s`: the biased one with
-    `a = N, b = N^2`, the unbiased one without the diagonals and with `a = N - 2, b = (N - 1)(N - 2)`.
-    """
-    samples = len(features[0])
-    if samples < (4 if debiased else 2):
-        return torch.full_like(products, torch.nan)
-    diagonal = torch.stack([x.square().sum(1) for x in features])  # [S, N]
-    row_sums = torch.stack([x @ x.sum(0) for x in features])
-    if debiased:
-        row_sums -= diagonal
-        by_row, by_total = samples - 2, (samples - 1) * (samples - 2)
-    else:
-        products = products + diagonal @ diagonal.T
-        by_row, by_total = samples, samples**2
-    totals = row_sums.sum(1)
-    correction = 2 / by_row * (row_sums @ row_sums.T)
-    hsic = products - correction + torch.outer(totals, totals) / by_total
-    own, terms = hsic.diagonal(), (products + correction).diagonal()
-    norm = own.sqrt().where(own > NO_HSIC * terms, torch.nan)
-    return (hsic / torch.outer(norm, norm)).clamp(-1.0, 1.0)
+def _ratio(hsic: Hsic) -> Tensor:
+    """`[S, S]` CKA; NaN where a layer's HSIC with itself is not positive."""
+    own = hsic.values.diagonal()
+    norm = own.sqrt().where(own > NO_HSIC * hsic.terms, torch.nan)
+    return (hsic.values / torch.outer(norm, norm)).clamp(-1.0, 1.0)

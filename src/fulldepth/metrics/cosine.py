@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.angle import cosine
-from fulldepth.metrics.base import POSITION_BITS, Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Measure, Observation, Row, Setup, later_than_first
 from fulldepth.metrics.reservoir import Sample
 
 PERCENTILES = {"p25": 0.25, "p50": 0.50, "p75": 0.75}
@@ -52,7 +52,7 @@ def centred(features: Tensor, mean: Tensor) -> Tensor:
 
 def without_first(sample: Sample) -> Tensor:
     """[N] bool: False for tokens that are the first of their sequence."""
-    return (sample.keys.reshape(-1) & ((1 << POSITION_BITS) - 1)) != 0
+    return later_than_first(sample.keys.reshape(-1))
 
 
 class Cosine(Measure):

@@ -1,0 +1,140 @@
+"""HSIC of every pair of layers, from their linear Gram matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.cosine import centred
+
+BLOCK = 1 << 22
+"""Gram matrix elements held at a time (all layers together)."""
+LOUD = 100.0
+"""Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
+CANCELS = 1e-2
+"""In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
+
+
+class Hsic(NamedTuple):
+    """HSIC of every pair of layers over one set of tokens, up to the same factor for all pairs."""
+
+    values: Tensor
+    """[S, S] float64; NaN with too few tokens."""
+    terms: Tensor
+    """[S] size of the terms whose difference a layer's HSIC with itself is: below their rounding, it is 0."""
+    tokens: int
+
+
+class Layer(NamedTuple):
+    """A layer's tokens, centred over all of them and scaled to unit mean square, as Gram matrices are made of them."""
+
+    features: Tensor
+    """[N, D], in the precision of the products."""
+    squares: Tensor
+    """[N] float64: diagonal of the Gram matrix."""
+    row_sums: tuple[Tensor, Tensor]
+    """Row sums of the Gram matrix, [N], and of the one without the first tokens, [N - F]; float64."""
+    scale: Tensor
+    """0-d: what the Gram matrix was divided by."""
+
+
+def hsic_of_views(features: Tensor, later: Tensor, debiased: bool) -> tuple[Hsic, Hsic]:
+    r"""HSIC of every pair of layers, over all tokens and over those that are not the first of their sequence.
+
+    .. math:: \langle K, L \rangle - \frac{2}{a} r_K \cdot r_L + \frac{s_K s_L}{b}
+
+    with row sums :math:`r` and their total :math:`s`. The biased estimate has :math:`a = N, b = N^2`; the unbiased one
+    has the diagonals set to zero, :math:`a = N - 2, b = (N - 1)(N - 2)`, and is divided by :math:`N (N - 3)`. Features
+    are centred in float64; products are in float32 (float64 for float64 features), and in float64 for all layers if
+    one loses more than two digits by cancellation.
+
+    Args:
+        features: `[S, N, D]`.
+        later: `[N]` bool: False for first tokens.
+        debiased: the unbiased estimate.
+    """
+    first = int((~later).sum())
+    # First tokens are sorted to the front; the remaining Gram rows are the second view, so one pass gives both.
+    ordered = features if not first else features[:, later.long().argsort(stable=True)]
+    if features.dtype != torch.float64:
+        found = _hsic(ordered, first, debiased, torch.float32)
+        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in found):
+            return found
+    return _hsic(ordered, first, debiased, torch.float64)
+
+
+def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = torch.float64) -> Hsic:
+    """HSIC of every pair of representations of the same tokens, `[N, D]` each."""
+    return _hsic(features, 0, debiased, dtype)[0]
+
+
+def _hsic(features: Tensor | Sequence[Tensor], first: int, debiased: bool, dtype: torch.dtype) -> tuple[Hsic, Hsic]:
+    """Over all tokens and without the `first` ones, with products in the precision `dtype`."""
+    layers = [_layer(layer, first, dtype) for layer in features]
+    total = len(layers[0].features)
+    rest = _products(layers, first, total)
+    whole = rest if not first else rest + _products(layers, 0, first)
+    return _assemble(whole, layers, 0, debiased), _assemble(rest, layers, first, debiased)
+
+
+def _layer(features: Tensor, first: int, dtype: torch.dtype) -> Layer:
+    """Centre in float64, then scale and round: CKA is unchanged, and Gram matrices lose fewer digits."""
+    x = centred(features, features.mean(0, dtype=torch.float64))
+    squares = x.square().sum(1)
+    middle = squares.median()
+    if bool(squares.max() > LOUD * middle > 0):
+        # Outliers move the mean far from all other tokens; HSIC is the same for any centre.
+        weights = 1 / (squares + middle)
+        x -= weights @ x / weights.sum()
+        squares = x.square().sum(1)
+    scale = squares.mean()
+    scale = scale.where(scale > 0, 1.0)
+    later = x[first:]
+    row_sums = (x @ x.sum(0) / scale, later @ later.sum(0) / scale)
+    return Layer(x.div_(scale.sqrt()).to(dtype), squares / scale, row_sums, scale)
+
+
+def _products(layers: Sequence[Layer], start: int, stop: int) -> Tensor:
+    """`[S, S]` float64 sums of `K_ij L_ij` over `i != j` for all pairs of Gram matrices, with the smaller of `i, j` in
+    start..stop.
+
+    Only a block of rows of all Gram matrices, right of the diagonal, exists at a time. Products are summed in float64
+    over rows, because float32 loses a digit over millions of them.
+    """
+    features = [layer.features for layer in layers]
+    samples, count = len(features[0]), len(features)
+    total = features[0].new_zeros(count, count, dtype=torch.float64)
+    while start < stop:
+        rows = min(stop - start, max(1, BLOCK // (count * (samples - start))))
+        block = features[0].new_empty(count, rows, samples - start)
+        for x, gram in zip(features, block, strict=True):
+            torch.mm(x[start : start + rows], x[start:].T, out=gram)
+        block[..., :rows].triu_(1)
+        by_row = block.transpose(0, 1)  # [rows, S, N - start]
+        total += torch.bmm(by_row, by_row.mT).sum(0, dtype=torch.float64)
+        start += rows
+    return 2 * total
+
+
+def _assemble(products: Tensor, layers: Sequence[Layer], first: int, debiased: bool) -> Hsic:
+    """HSIC without the `first` tokens, from the off-diagonal products; see `hsic_of_views`."""
+    squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, N]
+    row_sums = torch.stack([layer.row_sums[bool(first)] for layer in layers])
+    samples = squares.shape[1]
+    if samples < (4 if debiased else 2):
+        empty = torch.full_like(products, torch.nan)
+        return Hsic(empty, empty[0], samples)
+    if debiased:
+        row_sums = row_sums - squares
+        by_row, by_total, divisor = samples - 2, (samples - 1) * (samples - 2), samples * (samples - 3)
+    else:
+        products = products + squares @ squares.T
+        by_row, by_total, divisor = samples, samples**2, samples**2
+    totals = row_sums.sum(1)
+    correction = 2 / by_row * (row_sums @ row_sums.T)
+    hsic = products - correction + torch.outer(totals, totals) / by_total
+    scale = torch.stack([layer.scale for layer in layers]) / divisor**0.5
+    return Hsic(hsic * torch.outer(scale, scale), (products + correction).diagonal() * scale.square(), samples)
