@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import fulldepth
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -37,5 +41,43 @@ def test_trainers(name: str) -> None:
     assert first["loss"] == pytest.approx(parts, rel=1e-3)
 
 
+def executed(notebook: Path) -> list[Any]:
+    """Run the code cells of a notebook in one namespace; returns what each displays: the value of its last line."""
+    document = json.loads(notebook.read_text(encoding="utf-8"))
+    assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
+    assert not any(cell.get("outputs") for cell in document["cells"]), "outputs are not stored"
+    namespace: dict[str, Any] = {}
+    displayed = []
+    for cell in document["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        statements = ast.parse(cell["source"])
+        last = statements.body.pop() if isinstance(statements.body[-1], ast.Expr) else None
+        exec(compile(statements, str(notebook), "exec"), namespace)
+        value = None if last is None else eval(compile(ast.Expression(last.value), str(notebook), "eval"), namespace)  # type: ignore[attr-defined]
+        displayed.append(value)
+    return displayed
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"steps": 4, "warmup_steps": 0, "save_every": 4, "model": {"num_hidden_layers": 3}}
+    fulldepth.train("tiny-llama", tmp_path / "run", **changes)
+    monkeypatch.setenv("FULLDEPTH_MODEL", str(tmp_path / "run" / "checkpoint-4"))
+    displayed = executed(EXAMPLES / "tour.ipynb")
+    shown = [value for value in displayed if isinstance(value, fulldepth.Results)]
+    assert [results.meta["kind"] for results in shown] == ["measure", "comparison"]
+    blocks, losses, _ = next(value for value in displayed if isinstance(value, tuple))
+    assert len(blocks) == 1
+    assert len(losses) == 2
+    error = next(value for value in displayed if isinstance(value, float))
+    assert error < 1e-3
+    change = displayed[-1]
+    before = shown[0].values("displacement", "mean", "residual")
+    rows = change[change.site == "residual"].set_index("layer")
+    assert (rows.value - rows.difference).to_dict() == pytest.approx(before.to_dict())
+
+
 def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"tour"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"hand_written_loop", "trainer", "sft"}

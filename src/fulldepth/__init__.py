@@ -14,18 +14,20 @@ from fulldepth.autoclasses import announce
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fulldepth.comparison import compare as compare
+    from fulldepth.api.comparing import compare as compare
+    from fulldepth.api.demonstrating import demo as demo
+    from fulldepth.api.measuring import measure as measure
+    from fulldepth.api.training import train as train
     from fulldepth.errors import FulldepthError as FulldepthError
-    from fulldepth.measurement import measure as measure
     from fulldepth.results import Results as Results
-    from fulldepth.training import train as train
 
 _HOME = {
     "FulldepthError": "errors",
     "Results": "results",
-    "compare": "comparison",
-    "measure": "measurement",
-    "train": "training",
+    "compare": "api.comparing",
+    "demo": "api.demonstrating",
+    "measure": "api.measuring",
+    "train": "api.training",
 }
 """Public name -> the subpackage that defines it."""
 _ROOMS = (

@@ -13,7 +13,7 @@ import torch
 
 import fulldepth
 from fulldepth import cli
-from fulldepth.demo import train_demo
+from fulldepth.demonstration import train_demo
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.settings import layers as recipes

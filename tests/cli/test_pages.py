@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from fulldepth.demo import train_demo
+from fulldepth.demonstration import train_demo
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.report import write

@@ -170,9 +170,10 @@ def test_values_names_what_there_is(results):
 def test_the_public_function_is_the_same_however_it_was_imported():
     program = (
         "import fulldepth, types; first = fulldepth.measure; import fulldepth.measurement.run; "
-        "from fulldepth import measure; from fulldepth.measurement import MeasureSettings, measure as function; "
+        "from fulldepth import measure; from fulldepth.api.measuring import measure as function; "
         "assert first is measure is fulldepth.measure is function and isinstance(measure, types.FunctionType); "
-        "assert fulldepth.Results and fulldepth.FulldepthError and callable(fulldepth.compare)"
+        "assert fulldepth.Results and fulldepth.FulldepthError and callable(fulldepth.compare); "
+        "import fulldepth.report; assert callable(fulldepth.report)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

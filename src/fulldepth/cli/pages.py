@@ -87,7 +87,7 @@ def demo_command(
     tree residual and with JREG instead, at equal steps.
     """
     console.loading()
-    from fulldepth.demo import COMPARISON, demo, train_demo
+    from fulldepth.demonstration import COMPARISON, demo, train_demo
 
     if train:
         with bars.watching() as watcher:

@@ -1,9 +1,15 @@
-"""Renders results as one self-contained HTML page that works offline and in print; imports no torch."""
+"""Renders results as one self-contained HTML page that works offline and in print; imports no torch.
+
+The module can be called, as the command `fulldepth report`: `fulldepth.report("out/")` rebuilds the page of a folder,
+`fulldepth.report(["plan/", "bench/"], "page/")` makes one page of several.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, locked
@@ -84,6 +90,19 @@ def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) 
         FulldepthError: if a folder holds no readable results, or the page cannot be written.
     """
     return _save(render_index(Path(folder), chapters, title), Path(folder), INDEX)
+
+
+class _Callable(ModuleType):
+    """A module that can be called: `fulldepth.report` is the package and, as the other commands are, a function."""
+
+    def __call__(
+        self, folders: str | Path | Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False
+    ) -> Path:
+        """Rebuild the page of a result folder, or put several folders on one page: see `write_together`."""
+        return write_together([folders] if isinstance(folders, str | Path) else folders, output, overwrite=overwrite)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 
 def _save(html: str, folder: Path, name: str = PAGE) -> Path:

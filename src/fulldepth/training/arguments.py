@@ -26,8 +26,7 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         more: further arguments of that class.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, the device does not exist, a tracker is not installed, or these
-            processes cannot shard.
+        FulldepthError: if batch sizes do not divide, these processes cannot shard, or the device or tracker is absent.
     """
     check_trackers(settings.report_to)
     world = launch.world()

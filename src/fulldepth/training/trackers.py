@@ -40,9 +40,9 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
     """Numbers of one evaluation by name, as trackers show them; values that are not finite are left out.
 
     `eval_loss` (validation loss, nats), `eval_displacement_layer_1` to `L`, `eval_zeta_L`, `eval_zeta_L-1` and
-    `eval_zeta_L-2` (jump rates, per cent) are measured on the validation sequences. `cross_entropy` (nats, of training)
-    and `penalty_NAME` (without its weight) are means over the steps since the last evaluation. Trackers replace the
-    prefix `eval_` by `eval/` and put `train/` before the others.
+    `eval_zeta_L-2` (jump rates, per cent) are measured on the validation sequences. `cross_entropy` (nats, on the
+    training data) and `penalty_NAME` (without its weight) are means over the steps since the last evaluation. Trackers
+    replace the prefix `eval_` by `eval/` and put `train/` before the others.
 
     Args:
         evaluation: on the held-out sequences.

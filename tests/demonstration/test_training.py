@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fulldepth import cli
-from fulldepth.demo import training as demo
+from fulldepth.demonstration import training as demo
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.results import Results

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from fulldepth import report
-from fulldepth.demo.training import RECIPES
+from fulldepth.demonstration.training import RECIPES
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.measurement import MeasureSettings, measure_into

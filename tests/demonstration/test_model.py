@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiny_models
 from fulldepth import cli
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.demo import demo
-from fulldepth.demo import model as module
+from fulldepth.demonstration import demo
+from fulldepth.demonstration import model as module
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.results import Results

@@ -1,0 +1,150 @@
+"""`fulldepth.measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fulldepth import launch, measurement, report
+from fulldepth.api.running import check_free, nested, save_new, watching
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import find_checkpoints
+from fulldepth.measurement import MeasureSettings, measure_into
+from fulldepth.progress import Watcher
+from fulldepth.results import Results
+from fulldepth.settings import layer, read
+
+
+def measure(
+    model: Any,
+    data: Any,
+    *,
+    output: str | Path | None = None,
+    recipe: str | Path | None = None,
+    measures: list[str] | None = None,
+    tokenizer: Any = None,
+    max_sequences: int | None = None,
+    sequence_length: int | None = None,
+    batch_size: int | None = None,
+    token_policy: str | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    series: bool = True,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> Results:
+    """Measure what every layer of a model does, as `fulldepth measure`.
+
+    All measures share one forward pass over the data. Layers are numbered 1..L, 0 is the embedding output; the last
+    layer is read before the final norm (and also after it, at the site `final_normed`). The folder of a training run
+    gives a series: one measurement of every `checkpoint-N`, with the column `step`.
+
+    ```python
+    results = fulldepth.measure("path/to/checkpoint", "text.txt", max_sequences=64)
+    series = fulldepth.measure("path/to/run", "corpus:builtin", output="out/")  # resumes; writes the page
+    results = fulldepth.measure(model, ["some text", "more text"], tokenizer=tokenizer)
+    ```
+
+    Args:
+        model: checkpoint folder, folder of a training run, GGUF file, Hub name, or a loaded model (left on its device,
+            in its mode).
+        data: path (.txt, .jsonl, .tsv, .parquet, image folder or .zip), Hub data set, `corpus:builtin`, a list of texts
+            or of mappings, a `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
+        output: result folder, which also gets the page. An interrupted series resumes there, and results of the same
+            model, data and settings are read instead of measured again. None = nothing is written.
+        recipe: name of a recipe (`quick`, `full`) or a YAML file; the other arguments override it.
+        measures: names from `fulldepth.metrics.METRICS`; None = all that model and data allow.
+        tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
+        max_sequences: maximum number of sequences. None = 256.
+        sequence_length: tokens per sequence. None = 256, or the model's maximum if smaller.
+        batch_size: sequences per forward pass; it does not affect the results. None = 8.
+        token_policy: `auto`, `all`, `no-first`, `last`, `cls` or `eos`; padding never counts. None = `auto`.
+        device: None = the first accelerator, else the CPU.
+        dtype: None = the checkpoint's own.
+        series: False = of a folder with checkpoints and a model, measure the model alone.
+        overwrite: measure again, and replace results in `output`.
+        progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
+        watcher: receives messages and progress instead.
+        **settings: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `lens_tokens`, `tower`, ...).
+
+    Returns:
+        `.table` (tidy rows), `.headline`, `.values(...)`, `.figures()`, `.show()`, `.save(dir)`.
+
+    Raises:
+        FulldepthError: if model, data or settings are invalid, the model's anatomy cannot be verified, or `output`
+            holds other results.
+    """
+    stated = {
+        "measures": measures,
+        "max_sequences": max_sequences,
+        "sequence_length": sequence_length,
+        "batch_size": batch_size,
+        "tokens": token_policy,
+        "device": device,
+        "dtype": dtype,
+    }
+    resolved = _settings(recipe, stated, tokenizer, settings)
+    own = None if isinstance(tokenizer, str | Path) else tokenizer
+    with watching(progress, watcher) as shown:
+        if isinstance(model, str | Path) and own is None:
+            return _measure_path(model, data, resolved, output, overwrite, series, shown)
+        if isinstance(model, str | Path) and series and find_checkpoints(model):
+            raise FulldepthError("A series takes a tokenizer by its folder or Hub name, not as an object.")
+        return _measure_alone(model, data, resolved, own, output, overwrite, shown)
+
+
+def _settings(
+    recipe: str | Path | None, stated: Mapping[str, Any], tokenizer: Any, others: Mapping[str, Any]
+) -> MeasureSettings:
+    """The settings from recipe and arguments; those that are None are not given."""
+    given = {name: value for name, value in stated.items() if value is not None}
+    for name in ("device", "dtype"):
+        if name in given:
+            given[name] = str(given[name]).removeprefix("torch.")
+    if isinstance(tokenizer, str | Path):
+        given["tokenizer"] = str(tokenizer)
+    return layer(MeasureSettings, read(recipe, "measure") if recipe else {}, given, nested(others))
+
+
+def _measure_path(
+    model: str | Path,
+    data: Any,
+    settings: MeasureSettings,
+    output: str | Path | None,
+    overwrite: bool,
+    series: bool,
+    watcher: Watcher,
+) -> Results:
+    """Measure a checkpoint or a series; into a result folder with a page, if there is one."""
+    if output is None and not (series and find_checkpoints(model)):
+        return _measure_alone(model, data, settings, None, None, overwrite, watcher)
+    with TemporaryDirectory() if output is None else nullcontext(output) as folder:
+        results = measure_into(model, data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
+        if output is not None and launch.is_main():
+            report.write(folder)
+    return results
+
+
+def _measure_alone(
+    model: Any,
+    data: Any,
+    settings: MeasureSettings,
+    tokenizer: Any,
+    output: str | Path | None,
+    overwrite: bool,
+    watcher: Watcher,
+) -> Results:
+    """Measure one model, and save the results."""
+    if output is not None:
+        check_free(Path(output), overwrite)
+    options: dict[str, Any] = settings.model_dump(exclude_unset=True)
+    named = options.pop("tokenizer", None)
+    results = measurement.measure(model, data, tokenizer=tokenizer or named, watcher=watcher, **options)
+    if output is not None:
+        save_new(results, Path(output), overwrite)
+    return results

@@ -1,0 +1,159 @@
+"""The functions at the top level take what the commands take, show progress and write pages."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import fulldepth
+from fulldepth import demonstration, measurement, report
+from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
+from fulldepth.results import DOCUMENT, PAGE, Results
+
+FEW: dict[str, Any] = {"max_sequences": 4, "sequence_length": 16, "measures": ["displacement", "jump_rate"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints, made by `fulldepth.train` from a recipe and keywords."""
+    folder = tmp_path_factory.mktemp("api")
+    paragraphs = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 80]
+    rows = "\n".join(json.dumps({"text": paragraph}) for paragraph in paragraphs)
+    (folder / "text.jsonl").write_text(rows, encoding="utf-8")
+    train_tokenizer(paragraphs, vocab_size=300).save_pretrained(folder / "tokenizer")
+    (folder / "mine.yaml").write_text("steps: 9\nseed: 5\nmodel: {hidden_size: 16, intermediate_size: 16}\n")
+    results = fulldepth.train(
+        folder / "mine.yaml",
+        folder / "run",
+        model={"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+        tokenizer=str(folder / "tokenizer"),
+        steps=4,
+        eval_every=2,
+        save_every=2,
+        global_batch_size=4,
+        sequence_length=16,
+        **{"data.name": str(folder / "text.jsonl"), "data.validation_sequences": 4, "objective.jump": 0.5},
+    )
+    settings = results.meta["settings"]
+    assert (settings["steps"], settings["seed"], settings["objective"]["jump"]) == (4, 5, 0.5)
+    assert settings["model"]["hidden_size"] == 16
+    assert settings["model"]["num_hidden_layers"] == 2
+    assert results.values("validation_loss", "mean").index.tolist() == [0, 2, 4]
+    assert results.meta["recipe"] == "mine"
+    return folder
+
+
+def test_training_writes_the_page_and_refuses_a_second_run(trained: Path) -> None:
+    assert (trained / "run" / PAGE).read_text() == report.render(Results.load(trained / "run"))
+    with pytest.raises(FulldepthError, match="already holds a run"):
+        fulldepth.train(trained / "mine.yaml", trained / "run")
+    with pytest.raises(FulldepthError, match="Unknown setting 'stepz'"):
+        fulldepth.train("tiny-llama", trained / "other", stepz=3)
+
+
+@pytest.mark.slow
+def test_a_run_folder_gives_a_series(trained: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    series = fulldepth.measure(
+        trained / "run", trained / "text.jsonl", output=tmp_path / "out", watcher=Watcher(say=lines.append), **FEW
+    )
+    assert set(series.table.step) == {2, 4}
+    assert (tmp_path / "out" / PAGE).exists()
+    assert len([line for line in lines if line.startswith("Memory")]) == 1, "said once for all checkpoints"
+    lines.clear()
+    fulldepth.measure(
+        trained / "run", trained / "text.jsonl", output=tmp_path / "out", watcher=Watcher(say=lines.append), **FEW
+    )
+    assert lines == [f"{tmp_path / 'out'} already holds this measurement; nothing to do."]
+    unsaved = fulldepth.measure(trained / "run", trained / "text.jsonl", **FEW)
+    pd.testing.assert_frame_equal(unsaved.table, series.table)
+    last = fulldepth.measure(trained / "run" / "checkpoint-4", trained / "text.jsonl", **FEW)
+    pd.testing.assert_series_equal(
+        last.values("displacement", "mean", "residual"),
+        series.values("displacement", "mean", "residual", step=4),
+        check_index=False,
+    )
+
+
+def test_recipe_and_keywords_resolve_as_on_the_command_line(trained: Path, tmp_path: Path) -> None:
+    options = {"max_sequences": 3, "sequence_length": 16, "tokens": "no-first"}
+    results = fulldepth.measure(
+        trained / "run" / "checkpoint-4", trained / "text.jsonl", recipe="quick", output=tmp_path / "a", **options
+    )
+    settings = results.meta["settings"]
+    assert set(results.table.measure) == {"displacement", "jump_rate", "norm_ratio"}, "those of the recipe"
+    assert settings.items() >= options.items()
+    assert json.loads((tmp_path / "a" / DOCUMENT).read_text())["headline"] == results.headline
+    again = fulldepth.measure(
+        trained / "run" / "checkpoint-4", trained / "text.jsonl", recipe="quick", token_policy="all", output=None
+    )
+    assert again.meta["settings"]["tokens"] == "all"
+    with pytest.raises(FulldepthError, match="another run"):
+        fulldepth.measure(trained / "run" / "checkpoint-2", trained / "text.jsonl", output=tmp_path / "a", **FEW)
+    with pytest.raises(FulldepthError, match="Unknown setting 'sed'"):
+        fulldepth.measure("m", "d", sed=1)
+
+
+def test_a_loaded_model_is_measured_and_saved(trained: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = trained / "run" / "checkpoint-4"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, "output": tmp_path / "out", **FEW}
+    results = fulldepth.measure(model, trained / "text.jsonl", **arguments)
+    pd.testing.assert_frame_equal(Results.load(tmp_path / "out").table, results.table)
+    assert (tmp_path / "out" / PAGE).exists()
+    with pytest.raises(FulldepthError, match="overwrite=True"):
+        fulldepth.measure(model, trained / "text.jsonl", **arguments)
+    fulldepth.measure(model, trained / "text.jsonl", overwrite=True, **arguments)
+    with pytest.raises(FulldepthError, match="A series takes a tokenizer by its folder"):
+        fulldepth.measure(trained / "run", trained / "text.jsonl", tokenizer=tokenizer)
+
+
+@pytest.mark.slow
+def test_compare_and_report_take_paths_and_results(trained: Path, tmp_path: Path) -> None:
+    data = trained / "text.jsonl"
+    folder = fulldepth.measure(trained / "run" / "checkpoint-2", data, **FEW).save(tmp_path / "two")
+    four = fulldepth.measure(trained / "run" / "checkpoint-4", data, **FEW)
+    both = fulldepth.compare([folder, four], names=["two", "four"], output=tmp_path / "cmp")
+    difference = both.table.query("model == 'four' and measure == 'displacement' and site == 'residual'").difference
+    two = Results.load(folder).values("displacement", "mean", "residual")
+    expected = four.values("displacement", "mean", "residual") - two
+    assert set(round(expected, 12)) <= set(round(difference, 12))
+    page = (tmp_path / "cmp" / PAGE).read_bytes()
+    (tmp_path / "cmp" / PAGE).unlink()
+    assert fulldepth.report(tmp_path / "cmp").read_bytes() == page
+    assert fulldepth.report(str(tmp_path / "cmp"), tmp_path / "elsewhere") == tmp_path / "elsewhere" / PAGE
+    with pytest.raises(FulldepthError, match="already holds results"):
+        fulldepth.compare([folder, four], output=tmp_path / "cmp")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, train: bool) -> None:
+    calls = []
+    monkeypatch.setattr(demonstration, "demo", lambda *a, **k: calls.append((a, k)) or {})
+    monkeypatch.setattr(demonstration, "train_demo", lambda *a, **k: calls.append((a, k)) or {})
+    fulldepth.demo(output=tmp_path, model="m", blocks=2, train=train, steps=30)
+    ((output,), named) = calls[0]
+    named.pop("watcher")
+    assert output == tmp_path
+    assert named == ({"steps": 30, "seed": 0} if train else {"model": "m", "blocks": 2, "seed": 0})
+
+
+def test_the_functions_are_plain_and_documented_with_an_example() -> None:
+    for name in ("measure", "compare", "train", "demo"):
+        function = getattr(fulldepth, name)
+        assert inspect.isfunction(function)
+        assert f"fulldepth.{name}(" in function.__doc__.partition("```python")[2]
+        assert set(inspect.signature(function).parameters) >= {"output"}
+    assert callable(fulldepth.report)
+    assert set(inspect.signature(measurement.measure).parameters) - {"options"} <= set(
+        inspect.signature(fulldepth.measure).parameters
+    ), "what the room's function takes by name, the public one takes too"
