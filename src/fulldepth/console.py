@@ -81,6 +81,8 @@ def finish(results: Any, page: Path | None = None) -> None:
         )
     table(rows)
     console = Console()
+    if sampled := (results.meta.get("sampling") or {}).get("sentence"):
+        console.print(one_line(sampled, 900), **PLAIN)
     for line in results.meta.get("warnings") or []:
         console.print(f"Note: {line}", **PLAIN)
     if page is not None:

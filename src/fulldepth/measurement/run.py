@@ -27,6 +27,7 @@ from fulldepth.measurement.memory import check_memory
 from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
+from fulldepth.measurement.sampling import sampling
 from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, small_batch
 from fulldepth.metrics import Setup
 from fulldepth.progress import Watcher
@@ -68,7 +69,8 @@ def measure(
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = the checkpoint's own.
         watcher: receives messages and progress.
-        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `lens_tokens`, `tower`, ...).
+        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `exact`, `lens_tokens`,
+            `lens_precision`, `tower`, ...).
 
     Returns:
         `.table` (tidy rows), `.headline`, `.figures()`, `.save(dir)`.
@@ -152,8 +154,8 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         num_sequences=len(sequences),
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
-        reservoir_tokens=min(settings.reservoir_tokens, num_tokens),
-        entropy_sequences=settings.entropy_sequences,
+        reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
+        entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
         seed=settings.seed,
@@ -228,7 +230,7 @@ def _document(
             "measures": seconds,
         },
         "memory": {**plan.memory, "peak": peak_memory(subject.device)},
-        "sampling": _sampling(subject, settings, setup),
+        "sampling": sampling(subject, settings, setup, table, data_pass.lens_error),
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
         "headline": headline(table, setup.num_layers, setup.num_sequences),
@@ -236,18 +238,6 @@ def _document(
         "router_tokens": data_pass.router_tokens,
     }
     return finite(document)
-
-
-def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict[str, int | None]:
-    """Sizes of the samples and of the populations that they were drawn from."""
-    targets = subject.sequences.num_targets
-    return {
-        "reservoir_tokens": setup.reservoir_tokens,
-        "counted_tokens": setup.num_tokens,
-        "lens_positions": min(targets, settings.lens_tokens or targets),
-        "lens_targets": targets,
-        "entropy_sequences": min(settings.entropy_sequences, setup.num_sequences),
-    }
 
 
 def peak_memory(device: torch.device) -> int:
