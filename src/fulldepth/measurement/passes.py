@@ -82,25 +82,27 @@ def run_pass(
     reader = LensReader(subject, settings, grid=process.is_main) if plan.measures.keys() & LENS else None
     sites = plan.sites | {"residual"}
     with ExitStack() as stack:
-        activations = stack.enter_context(capture(subject.anatomy, sites))
-        other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
+        device = plan.setup.device
+        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             with result.clock("states"):
-                states = {site: activations.stack(site, plan.setup.device) for site in sites - COEFFICIENTS.keys()}
+                states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
                 coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
-            activations.clear()
+            activations.clear(keep_stacks=batch.masked_inputs is None)
             if reference is not None and other is not None:
                 with result.clock("forward (reference)"):
                     reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
-                states["reference"] = other.stack("residual", plan.setup.device)
+                states["reference"] = other.stack("residual", device)
                 other.clear()
             read = _read_by_lens(subject, plan, batch, states["residual"], activations, result.clock)
             observation = observe(subject, batch, states, read, reader)
             observation.coefficients = coefficients
             feed(plan, observation, result.clock)
+            observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
             advance(len(batch))
     if reader is not None:
         result.grid, result.lens_error = reader.grid, reader.measured_error(process)
@@ -122,7 +124,7 @@ def _read_by_lens(
     with clock("forward (masked)"):
         subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
     states = activations.stack("residual", plan.setup.device)
-    activations.clear()
+    activations.clear(keep_stacks=False)
     return states
 
 

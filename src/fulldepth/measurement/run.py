@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, projection_names, verify
+from fulldepth.execution import Verified, projection_names
 from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
 from fulldepth.measurement import tokens
-from fulldepth.measurement.batching import batched, model_inputs
+from fulldepth.measurement.batching import batched
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measurement.headline import headline
 from fulldepth.measurement.memory import check_memory
@@ -28,7 +28,7 @@ from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.sampling import sampling
-from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, small_batch
+from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, prove, small_batch
 from fulldepth.metrics import Setup
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, provenance, tabulate
@@ -169,8 +169,8 @@ def _reference(subject: Subject, settings: MeasureSettings, process: Processes) 
         return None
     checkpoint = open_checkpoint(settings.reference, settings, process.device(settings.device))
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
-    inputs = model_inputs(small_batch(subject.sequences).inputs, subject.device, checkpoint.model.dtype)
-    verified = verify(candidates, inputs, optional=("head", "branches"))
+    batch = small_batch(subject.sequences)
+    verified = prove(candidates, batch, subject.device, checkpoint.model.dtype, optional=("head", "branches"))
     subject.sequences, _ = batched(verified.anatomy, subject.sequences, subject.device)
     own, other = subject.anatomy, verified.anatomy
     if (own.num_layers, subject.verified.width) != (other.num_layers, verified.width):
