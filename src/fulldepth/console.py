@@ -68,6 +68,8 @@ def finish(results: Any, page: Path | None = None, rows: Iterable[Sequence[str]]
     else:
         table(_headline(results) if rows is None else rows)
     if rows is None:
+        if sampled := (results.meta.get("sampling") or {}).get("sentence"):
+            line(one_line(sampled, 900))
         for warning in results.meta.get("warnings") or []:
             line(f"Note: {warning}")
     if page is not None:

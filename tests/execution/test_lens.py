@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
-from fulldepth.execution import body_inputs, capture, read_layers, top_tokens, verify
+from fulldepth.execution import body_inputs, capture, lens, read_and_show, read_layers, verify
 from fulldepth.execution.lens import CPU_CHUNK
 from fulldepth.hf import anatomy_candidates
 
@@ -22,19 +22,26 @@ class Fake:
 
     device = None
 
-    def buffer(self, rows):
-        return None
+    classes = None
 
     def prepare(self, states):
         return states
 
-    def logits(self, states, out=None):
+    def logits(self, states):
         return self.tokens(states)
 
     def tokens(self, states):
         self.largest = max(self.largest, len(states))
         assert states.ndim == 2
         return (states.to(self.weight.dtype) @ self.weight.T).to(self.dtype)
+
+
+def top_tokens(classifier, states):
+    """Top tokens at every position of `states: [L+1, P, D]`, none of which has a target."""
+    nowhere = torch.full((1, states.shape[1]), -100)
+    readout, top = read_and_show(classifier, states[:, None], nowhere, nowhere < 0)
+    assert readout.loss.shape == (len(states), 0)
+    return top
 
 
 def oracle(logits, targets):
@@ -224,3 +231,41 @@ def test_top_tokens_of_half_precision_are_probabilities(generator):
     got = top_tokens(Fake(weight, torch.bfloat16), states[:, 0])
     assert got.probability.dtype == torch.float32
     assert ((got.probability > 0) & (got.probability <= 1)).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2"])
+@torch.no_grad()
+def test_tiles_of_the_vocabulary_and_shown_positions_against_full_logits(name, generator, monkeypatch):
+    """Tiles of 7 rows and a few classes; shown positions with and without a target; logits beyond the safe range."""
+    _, _, found, states = states_of(name, torch.float64, batch=4, length=40)
+    monkeypatch.setattr(lens, "TILE_ROWS", 7)
+    monkeypatch.setattr(lens, "TILE_ELEMENTS", 7 * 13)
+    targets = torch.randint(96, states.shape[1:3], generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.5] = -100
+    shown = torch.rand(targets.shape, generator=generator) < 0.2
+    for scale in (1.0, 500.0)[: 1 if name == "gemma2" else 2]:  # a soft cap would make large logits equal
+        if scale != 1.0:
+            found.classifier.modules[-1].weight.mul_(scale)
+        logits = torch.stack([found.classifier.tokens(layer.flatten(0, 1)) for layer in states])
+        readout, top = read_and_show(found.classifier, states, targets, shown)
+        where = (targets != -100).flatten()
+        same(readout, oracle(logits[:, where], targets.flatten()[where].numpy()))
+        probability = logits[:, shown.flatten()].softmax(-1).max(-1)
+        assert torch.equal(top.token, probability.indices)
+        torch.testing.assert_close(top.probability, probability.values.float())
+
+
+@torch.no_grad()
+def test_bfloat16_products_are_those_of_rounded_operands(generator, monkeypatch):
+    """The oracle rounds norms, weights and logits to bfloat16 and computes everything else in float64."""
+    model, batch, found, states = states_of("llama", batch=3, length=40)
+    monkeypatch.setattr(lens, "TILE_ELEMENTS", 40 * 30)
+    targets = torch.randint(96, states.shape[1:3], generator=generator)
+    readout = read_layers(found.classifier, states, targets, batch["attention_mask"], dtype=torch.bfloat16)
+    rounded = model.lm_head.weight.bfloat16().double()
+    logits = (model.model.norm(states).bfloat16().double() @ rounded.T).bfloat16().flatten(1, 2)
+    expected = oracle(logits.double(), targets.flatten().numpy())
+    np.testing.assert_allclose(readout.loss.numpy(), expected.loss, atol=2e-2)
+    assert (readout.agrees.numpy() == expected.agrees).mean() > 0.98
+    full = read_layers(found.classifier, states, targets, batch["attention_mask"])
+    assert 0 < (readout.loss - full.loss).abs().max() < 0.05

@@ -107,6 +107,7 @@ def _number(value: Any) -> Any:
 def measured(family: str) -> Table:
     """`fulldepth.measure` in float64 on one family."""
     model = tiny_models.build(family, dtype=torch.float64)
+    options = {"batch_size": 4, "dtype": "float64", "lens_tokens": None, "entropy_sequences": 64}
     if family == "vit":
         with tempfile.TemporaryDirectory() as folder:
             size = {"height": 16, "width": 16}
@@ -114,16 +115,14 @@ def measured(family: str) -> Table:
             processor.save_pretrained(Path(folder) / "model")
             model.save_pretrained(Path(folder) / "model")
             pictures = images(Path(folder) / "pictures")
-            results = fulldepth.measure(Path(folder) / "model", pictures, batch_size=4, dtype="float64")
+            results = fulldepth.measure(Path(folder) / "model", pictures, **options)
     else:
         own = tokenizer()
         if family == "bert":
             own.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"})
         torch.manual_seed(0)
         model.resize_token_embeddings(len(own), mean_resizing=False)
-        results = fulldepth.measure(
-            model, labelled_texts(), tokenizer=own, sequence_length=32, batch_size=4, dtype="float64"
-        )
+        results = fulldepth.measure(model, labelled_texts(), tokenizer=own, sequence_length=32, **options)
     return rows(results.table)
 
 

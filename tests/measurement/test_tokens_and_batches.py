@@ -131,13 +131,16 @@ def test_a_capped_sample_does_not_depend_on_the_batches(trained, text_file):
     for other in results[1:]:
         assert_same(results[0].table, other.table)
     sampling = results[0].meta["sampling"]
-    assert sampling == {
-        "reservoir_tokens": 50,
-        "counted_tokens": 192,
-        "lens_positions": 30,
-        "lens_targets": 180,
-        "entropy_sequences": 5,
-    }
+    assert (
+        sampling.items()
+        >= {
+            "reservoir_tokens": 50,
+            "counted_tokens": 192,
+            "lens_positions": 30,
+            "lens_targets": 180,
+            "entropy_sequences": 5,
+        }.items()
+    )
     counts = results[0].table.groupby(["measure", "statistic"])["count"].max()
     assert counts["cka", "debiased"] == counts["cosine", "mean"] == 50
     assert counts["cosine", "mean_raw"] == 192

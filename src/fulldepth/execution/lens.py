@@ -1,7 +1,9 @@
-"""The logit lens over all layers, in chunks that limit the logits in memory."""
+"""The logit lens over all layers: one pass over tiles of the vocabulary, which limits the logits in memory."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,14 +14,28 @@ from fulldepth.metrics.base import Readout
 from fulldepth.targets import IGNORE
 
 CPU_CHUNK = 128
-"""Tokens whose logits exist at once on a CPU, few enough to stay in its cache."""
+"""Tokens whose logits exist at once on a CPU for heads that give all classes at once."""
+TILE_ROWS = 512
+"""Maximum number of tokens in a tile of logits on a CPU."""
+TILE_ELEMENTS = 1 << 19
+"""Logits in a tile on a CPU, few enough to stay in its cache."""
 DEVICE_CHUNK_ELEMENTS = 1 << 27
 """Number of logits that exist at once on an accelerator."""
 SAFE_EXPONENT = 60.0
 """Exponentials of logits up to this size, summed over any vocabulary, neither overflow nor vanish in float32."""
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
-def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Readout:
+class TopTokens(NamedTuple):
+    """Top class and its probability at every layer and `P` positions, `[L+1, P]` each."""
+
+    token: Tensor
+    probability: Tensor
+
+
+def read_layers(
+    classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor, *, dtype: torch.dtype | None = None
+) -> Readout:
     """Apply the last layer's classifier to every layer, at the positions that have a target.
 
     Args:
@@ -27,95 +43,202 @@ def read_layers(classifier: Classifier, states: Tensor, targets: Tensor, attenti
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
+        dtype: precision of the products of token heads that end in a linear layer; None = the model's.
     """
+    if classifier.per_token:
+        return read_and_show(classifier, states, targets, torch.zeros_like(targets, dtype=torch.bool), dtype=dtype)[0]
     origin, device = states.device, classifier.device or states.device
     states, targets, attention_mask = (tensor.to(device) for tensor in (states, targets, attention_mask))
-    if classifier.per_token:
-        where = (targets != IGNORE).flatten()
-        read = _reduce(classifier, states.flatten(1, 2)[:, where], targets.flatten()[where])
-    else:
-        read = _reduce_sequences(classifier, states, targets, attention_mask)
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
+    read = _reduce_sequences(classifier, states, targets, attention_mask)
     return Readout(*(column.to(origin) for column in (*read, row)))
 
 
-Columns = tuple[Tensor, Tensor, Tensor]
-"""agrees, correct, loss, as in `Readout`."""
+def read_and_show(
+    classifier: Classifier, states: Tensor, targets: Tensor, shown: Tensor, *, dtype: torch.dtype | None = None
+) -> tuple[Readout, TopTokens]:
+    """`read_layers` of a token head, and the top tokens of some positions, in one pass over the classes.
+
+    Args:
+        classifier: final norm and head.
+        states: `[L+1, B, T, D]` residual stream.
+        targets: `[B, T]`; -100 = no target.
+        shown: `[B, T]` bool, positions whose top tokens are returned, with or without a target.
+        dtype: as for `read_layers`.
+    """
+    origin, device = states.device, classifier.device or states.device
+    states, targets, shown = states.to(device), targets.to(device), shown.to(device).flatten()
+    has_target = (targets != IGNORE).flatten()
+    where = torch.cat([shown.nonzero()[:, 0], (has_target & ~shown).nonzero()[:, 0]])  # shown positions first
+    read = _reduce(classifier, states.flatten(1, 2)[:, where], targets.flatten()[where], int(shown.sum()), dtype)
+    back = where.argsort()  # into the order of the batch
+    kept = back[has_target[where[back]]]
+    columns = (column[:, kept] for column in (read.agrees, read.correct, read.loss))
+    row = (targets != IGNORE).nonzero()[:, 0]  # [M]
+    readout = Readout(*(column.to(origin) for column in (*columns, row)))
+    return readout, TopTokens(*(column.to(origin) for column in read.top))
 
 
-def _reduce_sequences(classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor) -> Columns:
-    """For sequence heads, which have few classes: all layers at once."""
+def _reduce_sequences(
+    classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`agrees`, `correct` and `loss` of sequence heads, which have few classes: all layers at once."""
     where = targets != IGNORE
     logits = torch.stack([classifier.sequences(layer[where], attention_mask[where]) for layer in states])
     index = torch.stack([targets[where], logits[-1].argmax(-1)], dim=1)
-    hits, loss = zip(*(_read(layer.clone(), index) for layer in logits), strict=True)
+    everything = slice(0, len(index))
+    read = []
+    for layer in logits:
+        softmax = _Softmax(index, 0, layer.dtype)
+        softmax.add(everything, 0, layer.clone())
+        read.append((softmax.hits, softmax.loss))
+    hits, loss = zip(*read, strict=True)
     correct, agrees = torch.stack(hits).unbind(-1)
     return agrees, correct, torch.stack(loss)
 
 
-def _reduce(classifier: Classifier, states: Tensor, targets: Tensor) -> Columns:
-    """For token heads: in chunks of tokens, the last layer first, because the others are compared with it."""
+class _Columns(NamedTuple):
+    """What the lens reads at `N` positions, `[L+1, N]` each."""
+
+    agrees: Tensor
+    correct: Tensor
+    loss: Tensor
+    top: TopTokens
+    """Of the first positions only, `[L+1, P]`."""
+
+
+def _reduce(classifier: Classifier, states: Tensor, targets: Tensor, shown: int, dtype: torch.dtype | None) -> _Columns:
+    """For token heads: the last layer first, because the others are compared with it.
+
+    Args:
+        classifier: final norm and head.
+        states: `[L+1, N, D]`.
+        targets: `[N]`; positions without a target only give top tokens.
+        shown: number of positions, from the first, whose top tokens are wanted.
+        dtype: precision of the products; None = the model's.
+    """
     layers, tokens, _ = states.shape
     hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=states.device)
     loss = torch.empty(layers, tokens, dtype=torch.float32, device=states.device)
-    index = torch.stack([targets, torch.zeros_like(targets)], dim=1)
-    chunk = max(1, min(tokens, _chunk_size(classifier, states)))
-    room = classifier.buffer(chunk)
-    for layer in reversed(range(layers)):
-        prepared = classifier.prepare(states[layer])
-        for start in range(0, tokens, chunk):
-            part = slice(start, start + chunk)
-            logits = classifier.logits(prepared[part], room)
-            if layer == layers - 1:
-                index[part, 1] = logits.argmax(-1)
-            hits[layer, part], loss[layer, part] = _read(logits, index[part])
-    return hits[..., 1], hits[..., 0], loss
+    token = torch.empty(layers, shown, dtype=torch.int64, device=states.device)
+    probability = torch.empty(layers, shown, dtype=torch.float32, device=states.device)
+    index = torch.stack([targets.clamp(min=0), torch.zeros_like(targets)], dim=1)
+    for layer in reversed(range(layers if tokens else 0)):
+        last = layer == layers - 1
+        softmax: _Softmax | None = None
+        for rows, start, logits in _tiles(classifier, classifier.prepare(states[layer]), shown, dtype):
+            softmax = softmax or _Softmax(index, tokens if last else shown, logits.dtype)
+            softmax.add(rows, start, logits)
+        assert softmax is not None
+        hits[layer], loss[layer] = softmax.hits, softmax.loss
+        token[layer], probability[layer] = softmax.best[:shown], softmax.probability[:shown]
+        if last:
+            index[:, 1], hits[layer, :, 1] = softmax.best, True
+    return _Columns(hits[..., 1], hits[..., 0], loss, TopTokens(token, probability))
 
 
-def _read(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """For `logits [N, V]`: `[N, 2]` whether the top class is each of `index [N, 2]` (the target; the last layer's top
-    class), and `[N]` the cross-entropy of the target. Overwrites `logits`.
+def _tiles(
+    classifier: Classifier, prepared: Tensor, shown: int, dtype: torch.dtype | None
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Tiles of the logits of prepared states `[N, D']`: rows, first class, logits `[rows, C]` in a shared buffer.
 
-    In full precision a class counts as the top one if its logit equals the maximum, which avoids an argmax. Ties only
-    matter if all logits are zero (a head or a state of zeros); then the first class wins, as in the model. In half
-    precision ties are frequent, so the argmax is used.
+    Rows before `shown` and rows after it are in different tiles.
     """
-    top = logits.amax(-1)
-    picked = logits.gather(1, index)
-    if logits.dtype in (torch.float32, torch.float64):
-        hits = picked == top[:, None]
-    else:
-        hits = logits.argmax(-1, keepdim=True) == index
-        logits, picked, top = logits.float(), picked.float(), top.float()
-    smallest, largest = (float(bound) for bound in torch.aminmax(top.abs())) if len(top) else (1.0, 1.0)
-    shift = top if not largest <= SAFE_EXPONENT else torch.zeros_like(top)
-    total = (logits.sub_(top[:, None]) if shift is top else logits).exp_().sum(-1)
-    if smallest == 0:
-        zeros = (total == logits.shape[-1]) & (top == 0)
-        hits = torch.where(zeros[:, None], index == 0, hits)
-    return hits, total.log() + shift - picked[:, 0]
+    tokens, classes, on_cpu = len(prepared), classifier.classes, prepared.device.type == "cpu"
+    if classes is None:
+        chunk = (
+            CPU_CHUNK if on_cpu else max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // classifier.logits(prepared[:1]).numel())
+        )
+        for rows in _rows(tokens, shown, chunk):
+            yield rows, 0, classifier.logits(prepared[rows])
+        return
+    chunk = min(tokens, TILE_ROWS if on_cpu else max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // classes))
+    width = min(classes, max(1, (TILE_ELEMENTS if on_cpu else DEVICE_CHUNK_ELEMENTS) // chunk))
+    prepared = prepared if dtype is None else prepared.to(dtype)
+    room = prepared.new_empty(chunk * width)
+    for start in range(0, classes, width):
+        tile = classifier.tile(slice(start, start + width), dtype)
+        for rows in _rows(tokens, shown, chunk):
+            yield rows, start, tile.logits(prepared[rows], room)
 
 
-def _chunk_size(classifier: Classifier, states: Tensor) -> int:
-    """Number of tokens per chunk."""
-    if states.device.type == "cpu":
-        return CPU_CHUNK
-    classes = classifier.tokens(states[-1, :1]).shape[-1]
-    return max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // classes)
+def _rows(tokens: int, shown: int, chunk: int) -> Iterator[slice]:
+    """Chunks of rows, the first `shown` ones in chunks of their own."""
+    for first, end in ((0, shown), (shown, tokens)):
+        for start in range(first, end, chunk):
+            yield slice(start, min(start + chunk, end))
 
 
-class TopTokens(NamedTuple):
-    """Top class and its probability for one sequence, `[L+1, P]` each."""
+class _Softmax:
+    """Largest logit, log-sum-exp and chosen logits of `N` positions, accumulated over tiles of classes.
 
-    token: Tensor
-    probability: Tensor
+    Args:
+        index: `[N, 2]` classes whose logits are kept: the target, and the last layer's top class.
+        find: number of rows, from the first, whose top class is found; in half precision it is found for all rows.
+        dtype: precision of the logits.
+    """
+
+    def __init__(self, index: Tensor, find: int, dtype: torch.dtype) -> None:
+        self.index, self.exact = index, dtype in FULL_PRECISION
+        self.find = find if self.exact else len(index)
+        precision = torch.float64 if dtype == torch.float64 else torch.float32
+        self.best = torch.zeros_like(index[:, 0])
+        self.picked = torch.zeros(index.shape, dtype=precision, device=index.device)
+        self.total, self.shift = torch.zeros_like(self.picked[:, 0]), torch.zeros_like(self.picked[:, 0])
+        self.top = torch.full_like(self.total, -torch.inf)
+        self.classes = 0
+
+    def add(self, rows: slice, start: int, logits: Tensor) -> None:
+        """Add the logits `[rows, C]` of the classes from `start`, which are overwritten."""
+        logits = logits if self.exact else logits.float()
+        self.classes = max(self.classes, start + logits.shape[1])
+        index = self.index[rows] - start
+        inside = (index >= 0) & (index < logits.shape[1])
+        picked = logits.gather(1, index.clamp(0, logits.shape[1] - 1))
+        self.picked[rows] = torch.where(inside, picked, self.picked[rows])
+        before = self.top[rows]
+        if rows.start < self.find:
+            top, best = logits.max(-1)
+            self.best[rows] = torch.where(top > before, best + start, self.best[rows])
+        else:
+            top = logits.amax(-1)
+        self.top[rows] = top = torch.maximum(top, before)
+        self._sum(rows, logits, top, first=start == 0)
+
+    def _sum(self, rows: slice, logits: Tensor, top: Tensor, *, first: bool) -> None:
+        """Add the exponentials; they are shifted by the largest logit so far only where it is large."""
+        if float(top.abs().max()) <= SAFE_EXPONENT and not bool(self.shift[rows].any()):
+            self.total[rows] += _exponential(logits).sum(-1)
+            return
+        shift = top.clamp(min=torch.finfo(top.dtype).min)
+        part = _exponential(logits.sub_(shift[:, None])).sum(-1)
+        self.total[rows] = part if first else self.total[rows] * (self.shift[rows] - shift).exp() + part
+        self.shift[rows] = shift
+
+    @property
+    def hits(self) -> Tensor:
+        """[N, 2] bool: whether the top class is each of `index`.
+
+        In full precision a class counts as the top one if its logit equals the maximum, which avoids an argmax. Ties
+        only matter if all logits are zero (a head or a state of zeros); then the first class wins, as in the model. In
+        half precision ties are frequent, so the top class itself is compared.
+        """
+        if not self.exact:
+            return self.best[:, None] == self.index
+        zeros = (self.total == self.classes) & (self.top == 0) & (self.shift == 0)
+        return torch.where(zeros[:, None], self.index == 0, self.picked == self.top[:, None])
+
+    @property
+    def loss(self) -> Tensor:
+        """[N] cross-entropy of the target."""
+        return self.total.log() + self.shift - self.picked[:, 0]
+
+    @property
+    def probability(self) -> Tensor:
+        """[N] probability of the top class."""
+        return (self.top - self.total.log() - self.shift).exp().float()
 
 
-def top_tokens(classifier: Classifier, states: Tensor) -> TopTokens:
-    """Top class and its probability at every layer and position of `states: [L+1, P, D]`."""
-    tokens, probabilities = [], []
-    for layer in states.to(classifier.device or states.device):
-        best = classifier.tokens(layer).float().softmax(-1).max(-1)
-        tokens.append(best.indices)
-        probabilities.append(best.values)
-    return TopTokens(torch.stack(tokens), torch.stack(probabilities))
+def _exponential(logits: Tensor) -> Tensor:
+    """`exp`, in place, as a power of two: several times faster than `exp_` on a CPU, and as precise."""
+    return logits.mul_(math.log2(math.e)).exp2_()

@@ -18,6 +18,8 @@ from fulldepth.hf.heads import pool
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest accepted error (rounding) in each precision, relative to the largest entry."""
+COMPARED_AT_ONCE = 1 << 22
+"""Entries of two tensors that are compared in float64 at a time."""
 LONGEST_HEAD = 4
 """Maximum number of modules of a head, the final norm included."""
 POOLS: tuple[Pool, ...] = ("first", "last", "mean-patches", "mean")
@@ -25,9 +27,12 @@ POOLS: tuple[Pool, ...] = ("first", "last", "mean-patches", "mean")
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference, relative to the largest expected entry."""
-    got, expected = got.double(), expected.to(got.device).double()
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    """Largest absolute difference, relative to the largest expected entry; computed in float64, a part at a time."""
+    got, expected = torch.broadcast_tensors(got, expected.to(got.device))
+    parts = zip(got.flatten().split(COMPARED_AT_ONCE), expected.flatten().split(COMPARED_AT_ONCE), strict=True)
+    largest = [((one.double() - other.double()).abs().max(), other.abs().max().double()) for one, other in parts]
+    difference, scale = torch.tensor(largest, dtype=torch.float64).amax(0).tolist()
+    return float(difference / max(scale, 1e-30))
 
 
 def check_close(claim: str, got: Tensor, expected: Tensor, dtype: torch.dtype | None = None, hint: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,26 @@ class Classifier:
         device = next((p.device for p in self.modules[-1].parameters()), None)
         return None if device is None or device.type == "meta" else device
 
-    def buffer(self, rows: int) -> Tensor | None:
-        """[rows, V] buffer for `logits`; None unless the head ends in an ordinary linear layer."""
+    @property
+    def classes(self) -> int | None:
+        """V, if the head ends in an ordinary linear layer, so that `tile` gives its logits; else None."""
         last = self.modules[-1]
         if type(last) is not nn.Linear or type(last.weight) is not nn.Parameter or hasattr(last, "_hf_hook"):
             return None
-        return last.weight.new_empty(rows, len(last.weight)) if self.device is not None else None
+        return len(last.weight) if self.device is not None else None
+
+    def tile(self, classes: slice, dtype: torch.dtype | None = None) -> Tile:
+        """The logits of some classes only; the head must have `classes`.
+
+        Args:
+            classes: range of classes.
+            dtype: precision of the product; None = the model's.
+        """
+        last = self.modules[-1]
+        weight, bias = last.weight[classes], None if last.bias is None else last.bias[classes]
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        return Tile(self, weight.T, bias)
 
     def prepare(self, states: Tensor) -> Tensor:
         """[..., D'] input of the head's last module: the states after the final norm and the modules before it."""
@@ -84,19 +98,13 @@ class Classifier:
             states = module(states)
         return states
 
-    def logits(self, prepared: Tensor, out: Tensor | None = None) -> Tensor:
-        """[..., V] logits of prepared states; `[N, V]` written into `out` (from `buffer`) if it is given.
+    def logits(self, prepared: Tensor) -> Tensor:
+        """[..., V] logits of prepared states."""
+        logits: Tensor = self.modules[-1](prepared)
+        return self.capped(logits)
 
-        Reusing one buffer for all chunks keeps the logits in cache: new memory costs a fifth of the product itself.
-        """
-        last = self.modules[-1]
-        if out is None:
-            logits: Tensor = last(prepared)
-        else:
-            assert isinstance(last, nn.Linear)
-            logits = torch.mm(prepared, last.weight.T, out=out[: len(prepared)])
-            if last.bias is not None:
-                logits += last.bias
+    def capped(self, logits: Tensor) -> Tensor:
+        """The head's scale and soft cap, applied to the product of its last layer; a new tensor if there are any."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -116,6 +124,27 @@ class Classifier:
     def pooled(self, states: Tensor) -> Tensor:
         """[B, C] logits of pooled states."""
         return self.logits(self._before_last(states))
+
+
+class Tile(NamedTuple):
+    """The part of a head that gives the logits of some classes."""
+
+    classifier: Classifier
+    weight: Tensor
+    """[D', C]."""
+    bias: Tensor | None
+    """[C]."""
+
+    def logits(self, prepared: Tensor, out: Tensor) -> Tensor:
+        """[N, C] logits of prepared states `[N, D']`, written into the flat buffer `out` as far as possible.
+
+        Reusing one buffer keeps the logits in cache: new memory costs a fifth of the product itself.
+        """
+        rows, classes = len(prepared), self.weight.shape[1]
+        logits = torch.mm(prepared, self.weight, out=out[: rows * classes].view(rows, classes))
+        if self.bias is not None:
+            logits += self.bias
+        return self.classifier.capped(logits)
 
 
 def pool(states: Tensor, attention_mask: Tensor | None, way: Pool) -> Tensor:

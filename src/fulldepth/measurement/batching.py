@@ -55,27 +55,36 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
     lengths = sequences.lengths
     shortest, longest = (lengths.index(extreme(lengths)) for extreme in (min, max))
     alone = _states(anatomy, sequences, [shortest], device)
-    difference = _difference(_states(anatomy, sequences, [shortest], device), alone)
-    if difference:
-        raise FulldepthError(
-            f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random numbers "
-            "also in evaluation mode, as models that mask their input do. Switch that off in its configuration."
-        )
+
+    def change(other: int) -> float:
+        """The relative change of the states in a batch with another sequence; refuses a model that draws numbers."""
+        difference = _difference(_states(anatomy, sequences, [shortest, other], device), alone)
+        if difference:
+            check_repeatable()
+        return difference
+
+    def check_repeatable() -> None:
+        difference = _difference(_states(anatomy, sequences, [shortest], device), alone)
+        if difference:
+            raise FulldepthError(
+                f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random "
+                "numbers also in evaluation mode, as models that mask their input do. Switch that off in its "
+                "configuration."
+            )
+
     equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
-    if equal_length and (
-        difference := _difference(_states(anatomy, sequences, [shortest, equal_length[0]], device), alone)
-    ):
+    if equal_length and (difference := change(equal_length[0])):
         return "single", (
             f"The states of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
             "sequence is run alone."
         )
-    if lengths[longest] == lengths[shortest]:
-        return "padded", None
-    if difference := _difference(_states(anatomy, sequences, [shortest, longest], device), alone):
+    if lengths[longest] != lengths[shortest] and (difference := change(longest)):
         return "equal", (
             f"The states of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch holds "
             "sequences of one length only."
         )
+    if not equal_length and lengths[longest] == lengths[shortest]:  # a single sequence
+        check_repeatable()
     return "padded", None
 
 

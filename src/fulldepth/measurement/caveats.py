@@ -122,7 +122,8 @@ def zero_weights(model: nn.Module) -> str:
         if parameter.ndim >= 2 and parameter.device.type != "meta" and parameter.is_floating_point()
     }
     with torch.no_grad():
-        zero = [name for name, matrix in matrices.items() if type(matrix) is nn.Parameter and not bool(matrix.any())]
+        plain = {name: matrix for name, matrix in matrices.items() if type(matrix) is nn.Parameter}
+        zero = [name for name, matrix in plain.items() if not bool(matrix[:1].any()) and not bool(matrix.any())]
     if not zero:
         return ""
     verb = "holds" if len(zero) == 1 else "hold"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.data import Batch, decode_ids
-from fulldepth.execution import top_tokens
+from fulldepth.execution import TopTokens
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import saturation_layer
 
@@ -18,37 +18,44 @@ LONGEST = 40
 """Maximum number of characters of a token."""
 
 
-def lens_grid(
-    subject: Subject, batch: Batch, attention_mask: Tensor, states: Tensor, samples: int
-) -> dict[str, Any] | None:
-    """Lens grid of the first sequences of a batch; None for models whose head does not predict tokens.
+def shown_positions(subject: Subject, attention_mask: Tensor, samples: int) -> Tensor:
+    """[B, T] bool: the first positions of the first sequences of a batch, which the lens grid shows.
+
+    Args:
+        subject: model and data; no position is shown of a model whose head does not predict tokens of this data.
+        attention_mask: `[B, T]` bool, False = padding.
+        samples: maximum number of sequences.
+    """
+    task = subject.anatomy.task
+    if task not in ("causal-lm", "masked-lm") or subject.sequences.task != task:
+        samples = 0
+    shown = attention_mask & (attention_mask.long().cumsum(1) <= POSITIONS)
+    return shown & (torch.arange(len(shown), device=shown.device) < samples)[:, None]
+
+
+def grid_of(subject: Subject, batch: Batch, shown: Tensor, top: TopTokens) -> dict[str, Any] | None:
+    """Lens grid as plain data; None for data without token ids or targets.
 
     Args:
         subject: model and data.
         batch: the sequences; for a masked language model, the masked ones.
-        attention_mask: `[B, T]` bool, False = padding.
-        states: `[L+1, B, T, D]` residual stream that the lens reads.
-        samples: maximum number of sequences.
+        shown: `[B, T]` bool, from `shown_positions`.
+        top: top tokens at the shown positions, in the order of the batch.
     """
-    classifier = subject.verified.classifier
-    text = batch.token_ids is not None and batch.targets is not None
-    if classifier is None or not classifier.per_token or subject.anatomy.task not in ("causal-lm", "masked-lm"):
+    if batch.token_ids is None or batch.targets is None:
         return None
-    if not text or subject.sequences.task != subject.anatomy.task:
-        return None
-    entries = []
-    for index in range(min(samples, len(batch))):
-        length = min(POSITIONS, int(attention_mask[index].sum()))
-        start = int(attention_mask[index].int().argmax())
-        shown = slice(start, start + length)
-        top = top_tokens(classifier, states[:, index, shown])
-        layers = saturation_layer(top.token[1:])
-        entries.append(_entry(subject, batch, index, shown, top.token, top.probability, layers))
-    return {"samples": entries}
+    lengths = [length for length in shown.sum(1).tolist() if length]
+    parts = zip(top.token.split(lengths, 1), top.probability.split(lengths, 1), strict=True)
+    return {
+        "samples": [
+            _entry(subject, batch, index, shown[index].cpu(), token, probability, saturation_layer(token[1:]))
+            for index, (token, probability) in enumerate(parts)
+        ]
+    }
 
 
 def _entry(
-    subject: Subject, batch: Batch, index: int, shown: slice, top: Tensor, probability: Tensor, layers: Tensor
+    subject: Subject, batch: Batch, index: int, shown: Tensor, top: Tensor, probability: Tensor, layers: Tensor
 ) -> dict[str, Any]:
     """One sample as plain data."""
     assert batch.targets is not None

@@ -22,7 +22,6 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
     layers += (setup.num_layers + 1) * plan.masked_pass
     sequences = min(batch_size, setup.num_sequences)
     batch = layers * sequences * setup.sequence_length * setup.width * subject.checkpoint.model.dtype.itemsize
-    batch *= 2  # as the model returns them, and stacked
     copies = 2 * held["reservoirs"]  # CKA converts the sample to float64
     total = held["accumulators"] + held["reservoirs"] + max(batch, copies)
     free = available_memory(setup.device)

@@ -13,16 +13,14 @@ from torch import Tensor
 from fulldepth.data import Batch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections, read_layers
+from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections
 from fulldepth.measurement.batching import model_inputs
-from fulldepth.measurement.grid import lens_grid
 from fulldepth.measurement.plan import Plan
+from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics import Observation, Readout, SpectralNorm
-from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.targets import IGNORE
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
 LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
@@ -51,6 +49,8 @@ class Pass:
 
     clock: Clock
     grid: dict[str, object] | None = None
+    lens_error: dict[str, float] | None = None
+    """Error of the lens's products; None if they have the model's precision."""
     router_tokens: dict[str, object] | None = None
     """Nearest tokens of dynamic routers; from the weights, not from the data."""
 
@@ -79,31 +79,33 @@ def run_pass(
         FulldepthError: if an activation is NaN or infinite.
     """
     result = Pass(Clock())
-    threshold = _lens_threshold(subject, settings)
+    reader = LensReader(subject, settings, grid=process.is_main) if plan.measures.keys() & LENS else None
     sites = plan.sites | {"residual"}
     with ExitStack() as stack:
-        activations = stack.enter_context(capture(subject.anatomy, sites))
-        other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
+        device = plan.setup.device
+        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world, plan.together):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             with result.clock("states"):
-                states = {site: activations.stack(site, plan.setup.device) for site in sites - COEFFICIENTS.keys()}
+                states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
                 coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
-            activations.clear()
+            activations.clear(keep_stacks=batch.masked_inputs is None)
             if reference is not None and other is not None:
                 with result.clock("forward (reference)"):
                     reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
-                states["reference"] = other.stack("residual", plan.setup.device)
+                states["reference"] = other.stack("residual", device)
                 other.clear()
             read = _read_by_lens(subject, plan, batch, states["residual"], activations, result.clock)
-            observation = observe(subject, batch, states, read, threshold, settings.seed)
+            observation = observe(subject, batch, states, read, reader)
             observation.coefficients = coefficients
             feed(plan, observation, result.clock)
-            if result.grid is None and read is not None and process.is_main and settings.grid_samples:
-                result.grid = lens_grid(subject, batch, observation.attention_mask, read, settings.grid_samples)
+            observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
             advance(len(batch))
+    if reader is not None:
+        result.grid, result.lens_error = reader.grid, reader.measured_error(process)
     return result
 
 
@@ -122,12 +124,12 @@ def _read_by_lens(
     with clock("forward (masked)"):
         subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
     states = activations.stack("residual", plan.setup.device)
-    activations.clear()
+    activations.clear(keep_stacks=False)
     return states
 
 
 def observe(
-    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, threshold: int | None, seed: int
+    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, reader: LensReader | None
 ) -> Observation:
     """The observation that accumulators receive for one batch.
 
@@ -136,8 +138,7 @@ def observe(
         batch: the sequences.
         states: site -> activations of the unmasked text.
         read: `[L+1, B, T, D]` residual stream that the lens reads; None = no lens.
-        threshold: largest priority of the positions that the lens reads; None = all positions.
-        seed: of the sample of positions.
+        reader: applies the lens; None = no lens.
 
     Raises:
         FulldepthError: if an activation is NaN or infinite.
@@ -159,11 +160,11 @@ def observe(
     )
     classifier = subject.verified.classifier
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
-    if classifier is not None and targets is not None and read is not None:
-        targets = _sampled(targets, batch.sequence, threshold, seed).to(device)
+    if classifier is not None and targets is not None and read is not None and reader is not None:
+        targets = targets.to(device)
 
         def readout() -> Readout:
-            return read_layers(classifier, read, targets, mask)
+            return reader.read(classifier, batch, read, targets, mask)
 
         observation.readout = readout
     return observation
@@ -205,30 +206,3 @@ def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> Non
         if unreadable:
             reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
             plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
-
-
-def _lens_threshold(subject: Subject, settings: MeasureSettings) -> int | None:
-    """The `lens_tokens`-th smallest priority of all positions with a target."""
-    limit = settings.lens_tokens
-    if limit is None or subject.sequences.num_targets <= limit:
-        return None
-    keys = [
-        _keys(batch.targets, batch.sequence)[batch.targets != IGNORE]
-        for batch in subject.sequences.batches(64)
-        if batch.targets is not None
-    ]
-    if not keys:
-        return None
-    return int(priority(torch.cat(keys), settings.seed).sort().values[limit - 1])
-
-
-def _sampled(targets: Tensor, sequence: Tensor, threshold: int | None, seed: int) -> Tensor:
-    """The targets, with those outside the sample set to the ignore label."""
-    if threshold is None or targets.ndim == 1:
-        return targets
-    return targets.where(priority(_keys(targets, sequence), seed) <= threshold, IGNORE)
-
-
-def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
-    """[B, T] key of every position, unique over the data set."""
-    return (sequence[:, None] << 24) | torch.arange(targets.shape[1])

@@ -17,17 +17,18 @@ from transformers import PreTrainedModel
 from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, projection_names, verify
+from fulldepth.execution import Verified, projection_names
 from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
 from fulldepth.measurement import tokens
-from fulldepth.measurement.batching import batched, model_inputs
+from fulldepth.measurement.batching import batched
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measurement.headline import headline
 from fulldepth.measurement.memory import check_memory
 from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
-from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, small_batch
+from fulldepth.measurement.sampling import sampling
+from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, prove, small_batch
 from fulldepth.metrics import Setup
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, provenance, tabulate
@@ -68,7 +69,8 @@ def measure(
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = the checkpoint's own.
         watcher: receives messages and progress.
-        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `lens_tokens`, `tower`, ...).
+        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `exact`, `lens_tokens`,
+            `lens_precision`, `tower`, ...).
 
     Returns:
         `.table` (tidy rows), `.headline`, `.figures()`, `.save(dir)`.
@@ -155,8 +157,8 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         num_sequences=len(sequences),
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
-        reservoir_tokens=min(settings.reservoir_tokens, num_tokens),
-        entropy_sequences=settings.entropy_sequences,
+        reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
+        entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
         seed=settings.seed,
@@ -170,8 +172,8 @@ def _reference(subject: Subject, settings: MeasureSettings, process: Processes) 
         return None
     checkpoint = open_checkpoint(settings.reference, settings, process.device(settings.device))
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
-    inputs = model_inputs(small_batch(subject.sequences).inputs, subject.device, checkpoint.model.dtype)
-    verified = verify(candidates, inputs, optional=("head", "branches"))
+    batch = small_batch(subject.sequences)
+    verified = prove(candidates, batch, subject.device, checkpoint.model.dtype, optional=("head", "branches"))
     subject.sequences, _ = batched(verified.anatomy, subject.sequences, subject.device)
     own, other = subject.anatomy, verified.anatomy
     if (own.num_layers, subject.verified.width) != (other.num_layers, verified.width):
@@ -231,7 +233,7 @@ def _document(
             "measures": seconds,
         },
         "memory": {**plan.memory, "peak": peak_memory(subject.device)},
-        "sampling": _sampling(subject, settings, setup),
+        "sampling": sampling(subject, settings, setup, table, data_pass.lens_error),
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
         "headline": headline(table, setup.num_layers, setup.num_sequences),
@@ -239,18 +241,6 @@ def _document(
         "router_tokens": data_pass.router_tokens,
     }
     return finite(document)
-
-
-def _sampling(subject: Subject, settings: MeasureSettings, setup: Setup) -> dict[str, int | None]:
-    """Sizes of the samples and of the populations that they were drawn from."""
-    targets = subject.sequences.num_targets
-    return {
-        "reservoir_tokens": setup.reservoir_tokens,
-        "counted_tokens": setup.num_tokens,
-        "lens_positions": min(targets, settings.lens_tokens or targets),
-        "lens_targets": targets,
-        "entropy_sequences": min(settings.entropy_sequences, setup.num_sequences),
-    }
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from fulldepth.measurement.batching import batched, model_inputs
 from fulldepth.settings.measure import MeasureSettings
 
 DEFAULT_LENGTH = 256
+PROVEN_POSITIONS = 16
+"""Tokens of each of two sequences that the proofs at load run on."""
 
 
 @dataclass
@@ -114,8 +117,7 @@ def prepare_subject(
     sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
     where = device_of(checkpoint.model)
     first = small_batch(sequences)
-    inputs = model_inputs(first.inputs, where, checkpoint.model.dtype)
-    verified = verify(candidates, inputs, optional=_optional(settings))
+    verified = prove(candidates, first, where, checkpoint.model.dtype, optional=_optional(settings))
     sequences, batching = batched(verified.anatomy, sequences, where)
     cls = getattr(tokenizer, "cls_token_id", None)
     class_token = tokens.opens_with_class_token(first, verified.anatomy, verified.positions, cls)
@@ -139,6 +141,34 @@ def small_batch(sequences: Sequences) -> Batch:
     first = sequences.collate(range(min(2, len(sequences))))
     square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
     return sequences.collate([0]) if square else first
+
+
+def prove(
+    candidates: Sequence[Anatomy], batch: Batch, device: torch.device, dtype: torch.dtype, *, optional: Collection[str]
+) -> Verified:
+    """`verify` on the beginnings of a batch's sequences, and on all of them only if a part is not proven there.
+
+    Sequence classifiers may need a token at the end, so they and models of images always run on all of it.
+
+    Args:
+        candidates: as for `verify`.
+        batch: from `small_batch`.
+        device: of the inputs.
+        dtype: the model's precision.
+        optional: as for `verify`.
+    """
+    inputs = model_inputs(batch.inputs, device, dtype)
+    ids = batch.token_ids
+    if ids is not None and ids.shape[1] > PROVEN_POSITIONS and candidates[0].task in ("causal-lm", "masked-lm"):
+        beginnings = {
+            name: value[:, :PROVEN_POSITIONS] if value.shape[:2] == ids.shape else value
+            for name, value in inputs.items()
+        }
+        with suppress(FulldepthError):  # the message of the whole batch counts
+            verified = verify(candidates, beginnings, optional=optional)
+            if not verified.unproven:
+                return replace(verified, positions=ids.shape[1])
+    return verify(candidates, inputs, optional=optional)
 
 
 def _optional(settings: MeasureSettings) -> set[str]:

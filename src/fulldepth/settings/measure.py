@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from fulldepth.errors import FulldepthError
 from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
+
+SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
+"""Settings that limit a sample; None = no limit."""
 
 
 class MeasureSettings(LoadingSettings):
@@ -17,8 +21,8 @@ class MeasureSettings(LoadingSettings):
     options: ClassVar = {
         "What to measure": ("measures", "tokens", "words", "reference"),
         "Samples": (
-            *("max_sequences", "sequence_length", "batch_size", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "seed", "split", "truncate"),
+            *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
+            *("entropy_sequences", "lens_precision", "seed", "split", "truncate"),
         ),
         "Loading the model": (
             *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),
@@ -40,12 +44,19 @@ class MeasureSettings(LoadingSettings):
     and vision without a class token; cls, last or eos for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
-    lens_tokens: Count | None = None
+    exact: bool = False
+    """Sample nothing: the lens reads all positions, the entropies all sequences, and all tokens are kept for the
+    measures that are not sums."""
+    lens_tokens: Count | None = 2048
     """Positions in the seeded sample that the lens is applied to; None = all that have a target."""
-    reservoir_tokens: Count = 2048
-    """Tokens kept for measures that are not sums (centred cosine, CKA, NC1, MMD); exact while the data fit."""
-    entropy_sequences: Count = 64
-    """Sequences used for the matrix entropies."""
+    reservoir_tokens: Count | None = 2048
+    """Tokens kept for measures that are not sums (centred cosine, CKA, NC1, MMD); exact while the data fit. None =
+    all."""
+    entropy_sequences: Count | None = 16
+    """Sequences in the seeded sample used for the matrix entropies; None = all."""
+    lens_precision: Literal["model", "bfloat16"] = "model"
+    """Precision of the lens's products with the head. bfloat16 is about three times faster on CPUs that have it; its
+    error is measured on 128 positions and printed."""
     grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid."""
     seed: Seed = 0
@@ -62,3 +73,14 @@ class MeasureSettings(LoadingSettings):
     """Model that MMD compares with, layer by layer."""
     anatomy: dict[str, Any] | None = None
     """Names of the model's parts (fields of `fulldepth.hf.Family`), for a family neither listed nor detected."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_means_no_samples(cls, values: Any) -> Any:
+        """`exact` sets the size of every sample to None; a size given beside it is a contradiction."""
+        if not (isinstance(values, dict) and values.get("exact") is True):
+            return values
+        if given := [name for name in SAMPLES if values.get(name) is not None]:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise FulldepthError(f"--exact samples nothing, so it contradicts {options}. Leave one of them out.")
+        return {**values, **dict.fromkeys(SAMPLES)}

@@ -1,0 +1,72 @@
+"""What is sampled by default, its standard errors, `exact`, and the lens in bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fulldepth import measure
+from fulldepth.console import finish
+from fulldepth.errors import FulldepthError
+from fulldepth.settings.measure import MeasureSettings
+
+OPTIONS = {"max_sequences": 24, "sequence_length": 16}
+
+
+def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
+    settings = MeasureSettings()
+    assert (settings.lens_tokens, settings.entropy_sequences, settings.reservoir_tokens) == (2048, 16, 2048)
+    default = measure(trained, text_file, **OPTIONS)
+    sampling = default.meta["sampling"]
+    assert sampling["lens_positions"] == sampling["lens_targets"] == 24 * 15, "small data are read in full"
+    assert sampling["entropy_sequences"] == 16
+    assert "the entropies 16 of 24 sequences" in sampling["sentence"]
+    assert "the lens" not in sampling["sentence"]
+    finish(default)
+    assert sampling["sentence"] in capsys.readouterr().out
+    exact = measure(trained, text_file, exact=True, **OPTIONS)
+    assert exact.meta["sampling"]["entropy_sequences"] == 24
+    assert exact.meta["sampling"]["sentence"] is None
+    by_hand = measure(trained, text_file, entropy_sequences=24, lens_tokens=None, **OPTIONS)
+    for one, other in zip(exact.table.itertuples(index=False), by_hand.table.itertuples(index=False), strict=True):
+        assert repr(one) == repr(other)
+
+
+@pytest.mark.parametrize("name", ["lens_tokens", "entropy_sequences", "reservoir_tokens"])
+def test_exact_contradicts_the_size_of_a_sample(trained, text_file, name):
+    with pytest.raises(FulldepthError, match=f"--exact samples nothing, so it contradicts --{name.replace('_', '-')}"):
+        measure(trained, text_file, exact=True, **{name: 100})
+    resolved = MeasureSettings(exact=True)
+    assert MeasureSettings.model_validate(resolved.model_dump()) == resolved, "saved settings can be read again"
+
+
+def test_the_standard_error_of_a_sampled_lens_is_its_scatter_over_samples(trained, text_file):
+    """Samples of other seeds scatter around the exact value by about the standard error that a single one states."""
+    options = {"max_sequences": 32, "sequence_length": 32, "measures": ["lens_loss"]}
+    exact = measure(trained, text_file, exact=True, **options).values("lens_loss", "mean")
+    runs = [measure(trained, text_file, lens_tokens=100, seed=seed, **options) for seed in range(8)]
+    differences = np.array([run.values("lens_loss", "mean") - exact for run in runs])
+    stated = np.array([run.values("lens_loss", "standard_error") for run in runs])
+    scatter = np.sqrt((differences**2).mean(0)) / stated.mean(0)
+    assert (scatter > 0.4).all()
+    assert (scatter < 1.6).all()
+    sampling = runs[0].meta["sampling"]
+    assert sampling["lens_positions"] == 100
+    assert sampling["lens_loss_standard_error"] == pytest.approx(stated[0].max(), rel=1e-3)
+    assert "the lens reads 100 of 961 positions (standard error at most" in sampling["sentence"]
+
+
+def test_bfloat16_products_state_the_error_that_they_have(trained, text_file):
+    """With every position in the sample of 128, the stated errors are those of the whole result."""
+    options = {"max_sequences": 8, "sequence_length": 16, "measures": ["lens_loss", "saturation"], "dtype": "float32"}
+    full, half = (measure(trained, text_file, lens_precision=name, **options) for name in ("model", "bfloat16"))
+    errors = (half.values("lens_loss", "mean") - full.values("lens_loss", "mean")).abs()
+    sampling = half.meta["sampling"]
+    assert sampling["lens_precision_positions"] == 120
+    assert 0 < sampling["lens_precision_mean_loss_error"] < 0.02
+    assert sampling["lens_precision_mean_loss_error"] == pytest.approx(errors.max(), abs=2e-6)
+    assert sampling["lens_precision_loss_error"] >= sampling["lens_precision_mean_loss_error"]
+    assert 0 <= sampling["lens_precision_changed_predictions"] < 0.05
+    assert "The lens multiplies in bfloat16: over 120 positions" in sampling["sentence"]
+    assert full.meta["sampling"]["sentence"] is None
+    assert half.meta["lens_grid"]["samples"][0]["tokens"] == full.meta["lens_grid"]["samples"][0]["tokens"]
