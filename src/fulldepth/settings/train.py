@@ -15,8 +15,6 @@ Batch = Annotated[int, Field(ge=1, le=10_000_000)]
 NonNegativeRate = Annotated[float, Field(ge=0, le=1e3)]
 Clip = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
-TermSetting = float | dict[str, Any] | None
-"""A penalty: its weight, or a mapping of options that includes `weight`; None = off."""
 
 
 class ModelSettings(Settings):
@@ -64,7 +62,8 @@ class ObjectiveSettings(Settings):
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
-    __pydantic_extra__: dict[str, TermSetting] = Field(init=False)
+    # Built-in names only: subclasses resolve this annotation in their own module.
+    __pydantic_extra__: dict[str, float | dict[str, object] | None] = Field(init=False)
 
     energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
