@@ -2,6 +2,7 @@
 
 import cmath
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, kstest, ortho_group
 
 from fulldepth.metrics import Coherence, coherence
+from fulldepth.metrics.coherence import spectra
 
 BINS = [f"bin_{i}" for i in range(10)]
 
@@ -207,3 +209,55 @@ def test_neither_padding_nor_another_length_enters_silently(world, even_world):
         world.rows(Coherence)
     with pytest.raises(ValueError, match="length"):
         even_world.rows(Coherence, right=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spectra_in_float32_against_float64(dtype, generator):
+    """Outliers, huge means, tiny deviations, exact zeros of the spectrum, constant and zero channels."""
+    h = torch.randn(6, 64, 9, generator=generator)
+    h[:, 0, 1] *= 165
+    h[:, :, 2] += 3e4
+    h[:, :, 3] *= 1e-12
+    h[:, :, 4] = torch.arange(64) % 2  # power at the last frequency only
+    h[:, :, 5] = torch.cos(torch.arange(64) * (2 * math.pi * 3 / 64)) + 1e-6 * h[:, :, 0]
+    h[:, :, 6], h[:, :, 7] = 0.1, 0
+    h[:, :, 8] *= 1e25  # squares overflow float32
+    h = h.to(dtype)
+    phi, power = spectra(h)
+    assert (phi.dtype, power.dtype) == (torch.complex64, torch.float32)
+    z = h.double().transpose(1, 2)
+    deviation = z.std(-1, keepdim=True)
+    constant = deviation < 1e-6 * z.mean(-1, keepdim=True).abs()
+    z = ((z - z.mean(-1, keepdim=True)) / (deviation + 1e-8)).masked_fill(constant, 0)
+    exact = np.fft.rfft(torch.softmax(z, -1).numpy())
+    size = np.abs(exact)
+    real = size > 1e-14  # float64 rounding leaves about 1e-17
+    assert (np.abs(phi.numpy() - exact)[real] / size[real]).max() < 3e-5
+    assert (np.abs(power.numpy() - size**2)[real] / size[real] ** 2).max() < 6e-5
+    assert np.abs(phi.numpy())[~real].max() < 1e-14
+
+
+def test_cells_in_float32_are_those_of_float64(generator):
+    """Over sequences the difference of a cell stays below 6e-6."""
+    states = torch.randn(3, 8, 128, 12, generator=generator).cumsum(0)
+    states[1:, :, 0] *= 165
+    sums = [[spectra(layer) for layer in states.to(dtype)] for dtype in (torch.float32, torch.float64)]
+    cells = []
+    for spectrum_of in sums:
+        for (x, xx), (y, yy) in pairwise(spectrum_of):
+            cross = (x.conj() * y).sum(0)
+            cells.append(cross.abs().square() / (xx.sum(0) * yy.sum(0)))
+    assert (cells[0] - cells[2]).abs().max() < 6e-6
+    assert (cells[1] - cells[3]).abs().max() < 6e-6
+
+
+def test_channels_spread_over_threads_give_the_same_rows(invented, same_rows):
+    world, before = invented(lengths=(9,) * 12, width=70), torch.get_num_threads()
+    rows = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            rows.append(world.rows(Coherence, (5, 1, 4, 2)))
+    finally:
+        torch.set_num_threads(before)
+    same_rows(rows[1], rows[0])

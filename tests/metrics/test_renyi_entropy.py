@@ -106,3 +106,38 @@ def test_a_cap_takes_the_same_sequences_whatever_the_batching(world, same_rows):
     same_rows(world.rows(RenyiEntropy, (5, 1, 4, 2), order=range(11, -1, -1)), expected, rtol=1e-5, atol=1e-6)
     other = world.rows(RenyiEntropy, options={"seed": 3})
     assert any(other[key].value != row.value for key, row in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(64, 40), (40, 64), (1, 40), (64, 1)])
+def test_order_two_without_eigenvalues(shape, dtype, generator):
+    """-log sum p^2 of the eigenvalues, with an outlier of 165 times the norm, a zero token, and tiny or huge states."""
+    z = torch.randn(shape, generator=generator)
+    z[0] *= 165
+    z[-1] = 0 if len(z) > 1 else z[-1]
+    for scale in (1e-18, 1, 1e18):
+        rounded = (scale * z).to(dtype)
+        p = np.linalg.svd(rounded.double().numpy(), compute_uv=False) ** 2
+        expected = -math.log(np.sum((p / p.sum()) ** 2))
+        assert renyi_entropy(rounded, 2).item() == pytest.approx(expected, abs=4e-15)
+    assert renyi_entropy(torch.zeros(shape), 2).isnan()
+    assert renyi_entropy(z * torch.nan, 2).isnan()
+
+
+def test_standard_error_over_the_sampled_sequences(invented):
+    """Twenty sequences in sixteen groups by turns; a sample of five in five groups of one."""
+    world = invented(lengths=(7,) * 20)
+    for options in ({}, {"entropy_sequences": 5}):
+        rows = world.replace(options=options).rows(RenyiEntropy, (3, 1, 9, 7))
+        chosen = RenyiEntropy(world.setup(**options)).chosen.tolist()
+        groups = [chosen[g::16] for g in range(min(16, len(chosen)))]
+        assert len(chosen) == options.get("entropy_sequences", 20)
+        for alpha in (0.5, 1.0, 2.0):
+            values = {n: oracle(world.states["residual"][2, n], alpha) for n in chosen}
+            mean = np.mean(list(values.values()))
+            without = np.array([np.mean([values[n] for n in chosen if n not in group]) for group in groups])
+            h = len(values) / np.array([len(group) for group in groups])
+            pseudo = h * mean - (h - 1) * without
+            expected = np.sqrt(np.sum((pseudo - np.sum(pseudo / h)) ** 2 / (h - 1)) / len(groups))
+            row = rows["residual", 2, None, f"standard_error:plain:{alpha:g}"]
+            assert (row.value, row.count) == (pytest.approx(expected, rel=1e-4), len(values))

@@ -75,3 +75,41 @@ def test_experts_are_summed_up_and_plain_matrices_are_not(generator):
     assert rows.keys() == expected.keys()
     for key, (value, count) in expected.items():
         assert rows[key] == (pytest.approx(value, rel=1e-9), count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [0.3, 1e-3, 1e-9, 0.0])
+def test_large_matrices_to_rounding(gap, dtype, generator):
+    """Sizes at which Lanczos steps run: certain with a gap, by the fallback (or a multiple value) without."""
+    left = torch.linalg.qr(torch.randn(300, 160, generator=generator, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(160, 160, generator=generator, dtype=torch.float64))[0]
+    values = torch.cat([torch.ones(1), (1 - gap) * torch.linspace(1, 0.1, 159)])
+    for scale in (1, 1e-30, 1e30) if dtype == torch.float64 else (1,):
+        weight = (scale * left @ torch.diag(values.double()) @ right).to(dtype)
+        tolerance = 5e-14 if gap > 1e-6 else 5e-9  # of values that close the larger is not told apart
+        assert float(spectral_norm(weight)) == pytest.approx(svdvals(weight.double().numpy())[0], rel=tolerance)
+        assert float(spectral_norm(weight.T)) == pytest.approx(svdvals(weight.double().numpy())[0], rel=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(700, 600), (1, 900), (130, 130)])
+def test_random_and_degenerate_large_matrices(shape, generator):
+    weight = torch.randn(shape, generator=generator)
+    weight[0] *= 165
+    assert float(spectral_norm(weight)) == pytest.approx(svdvals(weight.double().numpy())[0], rel=5e-14)
+    rank_one = torch.outer(weight[:, 0], weight[0])
+    expected = float(weight[:, 0].double().norm() * weight[0].double().norm())
+    assert float(spectral_norm(rank_one)) == pytest.approx(expected, rel=1e-6)
+    assert float(spectral_norm(torch.zeros(shape))) == 0
+    weight[0, -1] = torch.nan
+    assert np.isnan(float(spectral_norm(weight)))
+
+
+def test_all_at_once_are_one_by_one(generator):
+    names = ("self_attn.q_proj", "mlp.experts.down_proj")
+    matrices = [(names[0], n, torch.randn(9, 4, generator=generator)) for n in (1, 2, 3)]
+    matrices += [(names[1], n, torch.randn(5, 9, 4, generator=generator)) for n in (1, 2, 3)]
+    single, together = (SpectralNorm(Setup(num_layers=3, width=4, projections=names)) for _ in range(2))
+    for matrix in matrices:
+        single.update(*matrix)
+    together.update_all(iter(matrices))
+    assert together.rows() == single.rows()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.cosine import centred
-
-BLOCK = 1 << 22
+BLOCK = 1 << 23
 """Gram matrix elements held at a time (all layers together)."""
 LOUD = 100.0
 """Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
@@ -41,29 +39,36 @@ class Layer(NamedTuple):
     """0-d: what the Gram matrix was divided by."""
 
 
-def hsic_of_views(features: Tensor, later: Tensor, debiased: bool) -> tuple[Hsic, Hsic]:
+def hsic_of_views(features: Tensor, later: Tensor, debiased: bool, index: Tensor | None = None) -> tuple[Hsic, Hsic]:
     r"""HSIC of every pair of layers, over all tokens and over those that are not the first of their sequence.
 
     .. math:: \langle K, L \rangle - \frac{2}{a} r_K \cdot r_L + \frac{s_K s_L}{b}
 
     with row sums :math:`r` and their total :math:`s`. The biased estimate has :math:`a = N, b = N^2`; the unbiased one
-    has the diagonals set to zero, :math:`a = N - 2, b = (N - 1)(N - 2)`, and is divided by :math:`N (N - 3)`. Features
-    are centred in float64; products are in float32 (float64 for float64 features), and in float64 for all layers if
-    one loses more than two digits by cancellation.
+    has the diagonals set to zero, :math:`a = N - 2, b = (N - 1)(N - 2)`, and is divided by :math:`N (N - 3)`. Products
+    are in float32 (float64 for float64 features), and in float64 for all layers if one loses more than two digits by
+    cancellation; everything else is in float64.
 
     Args:
         features: `[S, N, D]`.
         later: `[N]` bool: False for first tokens.
         debiased: the unbiased estimate.
+        index: `[n]` which of the `N` tokens to read; None = all.
     """
-    first = int((~later).sum())
+    index = torch.arange(len(later), device=later.device) if index is None else index
     # First tokens are sorted to the front; the remaining Gram rows are the second view, so one pass gives both.
-    ordered = features if not first else features[:, later.long().argsort(stable=True)]
+    later = later[index]
+    index = index[later.long().argsort(stable=True)].to(features.device)
+    first = int((~later).sum())
+
+    def ordered() -> Iterator[Tensor]:
+        return (layer[index] for layer in features)
+
     if features.dtype != torch.float64:
-        found = _hsic(ordered, first, debiased, torch.float32)
+        found = _hsic(ordered(), first, debiased, torch.float32)
         if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in found):
             return found
-    return _hsic(ordered, first, debiased, torch.float64)
+    return _hsic(ordered(), first, debiased, torch.float64)
 
 
 def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = torch.float64) -> Hsic:
@@ -71,7 +76,7 @@ def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = tor
     return _hsic(features, 0, debiased, dtype)[0]
 
 
-def _hsic(features: Tensor | Sequence[Tensor], first: int, debiased: bool, dtype: torch.dtype) -> tuple[Hsic, Hsic]:
+def _hsic(features: Iterable[Tensor], first: int, debiased: bool, dtype: torch.dtype) -> tuple[Hsic, Hsic]:
     """Over all tokens and without the `first` ones, with products in the precision `dtype`."""
     layers = [_layer(layer, first, dtype) for layer in features]
     total = len(layers[0].features)
@@ -81,20 +86,34 @@ def _hsic(features: Tensor | Sequence[Tensor], first: int, debiased: bool, dtype
 
 
 def _layer(features: Tensor, first: int, dtype: torch.dtype) -> Layer:
-    """Centre in float64, then scale and round: CKA is unchanged, and Gram matrices lose fewer digits."""
-    x = centred(features, features.mean(0, dtype=torch.float64))
-    squares = x.square().sum(1)
+    """Centre, scale and round: HSIC is the same for any centre, and Gram matrices lose fewer digits.
+
+    A centre may be rounded, because the difference of close numbers is exact.
+    """
+    features = features.to(torch.promote_types(dtype, features.dtype))
+    x = features - features.mean(0, dtype=torch.float64).to(features)
+    squares = _squares(x)
+    rounding = torch.finfo(torch.float32 if dtype == torch.float32 else features.dtype).eps
+    noise = squares <= (4 * rounding) ** 2 * _squares(features)
     middle = squares.median()
     if bool(squares.max() > LOUD * middle > 0):
-        # Outliers move the mean far from all other tokens; HSIC is the same for any centre.
+        # Outliers move the mean far from all other tokens.
         weights = 1 / (squares + middle)
-        x -= weights @ x / weights.sum()
-        squares = x.square().sum(1)
+        x = x - (weights @ x.double() / weights.sum()).to(x)
+        squares = _squares(x)
+    x, squares = x.masked_fill_(noise[:, None], 0.0), squares.masked_fill_(noise, 0.0)
     scale = squares.mean()
     scale = scale.where(scale > 0, 1.0)
-    later = x[first:]
-    row_sums = (x @ x.sum(0) / scale, later @ later.sum(0) / scale)
-    return Layer(x.div_(scale.sqrt()).to(dtype), squares / scale, row_sums, scale)
+    x *= scale.rsqrt()
+    exact = x.double()
+    later = exact[first:]
+    row_sums = (exact @ exact.sum(0), later @ later.sum(0))
+    return Layer(x, exact.square().sum(1), row_sums, scale)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """[N] float64 squared norms."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
 
 
 def _products(layers: Sequence[Layer], start: int, stop: int) -> Tensor:

@@ -64,16 +64,16 @@ class HsicBlocks(Accumulator):
         blocks = observation.sequence.cpu() // self.together
         owner = observation.keys >> POSITION_BITS  # [N] sequence of each counted token
         for number in blocks.unique().tolist():
-            chosen = owner // self.together == number
-            features = observation.tokens if bool(chosen.all()) else observation.tokens[:, chosen]
-            self._offer(number, features, observation.keys[chosen], int((blocks == number).sum()))
+            index = (owner // self.together == number).nonzero().flatten()
+            sequences = int((blocks == number).sum())
+            size = min(self.together, self.setup.num_sequences - number * self.together)
+            if sequences >= size:
+                self._add_sums(self._sums(number, observation.tokens, observation.keys, index))
+            else:
+                self._keep(number, observation.tokens[:, index], observation.keys[index], sequences, size)
 
-    def _offer(self, number: int, features: Tensor, keys: Tensor, sequences: int) -> None:
-        """Add the tokens `[S, n, D]` of some sequences of a block, or keep them until it is complete."""
-        size = min(self.together, self.setup.num_sequences - number * self.together)
-        if sequences >= size:
-            self._add_sums(self._sums(number, features, keys))
-            return
+    def _keep(self, number: int, features: Tensor, keys: Tensor, sequences: int, size: int) -> None:
+        """Keep the tokens `[S, n, D]` of some sequences of a block of `size` sequences until it is complete."""
         slot = self._slot(number)
         held, count = int(self.held[slot]), features.shape[1]
         self.features[slot, held : held + count] = features.transpose(0, 1).to(self.features)
@@ -107,17 +107,20 @@ class HsicBlocks(Accumulator):
         for state, value in zip((self.hsic, self.terms, self.tokens), sums, strict=True):
             state += value.to(state)
 
-    def _sums(self, number: int, features: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a block adds to `hsic`, `terms` and `tokens`."""
+    def _sums(
+        self, number: int, features: Tensor, keys: Tensor, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a block adds to `hsic`, `terms` and `tokens`; `index` picks its tokens, None = all."""
         hsic, terms, tokens = (
             torch.zeros(state.shape, dtype=state.dtype) for state in (self.hsic, self.terms, self.tokens)
         )
-        order = keys.argsort()  # batches and processes in any order give the same rounding
-        for part in order.tensor_split(-(-max(1, len(keys)) // max(self.capacity, 1))):
+        index = torch.arange(len(keys), device=keys.device) if index is None else index
+        order = index[keys[index].argsort()]  # batches and processes in any order give the same rounding
+        later = later_than_first(keys)
+        for part in order.tensor_split(max(1, -(-len(order) // self.capacity))):
             if len(part) < FEWEST:
                 continue
-            later = later_than_first(keys[part])
-            for view, found in enumerate(hsic_of_views(features[:, part], later, debiased=True)[: hsic.shape[1]]):
+            for view, found in enumerate(hsic_of_views(features, later, True, part)[: hsic.shape[1]]):
                 if found.tokens >= FEWEST:
                     at = (number % self.groups, view)
                     hsic[at] += found.tokens * found.values.cpu()

@@ -31,7 +31,8 @@ def spectral_norm(weight: Tensor) -> Tensor:
     In float64, by Lanczos iterations with a fixed start vector until the bound of the error of the eigenvalue,
     :math:`\|r\|^2 / (\theta_1 - \theta_2)` with the residual :math:`r` and the Ritz values :math:`\theta`, is below
     rounding; for small matrices, and where the iterations do not get there, by a full eigenvalue problem or ARPACK.
-    Invariant to transposition.
+    Singular values that agree to 4e-9 may be read as one, with an error of less than their distance. Invariant to
+    transposition.
 
     Args:
         weight: a matrix, `[m, n]`, of a floating-point type.
@@ -134,15 +135,27 @@ class SpectralNorm(Measure):
             self.add_sum(name, *shape)
         self.add("maxima", shape, reduce="max", device=setup.device)
 
-    def update(self, site: str | int, layer: int, weight: Tensor) -> None:
+    def update(self, site: str | int, layer: int, weight: Tensor, norm: Tensor | None = None) -> None:
         """Add one matrix `[m, n]`, or the matrices of all experts `[E, m, n]`.
 
         Args:
             site: the projection's name or index.
             layer: 1-based.
             weight: its weight.
+            norm: the spectral norm of a single matrix, if it is known.
         """
-        self._add(site, layer, weight, spectral_norm(weight) if weight.ndim < 3 else _of_experts(weight))
+        index = self.setup.projections.index(site) if isinstance(site, str) else site
+        if not 1 <= layer <= self.setup.num_layers:
+            raise ValueError(f"layer must lie in 1..{self.setup.num_layers}, got {layer}")
+        at = (index, layer - 1)
+        if weight.ndim < 3:
+            self.sums[at] += (spectral_norm(weight) if norm is None else norm).to(self.sums)
+            self.counts[at] += 1
+            return
+        norms = torch.stack(map_threads(spectral_norm, weight, weight)).to(self.sums)
+        self.expert_sums[at] += norms.sum()
+        self.experts[at] += len(norms)
+        self.maxima[at] = torch.maximum(self.maxima[at], norms.max())
 
     def update_all(self, matrices: Iterable[tuple[str | int, int, Tensor]]) -> None:
         """`update` for every (projection, layer, weight), several at a time in threads."""
@@ -151,22 +164,7 @@ class SpectralNorm(Measure):
             weights = [weight for *_, weight in part if weight.ndim < 3]
             norms = iter(map_threads(spectral_norm, weights, *weights))
             for site, layer, weight in part:
-                self._add(site, layer, weight, next(norms) if weight.ndim < 3 else _of_experts(weight))
-
-    def _add(self, site: str | int, layer: int, weight: Tensor, norms: Tensor) -> None:
-        """Add the spectral norm of a matrix, or those of all experts."""
-        index = self.setup.projections.index(site) if isinstance(site, str) else site
-        if not 1 <= layer <= self.setup.num_layers:
-            raise ValueError(f"layer must lie in 1..{self.setup.num_layers}, got {layer}")
-        at = (index, layer - 1)
-        if weight.ndim < 3:
-            self.sums[at] += norms.to(self.sums)
-            self.counts[at] += 1
-            return
-        norms = norms.to(self.sums)
-        self.expert_sums[at] += norms.sum()
-        self.experts[at] += len(norms)
-        self.maxima[at] = torch.maximum(self.maxima[at], norms.max())
+                self.update(site, layer, weight, next(norms) if weight.ndim < 3 else None)
 
     def compute(self) -> dict[tuple[str, int, str], tuple[float, int]]:
         """(projection, layer, statistic) -> value and number of matrices, for the projections that were added."""
@@ -187,8 +185,3 @@ class SpectralNorm(Measure):
             self.row(statistic, value, count, layer, site=site)
             for (site, layer, statistic), (value, count) in self.compute().items()
         ]
-
-
-def _of_experts(weights: Tensor) -> Tensor:
-    """[E] spectral norms of `[E, m, n]`."""
-    return torch.stack(map_threads(spectral_norm, weights, weights))
