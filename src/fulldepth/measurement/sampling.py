@@ -32,8 +32,9 @@ def sampling(
         lens_error: error of the lens's products, if their precision is not the model's.
 
     Returns:
-        Sizes of the samples and of the populations that they were drawn from; the largest standard error over layers
-        of every measure that rests on a sample; `sentence`, None if nothing was sampled.
+        Sizes of the samples and of the populations that they were drawn from; a standard error of every measure that
+        rests on a sample: of the lens at the last layer, of the others the largest over layers; `sentence`, None if
+        nothing was sampled and the lens has the model's precision.
     """
     targets, measured = subject.sequences.num_targets, set(table.measure)
     sizes = {
@@ -47,10 +48,12 @@ def sampling(
     errors: dict[str, float | None] = {}
     if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
         errors |= {
-            "lens_accuracy_standard_error": _largest(table, "lens_accuracy"),
-            "lens_loss_standard_error": _largest(table, "lens_loss"),
+            f"{name}_standard_error": _largest(table[table.layer == setup.num_layers], name)
+            for name in ("lens_accuracy", "lens_loss")
         }
-        stated = _stated(errors, {"lens_accuracy": "{:.2g} (accuracy)", "lens_loss": "{:.2g} nats (loss)"})
+        stated = _stated(
+            errors, {"lens_accuracy": "{:.2g} (accuracy)", "lens_loss": "{:.2g} nats (loss)"}, "at the last layer"
+        )
         parts.append(f"the lens reads {sizes['lens_positions']:,} of {targets:,} positions{stated}")
     if "renyi_entropy" in measured and sizes["entropy_sequences"] < setup.num_sequences:
         errors["renyi_entropy_standard_error"] = _largest(table, "renyi_entropy")
@@ -76,10 +79,10 @@ def _largest(table: pd.DataFrame, measure: str) -> float | None:
     return float(f"{values.max():.4g}") if len(values) else None  # without the rounding of sums over processes
 
 
-def _stated(errors: dict[str, float | None], formats: dict[str, str]) -> str:
-    """The largest standard errors in words; empty if none is known."""
+def _stated(errors: dict[str, float | None], formats: dict[str, str], where: str = "at most") -> str:
+    """Standard errors in words; empty if none is known."""
     known = [text.format(error) for name, text in formats.items() if (error := errors[f"{name}_standard_error"])]
-    return f" (standard error at most {' and '.join(known)})" if known else ""
+    return f" (standard error {where} {' and '.join(known)})" if known else ""
 
 
 def _precision(error: dict[str, float]) -> str:

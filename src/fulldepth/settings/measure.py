@@ -47,7 +47,7 @@ class MeasureSettings(LoadingSettings):
     exact: bool = False
     """Sample nothing: the lens reads all positions, the entropies all sequences, and all tokens are kept for the
     measures that are not sums."""
-    lens_tokens: Count | None = 2048
+    lens_tokens: Count | None = 1024
     """Positions in the seeded sample that the lens is applied to; None = all that have a target."""
     reservoir_tokens: Count | None = 2048
     """Tokens kept for measures that are not sums (centred cosine, CKA, NC1, MMD); exact while the data fit. None =

