@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fulldepth
+from fulldepth.data import builtin_texts, train_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -61,9 +64,12 @@ def executed(notebook: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"steps": 4, "warmup_steps": 0, "save_every": 4, "model": {"num_hidden_layers": 3}}
-    fulldepth.train("tiny-llama", tmp_path / "run", **changes)
-    monkeypatch.setenv("FULLDEPTH_MODEL", str(tmp_path / "run" / "checkpoint-4"))
+    texts = [text for text in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(text) > 80]
+    train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, max_position_embeddings=128, **sizes)).save_pretrained(tmp_path)
+    monkeypatch.setenv("FULLDEPTH_MODEL", str(tmp_path))
     displayed = executed(EXAMPLES / "tour.ipynb")
     shown = [value for value in displayed if isinstance(value, fulldepth.Results)]
     assert [results.meta["kind"] for results in shown] == ["measure", "comparison"]

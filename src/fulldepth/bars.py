@@ -26,6 +26,8 @@ REFRESH = 0.2
 """Seconds between two updates of a bar in a notebook."""
 WIDE = 100
 """Columns of a terminal that has room for a long bar."""
+MOST_BARS = 4
+"""Bars in a terminal at once; a series has one for every checkpoint."""
 MEMORY = 3600.0
 """Seconds of progress that the remaining time is estimated from; single steps may take minutes."""
 
@@ -68,6 +70,8 @@ def _bar(console: Console) -> Iterator[Watcher]:
 
         def begin(title: str, total: int) -> None:
             tasks.append(progress.add_task(title, total=total))
+            for earlier in tasks[:-MOST_BARS]:
+                progress.update(earlier, visible=False)
 
         def advance(done: int) -> None:
             progress.advance(tasks[-1], done)

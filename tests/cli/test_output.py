@@ -159,6 +159,19 @@ def test_a_bar_shows_its_remaining_time_in_80_columns(monkeypatch):
     assert len(last) <= 80
 
 
+def test_a_terminal_shows_few_bars_at_once(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(bars, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
+    with bars.watching() as watcher:
+        for number in range(9):
+            watcher.begin(f"Measuring checkpoint-{number}", 1)
+            watcher.advance(1)
+    text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.getvalue())
+    last = re.findall(r"checkpoint-(\d)", text)[-bars.MOST_BARS :]
+    assert last == ["5", "6", "7", "8"]
+    assert "checkpoint-4" not in text[text.rindex("checkpoint-5") - 200 :]
+
+
 def test_a_log_file_gets_lines_at_growing_intervals():
     now, lines = [0.0], []
     watcher = bars.LogLines(lines.append, lambda: now[0]).watcher()

@@ -68,13 +68,14 @@ def house(tmp_path_factory):
 def planned(house):
     """A finished search, by another process."""
     command = ["skip", "search", "model", "--data", "pairs.jsonl", "--heldout", "heldout.jsonl", "--blocks", "2"]
-    options = ["--output", "plan", "--set", "epochs=2", "--set", "learning_rate=0.01"]
+    options = ["--output", "plan", "--set", "epochs=2", "--set", "learning_rate=0.01", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "fulldepth", *command, *options], cwd=house, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "forward passes" in done.stderr
-    assert "Page: " in done.stdout
+    assert "Page: " in done.stderr
+    assert json.loads(done.stdout) == json.loads((house / "plan" / "results.json").read_text())["headline"]
     return json.loads((house / "plan" / "plan.json").read_text())
 
 
@@ -107,8 +108,11 @@ def test_bench_and_curve_write_results(main, house, planned, tmp_path):
     code, _, err = main("skip", "apply", house / "plan", house / "model", "--format", "fast", "-o", tmp_path / "fast")
     assert code == 0, err
     grid = ["--batches", "2", "--contexts", "8,12", "--new-tokens", "3", "--repeats", "2"]
-    code, out, err = main("skip", "bench", house / "model", tmp_path / "fast", "-o", tmp_path / "bench", *grid)
+    code, out, err = main(
+        "skip", "bench", house / "model", tmp_path / "fast", "-o", tmp_path / "bench", *grid, "--json"
+    )
     assert code == 0, err
+    assert json.loads(out) == json.loads((tmp_path / "bench" / "results.json").read_text())["headline"]
     table = pd.read_parquet(tmp_path / "bench" / "results.parquet")
     sizes = table[table.measure == "parameter_bytes"].set_index("model")["value"]
     stock = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(house / "model").parameters())

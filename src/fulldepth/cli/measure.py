@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,11 @@ from fulldepth.settings.measure import MeasureSettings
 
 def _is_series(values: Mapping[str, Any]) -> bool:
     """Whether an interrupted command goes on: a series does after its last finished checkpoint."""
-    is_series = values["series"] and any(Path(values["model"]).glob("checkpoint-*"))
-    return bool(is_series and not values["overwrite"])
+    if not values["series"] or values["overwrite"]:
+        return False
+    with suppress(OSError):  # a name that the system refuses
+        return any(Path(values["model"]).glob("checkpoint-*"))
+    return False
 
 
 @command(app, "measure", MeasureSettings, recipes="measure", headline=True, resumes=_is_series)

@@ -52,7 +52,7 @@ def describe(table: pd.DataFrame, meta: Meta) -> str:
 
 def html(table: pd.DataFrame, meta: Meta) -> str:
     """A fragment of HTML: the findings as a list, and a figure as inline SVG."""
-    findings = [entry for name, entry in (meta.get("headline") or {}).items() if ":" not in name]
+    findings = (meta.get("headline") or {}).values()
     sentences = [one_line(entry["sentence"], 600) for entry in findings if entry.get("sentence")]
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences[:MOST_FINDINGS])
     plot = _plot(table, meta)
