@@ -5,7 +5,7 @@
 
 `prepare` writes GSM8K as pairs (`choose.jsonl`, `read.jsonl`: question and answer), and task files for lm-eval; `curve`
 removes up to 12 blocks greedily, on GSM8K's answers; `methods` compares every search for 4 and 8 blocks over three
-seeds of the choosing rows; `wikitext` is the curve on text. Blocks are chosen on 16 rows, and losses are read on 64
+seeds of the choosing rows; `wikitext` is the curve on text. Blocks are chosen on 16 rows, and losses are read on 40
 others (written to `heldout.jsonl`): of GSM8K's train.jsonl and test.jsonl, of the two halves of the text. Nothing is
 healed. Everything measured is kept in FOLDER, so an interrupted run continues; tables are printed at the end.
 """
@@ -29,7 +29,7 @@ from fulldepth.hf import Switches, anatomy_candidates, load_checkpoint, load_tok
 from fulldepth.skip import Example, Examples, batches, read_examples, search
 from fulldepth.skip.assessment.breakpoint import find_breakpoint
 
-CHOOSE, READ, LONGEST, BATCH = 16, 64, 160, 4
+CHOOSE, READ, LONGEST, BATCH = 16, 40, 160, 4
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
 CURVE = 12
 QUESTIONS = {"arc_easy": "arc_easy_test", "arc_challenge": "arc_challenge_test"}

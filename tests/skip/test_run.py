@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+import fulldepth.skip
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
@@ -162,3 +164,7 @@ def test_two_processes_write_once(checkpoint, tmp_path) -> None:
     one, two = Results.load(tmp_path / "one"), Results.load(tmp_path / "two")
     assert two.meta["plan"]["blocks"] == plan.blocks
     pd.testing.assert_frame_equal(one.table, two.table, rtol=1e-4, atol=1e-7)
+
+
+def test_no_public_name_is_hidden_by_a_file_of_the_same_name() -> None:
+    assert [name for name in fulldepth.skip.__all__ if inspect.ismodule(getattr(fulldepth.skip, name))] == []

@@ -14,8 +14,8 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.skip.assessment.analysis import discrepancies, spectral_norms
 from fulldepth.skip.assessment.outcome import analyse
-from fulldepth.skip.batches import make_batches
 from fulldepth.skip.exports.fold import fold
+from fulldepth.skip.scored_batches import make_batches
 from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import LAYERS, build

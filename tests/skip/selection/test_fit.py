@@ -19,7 +19,7 @@ from fulldepth.hf import anatomy_candidates, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
-from fulldepth.skip.batches import make_batches
+from fulldepth.skip.scored_batches import make_batches
 from fulldepth.skip.selection.fit import fit_scales
 from skip import plain, planned
 

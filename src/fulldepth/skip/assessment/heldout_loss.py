@@ -21,7 +21,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
-from fulldepth.skip.batches import make_batches
+from fulldepth.skip.scored_batches import make_batches
 from fulldepth.skip.selection.elimination import Difference, compare
 
 

@@ -26,8 +26,8 @@ from fulldepth.settings.search import PLACES, SearchSettings
 from fulldepth.skip.assessment.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
 from fulldepth.skip.assessment.outcome_headline import headline
 from fulldepth.skip.assessment.tables import joined
-from fulldepth.skip.batches import make_batches
 from fulldepth.skip.plan import Plan, plan_scalars
+from fulldepth.skip.scored_batches import make_batches
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.summary import stopped_rounds
 

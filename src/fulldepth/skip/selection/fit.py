@@ -21,7 +21,7 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.batches import make_batches
+from fulldepth.skip.scored_batches import make_batches
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight, o
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
-from fulldepth.skip.batches import make_batches
+from fulldepth.skip.scored_batches import make_batches
 from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit, fit_options, refit_options
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
