@@ -125,8 +125,8 @@ def _numbers(model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
         if finding.get("value") is None or base.get("value") is None:
             continue
         difference = float(finding["value"]) - float(base["value"])
-        errors = [entry.get("standard_error") for entry in (finding, base)]
-        error = None if None in errors else math.hypot(*errors)
+        errors = [float(e) for one in (finding, base) if (e := one.get("standard_error")) is not None]
+        error = math.hypot(*errors) if len(errors) == 2 else None
         sentence = (
             f"{title}: {_amount(finding, model)} in {model['label']} against {_amount(base, baseline)} in "
             f"{baseline['label']} ({_difference(difference, finding['value'], error)})."
