@@ -120,6 +120,7 @@ def test_the_strip_has_a_shade_for_every_number() -> None:
     assert profile(Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1)) is None
 
 
-def test_models_without_blocks_to_search_get_no_command() -> None:
-    assert story(facts([0.1, 0.2]), {**META, "model": {"name": "m", "task": "representation"}})["next"] is None
+def test_models_without_blocks_to_search_are_compared() -> None:
+    told = story(facts([0.1, 0.2]), {**META, "model": {"name": "m", "task": "representation"}})
+    assert told["next"]["command"].startswith("fulldepth compare ")
     assert story(Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1), META) is None
