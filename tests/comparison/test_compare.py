@@ -59,10 +59,11 @@ def test_the_redundancy_change_of_two_models_by_hand() -> None:
     np.testing.assert_allclose(differences(found, "jreg"), [0.05, -0.02, -0.30], atol=1e-12)
     assert differences(found, "plain").isna().all()
     change, greatest = found.headline["redundancy_change:jreg"], found.headline["greatest_redundancy_change:jreg"]
-    assert change["value"] == pytest.approx(-9.0)
+    assert change["value"] == pytest.approx(-2.0)  # the median: layer 3 alone would make the mean -9
     assert change["unit"] == "x 10^-2"
     assert change["sentence"] == (
-        "Redundancy is higher in jreg than in plain: displacement changes by -9.00 x 10^-2, averaged over the layers."
+        "Displacement is larger in jreg than in plain at 1 of 3 layers and smaller at 2; the median change is "
+        "-2.00 x 10^-2."
     )
     assert greatest["value"] == pytest.approx(-30.0)
     assert greatest["sentence"] == (
@@ -178,7 +179,7 @@ def test_a_model_differs_from_itself_by_nothing(values: list[float]) -> None:
         found = compare([one, one], depth=depth)
         assert found.meta["models"][1]["label"] == "toy (2)"
         np.testing.assert_array_equal(differences(found, "toy (2)"), 0.0)
-        assert "neither higher nor lower" in found.headline["redundancy_change:toy (2)"]["sentence"]
+        assert "No measurable difference" in found.headline["redundancy_change:toy (2)"]["sentence"]
 
 
 def test_headline_numbers_become_differences_with_a_sentence() -> None:
@@ -261,19 +262,22 @@ def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: flo
     b = measurement(2, displacements([0.3, 0.4 + shift]), headline=entry(0.4 + shift))
     found = compare([a, b], names=["a", "b"]).headline
     change, greatest, number = (
-        found[f"{name}:b"]["sentence"]
+        found.get(f"{name}:b", {}).get("sentence", "")
         for name in ("redundancy_change", "greatest_redundancy_change", "last_layer_displacement")
     )
     assert not any(zero in change + greatest for zero in ("+0.00", "-0.00"))
     if abs(shift) < 1e-4:
-        assert "neither higher nor lower" in change
-        assert greatest == "At no layer of 2 do the displacements of b and a differ by 0.01 x 10^-2 or more."
+        assert change.startswith("No measurable difference: at none of 2 layers")
+        assert not greatest
     else:
-        assert f"is {'lower' if shift > 0 else 'higher'} in b" in change
+        assert ("at 1 of 2 layers and smaller at 0" if shift > 0 else "at 0 of 2 layers and smaller at 1") in change
+        assert "no measurable difference at 1" in change
         assert f"20.00 x 10^-2 {'larger' if shift > 0 else 'smaller'} in b" in greatest
     assert "0.4 ± 0.012 in a" in number
     if abs(shift) < 1e-9:
         assert number.endswith("(no difference).")
+    elif abs(shift) < 2 * 2**0.5 * 0.0123:
+        assert number.endswith("(no measurable difference).")
     else:
         assert number.endswith(f"({shift:+.3g}).")
 
@@ -349,3 +353,30 @@ def test_bad_inputs_are_refused(tmp_path: Path) -> None:
         compare([one, tmp_path])
     with pytest.raises(FulldepthError, match="not a measurement: its kind is 'train'"):
         compare([one, Results(one.table, {**one.meta, "kind": "train"})])
+
+
+def test_a_layer_counts_where_its_difference_is_larger_than_its_noise() -> None:
+    """Two standard errors of a difference of independent means, sqrt(a^2 + b^2) each."""
+    plain, changed = [0.10, 0.20, 0.30, 0.40], [0.13, 0.23, 0.30, 0.30]
+    errors = [0.02, 0.001, 0.001, 0.001]
+    noise = displacements(errors, "standard_error")
+    a, b = (measurement(4, displacements(means) + noise) for means in (plain, changed))
+    found = compare([a, b], names=["a", "b"]).headline
+    assert found["redundancy_change:b"]["sentence"] == (
+        "Displacement is larger in b than in a at 1 of 4 layers and smaller at 1, with no measurable difference at 2; "
+        "the median change is +1.50 x 10^-2."
+    )
+    greatest = found["greatest_redundancy_change:b"]
+    assert greatest["value"] == pytest.approx(-10.0)
+    assert greatest["standard_error"] == pytest.approx(100 * 2**0.5 * 0.001)
+
+
+def test_two_data_sets_are_the_same_when_their_text_is() -> None:
+    def one(text: str, tokens: str) -> Results:
+        found = measurement(2, displacements([0.1, 0.2]))
+        found.meta["data"] |= {"hash": tokens, "text_hash": text, "name": f"{text}.txt"}
+        return found
+
+    assert compare([one("t", "sha256:aa"), one("t", "sha256:bb")]).meta["warnings"] == []
+    (line,) = compare([one("t", "sha256:aa"), one("u", "sha256:aa")], names=["a", "b"]).meta["warnings"]
+    assert "the data differ (b: u.txt, a: t.txt)" in line

@@ -23,6 +23,7 @@ def run(
     profile: list[float],
     seconds: float = 1.0,
     memory: float = 100.0,
+    load: float | None = 0.02,
     parameters: int = 1000,
     hash: str = "sha256:aa",
     targets: int = 64,
@@ -41,6 +42,8 @@ def run(
         rows.append(("jump_rate", "residual", len(means), None, "value", last, 64, "%"))
         rows.append(("elapsed", "model", None, None, "value", seconds * step, None, "s"))
         rows.append(("peak_memory", "model", None, None, "value", memory, None, "MiB"))
+        if load is not None:
+            rows.append(("other_load", "model", None, None, "value", load, None, "1"))
         tables.append(tabulate(rows, step=step))
     meta = {
         "kind": "training",
@@ -92,7 +95,7 @@ def test_the_headline_by_hand() -> None:
         "time_per_step:jreg": 1.25,
         "peak_memory:jreg": 1.1,
         "parameters:jreg": 1.5,
-        "redundancy_change:jreg": 100 * (0 + 0.13 - 0.247) / 3,
+        "redundancy_change:jreg": 0.0,  # the median of 0, 13 and -24.7
         "greatest_redundancy_change:jreg": -24.7,
         "zeta_L:jreg": 1.3 - 39.0,
         "last_layer_displacement:jreg": 0.273 - 0.52,
@@ -235,3 +238,17 @@ def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
     assert again.meta["models"][1]["settings"]["global_batch_size"] == 4
     with pytest.raises(FulldepthError, match="is a comparison already"):
         compare([tmp_path / "both", folders[0]])
+
+
+def test_costs_of_a_busy_machine_are_not_compared() -> None:
+    idle = compare([plain(), jreg()], names=["plain", "jreg"])
+    assert idle.headline["time_per_step:jreg"]["value"] == pytest.approx(1.25)
+    for load, reason in (
+        (0.35, "other programs used 35% of its CPU during jreg"),
+        (None, "not recorded how busy"),
+    ):
+        found = compare([plain(), jreg(load=load)], names=["plain", "jreg"])
+        assert not [name for name in found.headline if "time_per_step" in name or "peak_memory" in name]
+        assert "parameters:jreg" in found.headline
+        assert any(reason in line for line in found.meta["warnings"])
+        assert found.meta["models"][1]["headline"]["peak_memory"]["value"] == 110.0  # its own number stays

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+import numpy as np
+import psutil
+import pytest
 import torch
 
 from fulldepth.execution.latency import Runner
-from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes
+from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes, reset_peak, run_peak
 from tiny_models import VOCAB, build
 
 
@@ -39,3 +44,16 @@ def test_tied_weights_count_once() -> None:
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert parameter_bytes(model) == 4 * numbers
     assert parameter_bytes(model.bfloat16()) == 2 * numbers
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a peak that can be reset")
+def test_the_peak_is_of_the_run_and_not_of_the_process() -> None:
+    size = 300 << 20
+    earlier = np.ones(size, np.uint8)
+    del earlier
+    reset_peak(torch.device("cpu"))
+    resident = psutil.Process().memory_info().rss
+    assert run_peak(torch.device("cpu")) < resident + size // 2  # what was freed before does not count
+    during = np.ones(size, np.uint8)
+    del during
+    assert run_peak(torch.device("cpu")) >= resident + size * 0.9

@@ -318,6 +318,7 @@ def training(
             rows.append(("throughput", "model", None, None, "mean", 2048 / pace, None, "tokens/s"))
         rows.append(("elapsed", "model", None, None, "value", clock, None, "s"))
         rows.append(("peak_memory", "model", None, None, "value", 900 + 700 * second, None, "MiB"))
+        rows.append(("other_load", "model", None, None, "value", 0.01, None, "1"))
         tables.append(tabulate(rows, step=step))
     objective = {"energy_warmup": 800, "aligned": None, **{term: {"weight": 1.0} for term in penalties}}
     document = {

@@ -17,7 +17,7 @@ from fulldepth.results import Results
 sys.path.insert(0, str(Path(__file__).parent))
 from node_local_train import launch
 
-TIMED = ("throughput", "elapsed", "peak_memory")
+TIMED = ("throughput", "elapsed", "peak_memory", "other_load")
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def same_weights(one: Path, two: Path) -> bool:
 
 
 def without_times(table: pd.DataFrame) -> pd.DataFrame:
-    timed = ("throughput", "elapsed", "peak_memory")
+    timed = ("throughput", "elapsed", "peak_memory", "other_load")
     return table[~table.measure.isin(timed)].reset_index(drop=True)
 
 

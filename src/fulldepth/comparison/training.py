@@ -138,6 +138,7 @@ def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
         "time_per_step": (time_per_step(so_far), "s"),
         "throughput": (_middle(so_far, "throughput"), "tokens/s"),
         "peak_memory": (_last(so_far, "peak_memory"), "MiB"),
+        "other_load": (_largest(so_far, "other_load"), "1"),
     }
     return {name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if value is not None}
 
@@ -153,6 +154,11 @@ def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.Dat
 def _last(table: pd.DataFrame, measure: str, layer: int | None = None) -> float | None:
     rows = _rows(table, measure, layer)
     return float(rows["value"].iloc[-1]) if len(rows) else None
+
+
+def _largest(table: pd.DataFrame, measure: str) -> float | None:
+    rows = _rows(table, measure)
+    return float(rows["value"].max()) if len(rows) else None
 
 
 def _middle(table: pd.DataFrame, measure: str) -> float | None:

@@ -12,8 +12,11 @@ LEVEL = {"nats": 0.0005, "%": 0.05}
 """Differences below this are omitted because they would print as zero."""
 COSTS = {"time_per_step": "Time per step", "peak_memory": "Peak memory"}
 
+IDLE = 0.1
+"""Largest share of the machine's CPU time that other programs may use for times and memory to be compared."""
+
 NOT_COMPARABLE = (
-    ("the data differ", "data", "hash", "name"),
+    verdict.DATA,
     ("the tokenizers differ", "settings", "tokenizer"),
     ("the sequence lengths differ", "settings", "sequence_length"),
     ("the numbers of validation targets differ", "", "targets"),
@@ -78,7 +81,7 @@ def _cost(others: list[Entry], baseline: Entry) -> dict[str, Finding]:
     """One finding each for time and memory: the range of the ratios to the baseline."""
     findings = {}
     for name, title in COSTS.items():
-        ratios = [(ratio, model["label"]) for model in others if (ratio := _ratio(model, baseline, name)) is not None]
+        ratios = [(ratio, model["label"]) for model in others if (ratio := _cost_of(model, baseline, name)) is not None]
         if not ratios:
             continue
         (low, _), (high, label) = min(ratios), max(ratios)
@@ -94,6 +97,19 @@ def _ratio(model: Entry, baseline: Entry, name: str) -> float | None:
     return value / base if value is not None and base else None
 
 
+def _cost_of(model: Entry, baseline: Entry, name: str) -> float | None:
+    """The ratio of a cost; None unless both runs are known to have had the machine to themselves."""
+    return None if _busy(model) or _busy(baseline) else _ratio(model, baseline, name)
+
+
+def _busy(model: Entry) -> str:
+    """Why the costs of a run cannot be compared; empty if other programs hardly used the machine."""
+    load = _value(model, "other_load")
+    if load is None:
+        return f"it is not recorded how busy the machine of {model['label']} was"
+    return f"other programs used {load:.0%} of its CPU during {model['label']}" if load > IDLE else ""
+
+
 def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Finding]]:
     """Name and finding of one run: difference of the loss, ratios of the costs."""
     loss, base = (_value(entry, "validation_loss") for entry in (model, baseline))
@@ -104,7 +120,8 @@ def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Fi
         )
         yield "validation_loss", Finding(loss - base, "nats", sentence)
     for name, title in {**COSTS, "parameters": "Parameters"}.items():
-        if (ratio := _ratio(model, baseline, name)) is not None:
+        ratio = _cost_of(model, baseline, name) if name in COSTS else _ratio(model, baseline, name)
+        if ratio is not None:
             sentence = f"{title}: {ratio:.2f} times {baseline['label']}'s in {model['label']}."
             yield name, Finding(ratio, "x", sentence)
 
@@ -118,6 +135,8 @@ def warnings(models: list[Entry], step: int) -> list[str]:
     if further := [model["label"] for model in models if model["last_step"] > step]:
         was = "was" if len(further) == 1 else "were"
         lines.append(f"{', '.join(further)} {was} trained past step {step:,}, the last that all runs have.")
+    if busy := [reason for reason in map(_busy, models) if reason]:
+        lines.append(f"Time and memory are not compared, because {'; '.join(busy)}.")
     for model in others:
         pair = f"{model['label']} and {baseline['label']}"
         if reasons := list(verdict.unlike(model, baseline, NOT_COMPARABLE)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,14 +23,20 @@ NUMBERS = {
 """Headline number of a measurement -> its name in sentences."""
 
 
+SIGNIFICANT = 2.0
+"""Standard errors that a difference must exceed to be called one."""
+PRINTED = 0.005
+"""Smallest change, times 10^-2, that does not print as zero."""
+
 NOT_COMPARABLE = (
-    ("the data differ", "data", "hash", "name"),
     ("the token policies differ", "token_policy", "name"),
     ("the numbers of sequences that begin with the BOS token differ", "token_policy", "begin_with_bos"),
     ("the sequence lengths differ", "data", "sequence_length"),
     ("the numbers of sequences differ", "data", "sequences"),
 )
 """Differences that make two measurements incomparable, see `unlike`."""
+DATA = ("the data differ", "data", "hash", "name")
+"""The data of two results, in the terms of `unlike`."""
 OTHER_REASONS = (
     ("the precisions differ", "model", "dtype"),
     ("the seeds differ", "run", "seed"),
@@ -60,29 +67,55 @@ def headline(table: pd.DataFrame, models: list[Entry]) -> dict[str, Finding]:
 
 
 def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
-    """The redundancy change (JREG, Eq. 7): difference of the mean displacements, its mean over layers and maximum."""
-    rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
-    change = 100 * rows[rows.statistic == "mean"].set_index("layer")["difference"]
+    """The redundancy change (JREG, Eq. 7): in how many layers displacement differs, by which median, and where most.
+
+    A layer counts where the difference is larger than `SIGNIFICANT` standard errors and than the printed precision.
+    The errors of both models are taken as independent, which overstates them where both read the same text.
+    """
+    change = 100 * _displacements(table, model, "mean", "difference")
     change = change[np.isfinite(change.to_numpy(np.float64))]
     if change.empty:
         return
-    greatest = int(change.abs().argmax())
-    mean, layer, peak = float(change.mean()), int(change.index[greatest]), float(change.iloc[greatest])
-    names = f"{model['label']} than in {baseline['label']}"
-    higher = _word(-mean, "higher", "lower", "neither higher nor lower")
-    sentence = (
-        f"Redundancy is {higher} in {names}: displacement changes by {signed(mean)} x 10^-2, averaged over the layers."
-    )
-    yield "redundancy_change", Finding(mean, "x 10^-2", sentence)
-    layers = model["model"]["num_layers"]
-    if size := _word(peak, "larger", "smaller", ""):
+    error = 100 * np.hypot(*(_errors(table, model, entry, change.index) for entry in (model, baseline)))
+    limit = np.maximum(SIGNIFICANT * error, PRINTED)
+    larger, smaller = int((change > limit).sum()), int((change < -limit).sum())
+    layers, median = len(change), float(change.median())
+    labels = f"{model['label']} than in {baseline['label']}"
+    if not larger + smaller:
         sentence = (
-            f"Displacement changes most at layer {layer} of {layers}: it is {abs(peak):.2f} x 10^-2 {size} in {names}."
+            f"No measurable difference: at none of {layers} layers do the displacements of {model['label']} and "
+            f"{baseline['label']} differ by more than their noise."
         )
-    else:
-        labels = f"{model['label']} and {baseline['label']}"
-        sentence = f"At no layer of {layers} do the displacements of {labels} differ by 0.01 x 10^-2 or more."
-    yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence)
+        yield "redundancy_change", Finding(median, "x 10^-2", sentence)
+        return
+    rest = layers - larger - smaller
+    counts = f"at {larger} of {layers} layers and smaller at {smaller}"
+    counts += f", with no measurable difference at {rest}" if rest else ""
+    sentence = f"Displacement is larger in {labels} {counts}; the median change is {signed(median)} x 10^-2."
+    yield "redundancy_change", Finding(median, "x 10^-2", sentence)
+    peaks = change[change.abs() > limit]
+    layer = int(peaks.index[int(peaks.abs().argmax())])
+    peak = float(change[layer])
+    sentence = (
+        f"Displacement changes most at layer {layer} of {model['model']['num_layers']}: it is {abs(peak):.2f} x 10^-2 "
+        f"{'larger' if peak > 0 else 'smaller'} in {labels}."
+    )
+    yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, float(error[change.index.get_loc(layer)]))
+
+
+def _displacements(table: pd.DataFrame, model: Entry, statistic: str, column: str) -> pd.Series:
+    """A statistic of a model's displacement by layer."""
+    rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
+    return rows[rows.statistic == statistic].set_index("layer")[column].astype("float64")
+
+
+def _errors(table: pd.DataFrame, model: Entry, entry: Entry, layers: pd.Index) -> np.ndarray[Any, Any]:
+    """Standard errors of the mean displacement of `entry` at the depths of the layers of `model`; 0 if unknown."""
+    errors = _displacements(table, entry, "standard_error", "value")
+    depth, depth_of_entry = (one["model"]["num_layers"] for one in (model, entry))
+    same = depth == depth_of_entry
+    at = [int(layer) if same else max(1, round(layer * depth_of_entry / depth)) for layer in layers]
+    return errors.reindex(at).fillna(0.0).to_numpy(np.float64)
 
 
 def _numbers(model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
@@ -92,11 +125,13 @@ def _numbers(model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
         if finding.get("value") is None or base.get("value") is None:
             continue
         difference = float(finding["value"]) - float(base["value"])
+        errors = [float(e) for one in (finding, base) if (e := one.get("standard_error")) is not None]
+        error = math.hypot(*errors) if len(errors) == 2 else None
         sentence = (
             f"{title}: {_amount(finding, model)} in {model['label']} against {_amount(base, baseline)} in "
-            f"{baseline['label']} ({_difference(difference, finding['value'])})."
+            f"{baseline['label']} ({_difference(difference, finding['value'], error)})."
         )
-        yield name, Finding(difference, finding.get("unit", "1"), sentence)
+        yield name, Finding(difference, finding.get("unit", "1"), sentence, error)
 
 
 def _amount(entry: Entry, model: Entry) -> str:
@@ -108,20 +143,16 @@ def _amount(entry: Entry, model: Entry) -> str:
     return number if unit == "1" else f"{number} {unit}"
 
 
-def _difference(value: float, of: float) -> str:
-    """A difference with its sign; differences of the size of rounding errors count as zero."""
-    return f"{value:+.3g}" if abs(value) > 1e-9 * abs(of) else "no difference"
+def _difference(value: float, of: float, error: float | None) -> str:
+    """A difference with its sign, if it is larger than its noise and than rounding errors."""
+    if abs(value) <= 1e-9 * abs(of):
+        return "no difference"
+    return "no measurable difference" if error is not None and abs(value) <= SIGNIFICANT * error else f"{value:+.3g}"
 
 
 def signed(value: float, digits: int = 2) -> str:
     """A number with its sign; no sign if it rounds to zero."""
     return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
-
-
-def _word(value: float, positive: str, negative: str, zero: str) -> str:
-    """The word for the sign of a number at its printed precision."""
-    rounded = round(value, 2)
-    return positive if rounded > 0 else negative if rounded < 0 else zero
 
 
 def baseline_of(models: list[Entry]) -> tuple[Entry, list[Entry]]:
@@ -136,7 +167,7 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
     lines = []
     for model in others:
         pair = f"{model['label']} and {baseline['label']}"
-        if reasons := list(unlike(model, baseline, NOT_COMPARABLE)):
+        if reasons := [*other_text(model, baseline), *unlike(model, baseline, NOT_COMPARABLE)]:
             lines.append(f"{pair}: the numbers are not comparable because {'; '.join(reasons)}.")
         if reasons := list(unlike(model, baseline, OTHER_REASONS, where_stated=True)):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {'; '.join(reasons)}.")
@@ -156,6 +187,18 @@ def depth_warning(model: Entry, baseline: Entry) -> list[str]:
         f"{model['label']} and {baseline['label']} have {layers[0]} and {layers[1]} layers: what one "
         "layer does (displacement, norm_ratio, saturation counts) shrinks as layers are added."
     ]
+
+
+def other_text(model: Entry, baseline: Entry) -> Iterator[str]:
+    """A reason if two models read different text; tokens may differ where the text is the same.
+
+    Results that do not state the hash of their text are compared by the hash of their data.
+    """
+    hashes = [(entry.get("data") or {}).get("text_hash") for entry in (model, baseline)]
+    if None in hashes:
+        yield from unlike(model, baseline, [DATA])
+    elif hashes[0] != hashes[1]:
+        yield from unlike(model, baseline, [("the data differ", "data", "text_hash", "name")])
 
 
 def unlike(

@@ -15,7 +15,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.encoding import Limits, encode
 from fulldepth.data.labels import Labels, align_labels, sample
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import Record, Source
+from fulldepth.data.sources import Record, Source, content_hash
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
@@ -125,6 +125,7 @@ def _texts(
         kind=source.kind,
         task=task,
         hash=_text_hash(task, examples, targets),
+        text_hash=content_hash(source),
         examples=examples,
         collate=partial(collate_texts, examples, pad_id=_pad_id(tokenizer, vocab_size), targets=targets),
         lengths=[len(example) for example in examples],

@@ -78,6 +78,8 @@ class Sequences:
     or a `single` one."""
     warnings: list[str] = field(default_factory=list)
     """One sentence for each kind of data that was cut, dropped or not found."""
+    text_hash: str | None = None
+    """`sha256:...` over the texts of the source, whatever the tokenizer; None for images."""
     no_targets: str | None = None
     """Reason why no position has a target although the task's head predicts tokens; None otherwise."""
 

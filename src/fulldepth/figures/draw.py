@@ -168,7 +168,7 @@ def set_first_apart(drawn: go.Figure, names: Iterable[str], form: str = ".3g") -
         return drawn
     low, high = scale_without(rest)
     note = {
-        "x": layer, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top", "showarrow": False,
+        "x": layer, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top", "xshift": 14, "showarrow": False,
         "text": f"\u2191 {layer_name(int(layer))}: {first[0]:{form}}", "font": {"size": 11, "color": MUTED},
     }  # fmt: skip
     meta = {**drawn.layout.meta, "apart": {"layer": layer, "lines": sorted(wanted)}}

@@ -234,8 +234,9 @@ FIGURES = (
                 (
                     "Training time leaves evaluating and saving out. Throughput counts the tokens of all processes "
                     "since the previous evaluation. Peak memory is the most that was allocated on the accelerator so "
-                    "far, or, without one, that the process held, libraries included: its ratios are then closer to "
-                    "one than those of the training itself."
+                    "far, or, without one, that the process held since the run began, libraries included: its "
+                    "ratios are then closer to one than those of the training itself. Time and memory are compared "
+                    "only of runs during which other programs used at most 10 % of the machine’s CPU time."
                 ),
             ),
         ),

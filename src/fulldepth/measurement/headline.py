@@ -12,6 +12,8 @@ from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE
 
 ERROR = "standard_error"
+SIGNIFICANT = 2.0
+"""Standard errors that a jump must exceed to be called one."""
 
 
 def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, Finding]:
@@ -67,9 +69,19 @@ def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
     for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2")):
         layer = num_layers - back
         value, error = (_value(table, "jump_rate", statistic, layer) for statistic in ("value", ERROR))
-        sentence = describe_jump(value) if back == 0 else _growth(value, layer)
+        noise = error if math.isfinite(error) else 0.0
+        if 0 < value <= SIGNIFICANT * noise:
+            sentence = _no_measurable_jump(value, noise, layer, back)
+        else:
+            sentence = describe_jump(value) if back == 0 else _growth(value, layer)
         findings[name] = Finding(value, "%", sentence, error)
     return findings
+
+
+def _no_measurable_jump(value: float, error: float, layer: int, back: int) -> str:
+    """A sentence on a jump rate that is not larger than its noise."""
+    subject = "The last layer displaces" if back == 0 else f"From layer {layer} on, no layer displaces"
+    return f"{subject} no more than the one before by any measurable amount ({value:.2g} ± {error:.2g} points)."
 
 
 def _growth(value: float, layer: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -18,6 +16,7 @@ from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names
+from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
 from fulldepth.measurement import tokens
 from fulldepth.measurement.batching import batched
@@ -104,6 +103,7 @@ def measure_with(
 ) -> Results:
     """`measure` with its settings resolved and its process group joined."""
     start = time.perf_counter()
+    reset_peak()
     if isinstance(model, torch.nn.Module):
         model = unwrapped(model)
     with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
@@ -219,6 +219,7 @@ def _document(
             "name": sequences.name,
             "kind": sequences.kind,
             "hash": sequences.hash,
+            "text_hash": sequences.text_hash,
             "sequences": len(sequences),
             "tokens": sum(sequences.lengths) or setup.num_sequences * setup.sequence_length,
             "sequence_length": setup.sequence_length,
@@ -232,7 +233,7 @@ def _document(
             "total": seconds.pop("total"),
             "measures": seconds,
         },
-        "memory": {**plan.memory, "peak": peak_memory(subject.device)},
+        "memory": {**plan.memory, "peak": run_peak(subject.device)},
         "sampling": sampling(subject, settings, setup, table, data_pass.lens_error),
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
@@ -241,11 +242,3 @@ def _document(
         "router_tokens": data_pass.router_tokens,
     }
     return finite(document)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of the accelerator, or of this process on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

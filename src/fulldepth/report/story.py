@@ -22,8 +22,12 @@ NOISE = 2.0
 """Standard errors below which a difference is not mentioned."""
 FAR = 1.5
 """Ratio to the median layer from which the last layer, or one in the middle, is called different."""
+COMPARE = "fulldepth compare THIS_FOLDER OTHER_FOLDER --output comparison/"
+"""Suggested for models whose blocks cannot be searched."""
 BUILTIN = "corpus:builtin"
 """Name of the built-in corpus, of which each command reads the part that it needs."""
+EARLY = 0.9
+"""Share of the layers up to which the effective depth is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
 
@@ -195,7 +199,7 @@ def _late(facts: Facts, values: Mapping[str, float]) -> str:
 def _early(facts: Facts, values: Mapping[str, float]) -> str:
     """The first layer that is nearly as accurate as the last, if it is not the last."""
     depth = round(values.get("effective_depth", 1.0) * facts.layers)
-    if depth >= facts.layers:
+    if depth > EARLY * facts.layers:
         return ""
     return f"Layer {depth} already has 95 % of the last layer’s accuracy."
 
@@ -212,11 +216,11 @@ def _outlier(facts: Facts) -> str:
     return f"In the middle, layer {layer} stands out: {ratio:.1f} times the median."
 
 
-def _next(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
-    """What to run next, and why; None for models whose blocks cannot be searched."""
+def _next(meta: Mapping[str, Any], layers: int) -> dict[str, str]:
+    """What to run next, and why: the search for blocks that can go, or a comparison where there is no such search."""
     model, data = meta.get("model") or {}, meta.get("data") or {}
     if model.get("task") != "causal-lm" or not model.get("name"):
-        return None
+        return {"why": "measure another model on the same data:", "command": COMPARE}
     blocks = min(BLOCKS, max(1, layers // 6))
     texts = str(data.get("name") or "") if data.get("kind") in ("text", "pairs") else ""
     if texts.startswith(BUILTIN):

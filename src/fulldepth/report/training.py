@@ -172,12 +172,12 @@ def _jumps(meta: Meta) -> Table:
         ("Last layer", "zeta_L", "zeta_L", "+.1f"),
         ("Last two layers", "zeta_L-1", "zeta_L-1", "+.1f"),
         ("Last three layers", "zeta_L-2", "zeta_L-2", "+.1f"),
-        ("Displacement, mean change", "", "redundancy_change", "+.2f"),
+        ("Displacement, median change", "", "redundancy_change", "+.2f"),
         ("Displacement, greatest change", "", "greatest_redundancy_change", "+.2f"),
     )
     note = (
         "Jump rates ζ with the difference from the baseline in percentage points; then, times 10⁻², the change of the "
-        "layers’ displacement: its mean over layers, and where it is greatest."
+        "layers’ displacement: its median over layers, and where it is greatest beyond noise."
     )
     return _by_run(meta, "Jump rates and redundancy", columns, note)
 
@@ -191,7 +191,7 @@ def _costs(meta: Meta) -> Table:
     )
     note = (
         "Time and throughput are medians over the intervals between evaluations, evaluating and saving left out; "
-        "× is a multiple of the baseline’s."
+        "× is a multiple of the baseline’s, given where the machine was otherwise idle."
     )
     return _by_run(meta, "Time and memory", columns, note)
 

@@ -57,6 +57,7 @@ class Data(Part):
     name: str | None = None
     kind: str | None = None
     hash: str | None = None
+    text_hash: str | None = None
     sequences: Whole | None = None
     tokens: Whole | None = None
     documents: Whole | None = None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +13,12 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fulldepth.distributed import any_process, current
+from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
 from fulldepth.training.evaluation import Evaluation, Evaluator
+from fulldepth.training.load import OtherLoad
 from fulldepth.training.record import Record, Stopwatch
 from fulldepth.training.resume import RunNotes
 from fulldepth.training.settings import TrainSettings
@@ -55,6 +55,8 @@ class Conductor(TrainerCallback):
         self.tally = Tally()
         self.carried: dict[str, list[float]] = dict(notes.tally) if current().is_main else {}
         self.clock = Stopwatch(notes.elapsed)
+        self.other_load = OtherLoad()
+        reset_peak()
         self.trainer: Any = None
         self.stop_asked = False
         self._notes, self._evaluated = notes, notes.evaluated
@@ -175,7 +177,8 @@ class Conductor(TrainerCallback):
             "learning_rate": (self._rate, "value", "1") if step else None,
             "throughput": speed,
             "elapsed": (self.clock.elapsed, "value", "s"),
-            "peak_memory": (peak_memory(), "value", "MiB"),
+            "peak_memory": (run_peak() / 2**20, "value", "MiB"),
+            "other_load": (self.other_load.share(), "value", "1"),
         }
         if self.trainer.args.should_save:
             self.record.add(step, evaluation, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
@@ -220,14 +223,6 @@ def stopping(conductor: Conductor) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def peak_memory() -> float:
-    """Peak memory in MiB: of the accelerator, else of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def _line(

@@ -150,6 +150,8 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     record.complete = True
     if trainer.args.should_save:
         record.save()
+        if conductor.after_evaluation is not None:
+            conductor.after_evaluation(record.folder)  # the page says that the run is complete
         if checkpoints := sealed_checkpoints(record.folder):
             put_together(checkpoints[-1][1], watcher)
     return record.results()

@@ -120,7 +120,7 @@ function layerBand() {
 }
 
 function draw(plot) {
-  if (!window.Plotly || !(paper() || plot.div.parentElement.clientWidth)) return; // folded: drawn when it is opened
+  if (!window.Plotly || (!paper() && plot.div.closest("details.more:not([open])"))) return; // drawn when it is opened
   const now = current(plot.name);
   plot.div.hidden = !now;
   plot.missing.hidden = Boolean(now);
