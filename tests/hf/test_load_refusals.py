@@ -209,9 +209,13 @@ def test_an_unknown_dtype(saved):
     refused(saved, "int8", dtype=torch.int8)
 
 
-@pytest.mark.parametrize("device", ["tpu9", "", "cuda:99", "mps"])
+@pytest.mark.parametrize("device", ["tpu9", "", "cuda:99"])
 def test_a_device_that_is_not_there(saved, device):
     refused(saved, f"Device {device!r}", device=device)
+
+
+def test_mps_is_refused_because_it_has_no_float64(saved):
+    refused(saved, "float64", device="mps")
 
 
 def test_a_device_without_memory_is_refused(saved):

@@ -41,7 +41,7 @@ Heldout = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:1, mps. [default: the first accelerator]", rich_help_panel=LOADING),
+    typer.Option(help="cpu, cuda, cuda:1. [default: the first accelerator]", rich_help_panel=LOADING),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.", rich_help_panel=LOADING)]
 RemoteCode = Annotated[

@@ -73,12 +73,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     """The named device; for None the first accelerator, else the CPU.
 
     Raises:
-        FulldepthError: if the name is invalid or the device cannot be used.
+        FulldepthError: if the name is invalid, or the device cannot be used or has no float64 (Apple's MPS).
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
+        if picked.type == "mps":
+            raise FulldepthError("Sums are accumulated in float64, which MPS does not have. Use --device cpu.")
         torch.zeros(1, device=picked).item()  # a device that holds nothing fails here
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200]

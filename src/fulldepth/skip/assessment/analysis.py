@@ -81,7 +81,7 @@ def discrepancies(
             num_tokens=tokens,
             reservoir_tokens=min(reservoir_tokens, tokens),
             seed=seed,
-            device=torch.device("cpu") if device.type == "mps" else device,  # MPS has no float64
+            device=device,
         )
     )
     _keep_alone(measure, *(measure.setup.reservoir(site) for site in measure.sites))
