@@ -17,8 +17,8 @@ import yaml
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.results import Results
 
-STEPS = 60
-SECONDS = 120
+STEPS = 200
+SECONDS = 300
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,9 @@ def recipe(tmp_path_factory):
         "steps": STEPS,
         "global_batch_size": 4,
         "sequence_length": 16,
-        "eval_every": 20,
+        "eval_every": 100,
         "save_every": 20,
+        "keep_checkpoints": 3,
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     return folder / "mine.yaml", folder / "text.jsonl"
@@ -88,5 +89,5 @@ def test_the_advised_command_goes_on(main, recipe, tmp_path):
     assert not (out / "results.json").exists(), "it was interrupted too late"
     code, _, err = main(*advised)
     assert code == 0, err
-    assert "Checkpoint 1 of 3: step 20 is measured already" in err
-    assert set(Results.load(out).table.step) == set(range(20, STEPS + 1, 20))
+    assert "Checkpoint 1 of 3: step 160 is measured already" in err
+    assert set(Results.load(out).table.step) == {160, 180, 200}
