@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution.stacks import Stacks, stack_rows
 from fulldepth.hf import Anatomy
 
 SITES = {
@@ -52,25 +53,12 @@ class Activations:
         self._seen: dict[tuple[str, int], Tensor] = {}
         self._turns: Counter[tuple[str, int]] = Counter()
         self._versions: dict[tuple[str, int], int] = {}
-        self._stacks: dict[str, Tensor] = {}
-        self._rows: dict[tuple[str, int], tuple[str, int]] = {}
-        self._stacked: set[tuple[str, int]] = set()
-        self._device: torch.device | None = None
+        self.stacks = Stacks({}, torch.device("cpu"))
 
     def clear(self, *, keep_stacks: bool = True) -> None:
-        """Drop all states before the next forward pass.
-
-        Args:
-            keep_stacks: whether that pass may overwrite the tensors that `stack` returned, if it is `stacked`.
-        """
+        """Drop all states before the next pass, which overwrites the tensors of `stacked` unless `keep_stacks` is off."""
         self._seen.clear()
-        self._stacked.clear()
-        if not keep_stacks:
-            self._stacks = {}
-
-    def stack_rows(self, rows: dict[tuple[str, int], tuple[str, int]], device: torch.device) -> None:
-        """Copy these states (key -> site, row) into one tensor per site as soon as the model computes them."""
-        self._rows, self._device = rows, device
+        self.stacks.clear(keep=keep_stacks)
 
     def begin(self) -> None:
         """Called at the start of a forward pass: resets the call counts of shared blocks."""
@@ -94,23 +82,10 @@ class Activations:
 
     def record(self, site: str, layer: int, state: Tensor) -> None:
         """Store one state of a 1-based layer."""
-        if (site, layer) in self._rows and self._into_stack(site, layer, state):
+        if self.stacks.put((site, layer), state):
             return
         self._seen[site, layer] = state
         self._versions[site, layer] = 0 if state.is_inference() else state._version
-
-    def _into_stack(self, name: str, layer: int, state: Tensor) -> bool:
-        """Copy a state into its site's tensor; False if the shape of that tensor is not known yet."""
-        site, row = self._rows[name, layer]
-        stack = self._stacks.get(site)
-        if state.ndim == 3 and (stack is None or stack.shape[1:] != state.shape or stack.dtype != state.dtype):
-            states = 1 + max(row for other, row in self._rows.values() if other == site)
-            stack = self._stacks[site] = torch.empty(states, *state.shape, dtype=state.dtype, device=self._device)
-        if stack is None or state.numel() != stack[row].numel():
-            return False
-        stack[row] = state.view(stack.shape[1:])
-        self._stacked.add((name, layer))
-        return True
 
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
@@ -143,9 +118,8 @@ class Activations:
 
     def _read(self, name: str, layer: int) -> Tensor:
         """One state, `[B, T, D]` even if the module works on `[B T, D]`; raises an error if it was overwritten."""
-        if (name, layer) in self._stacked:
-            site, row = self._rows[name, layer]
-            return self._stacks[site][row]
+        if (stacked := self.stacks.get((name, layer))) is not None:
+            return stacked
         if (name, layer) not in self._seen:
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
@@ -157,7 +131,7 @@ class Activations:
 
     def _first(self) -> Tensor:
         """h_0: the input of the first block, which is its x unless the block sums several states to x."""
-        return self._read("h0" if ("h0", 1) in self._seen or ("h0", 1) in self._stacked else "x", 1)
+        return self._read("h0" if ("h0", 1) in {*self._seen, *self.stacks.held} else "x", 1)
 
     def _branch(self, site: str, layer: int) -> Tensor:
         """A branch's contribution to the stream: with several streams, its output times the sum of their weights."""
@@ -176,8 +150,8 @@ class Activations:
 
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
-        if site in self._stacks and {key for key, place in self._rows.items() if place[0] == site} <= self._stacked:
-            return self._stacks[site]
+        if (whole := self.stacks.whole(site)) is not None and device in (None, whole.device):
+            return whole
         states = self[site]
         device = device or states[-1].device
         return torch.stack([state.to(device) for state in states])
@@ -197,8 +171,8 @@ def capture(
         sites: keys of `SITES` and `COEFFICIENTS`.
         grad: keep the states in the graph (for losses), and record only while gradients are enabled; else states are
             detached.
-        stacked: device to which states are copied as the model computes them, so that `stack` costs no second copy;
-            the tensors are overwritten by the next pass. None = states are kept where they are.
+        stacked: device on which states are copied into one tensor per site, which the next pass overwrites, as soon as
+            the model computes them. None = states are kept where they are.
 
     Raises:
         FulldepthError: for an unknown site, or a site for which this family has no module.
@@ -214,7 +188,8 @@ def capture(
         turns = _turns(anatomy)
         points = list(_merged(_points(anatomy, set(sites))))
         if stacked is not None:
-            activations.stack_rows(_stack_rows(points, set(sites), anatomy), stacked)
+            captured = {(point.name, layer) for point in points for layer in point.layers}
+            activations.stacks = Stacks(stack_rows(captured, sites, anatomy.num_layers), stacked)
         for point in points:
             layers = turns[point.layers[0]]
             if grad and point.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
@@ -265,28 +240,6 @@ def _merged(points: Iterable[HookPoint]) -> Iterator[HookPoint]:
         earlier = merged.get(key)
         merged[key] = point if earlier is None else earlier._replace(layers=(*earlier.layers, *point.layers))
     yield from merged.values()
-
-
-def _stack_rows(
-    points: Iterable[HookPoint], sites: set[str], anatomy: Anatomy
-) -> dict[tuple[str, int], tuple[str, int]]:
-    """Captured state -> the site that consists of such states, and its row there; sites of sums are left out."""
-    captured = {(point.name, layer) for point in points for layer in point.layers}
-    rows = {("y", layer): ("residual", layer) for layer in range(1, anatomy.num_layers + 1)}
-    if ("h0", 1) in captured:
-        rows["h0", 1] = ("residual", 0)
-    else:
-        rows["x", 1] = ("residual", 0)
-    for site in ("attention_output", "value"):
-        rows |= {(site, layer): (site, layer - 1) for layer in range(1, anatomy.num_layers + 1)}
-    rows = {key: place for key, place in rows.items() if key in captured and place[0] in sites}
-    whole = {site for site in sites if sum(place[0] == site for place in rows.values()) == _states(site, anatomy)}
-    return {key: place for key, place in rows.items() if place[0] in whole}
-
-
-def _states(site: str, anatomy: Anatomy) -> int:
-    """Number of states of a site of all layers."""
-    return anatomy.num_layers + (site == "residual")
 
 
 def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
