@@ -37,7 +37,7 @@ Table = dict[str, list[Any]]
 """A row's name -> its numbers."""
 
 KEYS = ("measure", "site", "layer", "other", "statistic")
-OF_THE_MACHINE = {"throughput", "elapsed", "peak_memory"}
+OF_THE_MACHINE = {"throughput", "elapsed", "peak_memory", "other_load"}
 MEASURED = ["llama", "depth_llama-dynamic", "gemma2", "gpt_neox", "bert", "vit"]
 MODEL = {
     "type": "llama",

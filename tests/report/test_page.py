@@ -16,6 +16,7 @@ from fulldepth.results import Results
 pytestmark = pytest.mark.browser
 KINDS = ["language_model", "series", "classifier", "comparison", "minimal"]
 EMPTY = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.hidden)
+    .filter((div) => !div.closest("details.more:not([open])"))  // folded figures are drawn when they are opened
     .filter((div) => !(div.data || []).some((trace) =>
         (trace.z || trace.y || []).flat().some((value) => value != null)))
     .map((div) => div.dataset.figure)"""
@@ -227,7 +228,9 @@ def test_every_figure_has_its_numbers_as_a_table(pages, visit):
 
 BACKGROUNDS = """() => {
     const page = [document.documentElement, document.querySelector(".lens th")];
-    const plots = [...document.querySelectorAll(".plot .main-svg:first-child")].map((svg) => svg.style.background);
+    const shown = (svg) => !svg.closest("details.more:not([open])");
+    const all = [...document.querySelectorAll(".plot .main-svg:first-child")].filter(shown);
+    const plots = all.map((svg) => svg.style.background);
     return page.map((node) => getComputedStyle(node).backgroundColor).concat(plots.filter(Boolean));
 }"""
 
@@ -403,6 +406,7 @@ def test_runs_may_be_named_like_anything(synthetic, visit, tmp_path, kind):
     table = whole[few].assign(model=whole["model"].replace(renamed))
     page = visit(write(Results(table, meta).save(tmp_path)), color_scheme="dark")
     assert page.evaluate(EMPTY) == []
+    unfold(page)
     assert page.evaluate(SIZES) == 0
     names = page.evaluate(
         "[...document.querySelectorAll('.plot')].flatMap((div) => (div.data || []).map((trace) => trace.name))"
