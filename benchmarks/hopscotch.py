@@ -3,7 +3,8 @@
     python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages prepare,curve,methods
     python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages wikitext --wikitext valid.txt
 
-`prepare` writes GSM8K as pairs (`choose.jsonl`, `read.jsonl`: question and answer), and task files for lm-eval; `curve`
+`prepare` writes GSM8K as pairs (`choose.jsonl`, `read.jsonl`: question and answer), 64 short prompts and 32 short pairs
+for `fulldepth skip search` (`prompts.jsonl`, `answers.jsonl`), and task files for lm-eval (`--lm-eval FOLDER`); `curve`
 removes up to 12 blocks greedily, on GSM8K's answers; `methods` compares every search for 4 and 8 blocks over three
 seeds of the choosing rows; `wikitext` is the curve on text. Blocks are chosen on 16 rows, and losses are read on 40
 others (written to `heldout.jsonl`): of GSM8K's train.jsonl and test.jsonl, of the two halves of the text. Nothing is
@@ -32,6 +33,8 @@ from fulldepth.skip.assessment.breakpoint import find_breakpoint
 CHOOSE, READ, LONGEST, BATCH = 16, 40, 160, 4
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
 CURVE = 12
+OWN, ANSWERS = 64, 32
+"""Short prompts that the model answers itself, and short rows with the answers of GSM8K, for `skip search`."""
 QUESTIONS = {"arc_easy": "arc_easy_test", "arc_challenge": "arc_challenge_test"}
 
 
@@ -57,8 +60,11 @@ def prepare(folder: Path, gsm8k: Path, lm_eval: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for source, target in (("train", "choose"), ("test", "read")):
         rows = map(json.loads, (gsm8k / f"{source}.jsonl").read_text(encoding="utf-8").splitlines())
-        pairs = ({"prompt": row["question"], "response": row["answer"]} for row in rows)
-        (folder / f"{target}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+        _write(folder / f"{target}.jsonl", [{"prompt": row["question"], "response": row["answer"]} for row in rows])
+    lines = (folder / "choose.jsonl").read_text(encoding="utf-8").splitlines()
+    short = [pair for pair in map(json.loads, lines) if len(pair["prompt"]) <= 200 and len(pair["response"]) <= 220]
+    _write(folder / "prompts.jsonl", [{"prompt": pair["prompt"]} for pair in short[:OWN]])
+    _write(folder / "answers.jsonl", short[OWN : OWN + ANSWERS])
     if lm_eval is None:
         return
     for task, file in QUESTIONS.items():
@@ -68,6 +74,10 @@ def prepare(folder: Path, gsm8k: Path, lm_eval: Path | None) -> None:
     _task(folder, "piqa", lm_eval / "piqa_valid.jsonl", goal)
     ending = 'doc_to_text: "{{context}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
     _task(folder, "hellaswag", lm_eval / "hellaswag_val.jsonl", ending)
+
+
+def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _task(folder: Path, name: str, data: Path, questions: str) -> None:
