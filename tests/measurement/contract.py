@@ -52,9 +52,10 @@ def rows(layers, measures, *, projections=(), attention=True, value=True, normed
         "effective_depth": [("residual", None, None, s, "layers") for s in ("eps=0.05", "relative_eps=0.05")],
         "nc1": [("residual", n, None, "value", "1") for n in all_layers],
         "renyi_entropy": [
-            (site, n, None, "mean:plain:1", "nats")
+            (site, n, None, f"{s}:plain:1", "nats")
             for site, where in (("residual", all_layers), ("value", inner if value else ()))
             for n in where
+            for s in ("mean", ERROR)
         ],
         "separability": [
             (site, n, None, s, "1")
@@ -76,7 +77,7 @@ def free(row):
     measure, _, _, _, statistic, _ = row
     if measure == "effective_depth":
         return re.fullmatch(r"(standard_error_of_)?(relative_)?eps=0\.\d+", statistic) is not None
-    return measure == "renyi_entropy" and re.fullmatch(r"mean:\w+:[\d.]+", statistic) is not None
+    return measure == "renyi_entropy" and re.fullmatch(r"(mean|standard_error):\w+:[\d.]+", statistic) is not None
 
 
 def check(table, promised):

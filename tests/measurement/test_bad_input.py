@@ -390,5 +390,5 @@ def test_interrupted(main, model, text_file, output, monkeypatch):
     monkeypatch.setattr("fulldepth.measurement.run.run_pass", stop)
     outcome = main("measure", model, "--data", text_file, "--output", output, *FEW)
     assert outcome.code == 130
-    assert "goes on where it stopped" in outcome.err
+    assert "Start again with: fulldepth measure" in outcome.err
     assert "Traceback" not in outcome.err

@@ -58,4 +58,4 @@ def test_a_model_that_fails_on_the_beginnings_is_proven_on_the_whole(tokenizer):
             raise ValueError("too short")
 
     model.model.register_forward_pre_hook(needs_length, with_kwargs=True)
-    assert len(measured(model, tokenizer).values("displacement", "mean")) == model.config.num_hidden_layers + 1
+    assert len(measured(model, tokenizer).values("displacement", "mean", "residual")) == model.config.num_hidden_layers

@@ -142,8 +142,8 @@ def test_a_capped_sample_does_not_depend_on_the_batches(trained, text_file):
         }.items()
     )
     counts = results[0].table.groupby(["measure", "statistic"])["count"].max()
-    assert counts["cka", "debiased"] == counts["cosine", "mean"] == 50
-    assert counts["cosine", "mean_raw"] == 192
+    assert counts["cka", "biased"] == counts["cosine", "mean"] == 50
+    assert counts["cka", "debiased"] == counts["cosine", "mean_raw"] == 192
     assert counts["lens_loss", "mean"] == counts["lens_accuracy", "mean"] == 30
     assert counts["renyi_entropy", "mean:plain:1"] == 5
 
