@@ -86,6 +86,7 @@ def test_an_image_classifier(checkpoint, picture_folder):
     assert results.meta["data"] | {"hash": None} == {
         "name": picture_folder.name,
         "kind": "images",
+        "text_hash": None,
         "hash": None,
         "sequences": 12,
         "tokens": 12 * 17,
