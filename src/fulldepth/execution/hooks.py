@@ -56,7 +56,7 @@ class Activations:
         self.stacks = Stacks({}, torch.device("cpu"))
 
     def clear(self, *, keep_stacks: bool = True) -> None:
-        """Drop all states before the next pass, which reuses the tensors of `stacked` unless `keep_stacks` is off."""
+        """Drop all states before the next pass; with `keep_stacks` it overwrites the tensors of `stacked`."""
         self._seen.clear()
         self.stacks.clear(keep=keep_stacks)
 
