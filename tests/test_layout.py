@@ -47,13 +47,13 @@ ARROWS: dict[str, set[str]] = {
     "execution": {"hf", "metrics"},
     "losses": {"execution", "hf", "metrics"},
     "results": {"figures", "pages"},
-    "report": {"results", "figures"},
+    "reporting": {"results", "figures"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
-    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "report", "results", "settings"}),
-    "api": NOUNS | VERBS | COMPOSITIONS | {"bars", "report", "settings"},
-    "cli": VERBS | COMPOSITIONS | {"bars", "console", "report", "results", "settings"},
+    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "reporting", "results", "settings"}),
+    "api": NOUNS | VERBS | COMPOSITIONS | {"bars", "reporting", "settings"},
+    "cli": VERBS | COMPOSITIONS | {"bars", "console", "reporting", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": NOUNS | VERBS | COMPOSITIONS | {"api", "autoclasses", "figures", "pages", "report", "settings"},
+    "__init__": NOUNS | VERBS | COMPOSITIONS | {"api", "autoclasses", "figures", "pages", "reporting", "settings"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
 EVERYWHERE = {
@@ -74,7 +74,7 @@ LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glo
 OPTIONAL = {"bitsandbytes", "gguf", "gptqmodel", "lm_eval", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
-WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".report", ".results"]
+WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".reporting", ".results"]
 UNITS = {"1", "%", "nats", "tokens", "layers"}
 
 LIMITS = {"src": (400, 60), "tests": (500, 100)}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fulldepth.api.comparing import compare as compare
     from fulldepth.api.demonstrating import demo as demo
     from fulldepth.api.measuring import measure as measure
+    from fulldepth.api.reporting import report as report
     from fulldepth.api.training import train as train
     from fulldepth.errors import FulldepthError as FulldepthError
     from fulldepth.results import Results as Results
@@ -27,6 +28,7 @@ _HOME = {
     "compare": "api.comparing",
     "demo": "api.demonstrating",
     "measure": "api.measuring",
+    "report": "api.reporting",
     "train": "api.training",
 }
 """Public name -> the subpackage that defines it."""
@@ -40,7 +42,7 @@ _ROOMS = (
     "losses",
     "measurement",
     "metrics",
-    "report",
+    "reporting",
     "results",
     "settings",
     "skip",
@@ -64,4 +66,4 @@ def __dir__() -> list[str]:
 
 
 announce()
-pages.connect(lambda results: __getattr__("report").render(results))
+pages.connect(lambda results: __getattr__("reporting").render(results))

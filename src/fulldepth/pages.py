@@ -1,4 +1,4 @@
-"""The page of results. `fulldepth.report` renders it and depends on `Results`, whose methods write and show it.
+"""The page of results. `fulldepth.reporting` renders it and depends on `Results`, whose methods write and show it.
 
 The package's `__init__` connects the two, so that `results` imports nothing above it.
 """

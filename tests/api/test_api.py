@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import fulldepth
-from fulldepth import demonstration, measurement, report
+from fulldepth import demonstration, measurement, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_writes_the_page_and_refuses_a_second_run(trained: Path) -> None:
-    assert (trained / "run" / PAGE).read_text() == report.render(Results.load(trained / "run"))
+    assert (trained / "run" / PAGE).read_text() == reporting.render(Results.load(trained / "run"))
     with pytest.raises(FulldepthError, match="already holds a run"):
         fulldepth.train(trained / "mine.yaml", trained / "run")
     with pytest.raises(FulldepthError, match="Unknown setting 'stepz'"):
@@ -153,7 +153,7 @@ def test_the_functions_are_plain_and_documented_with_an_example() -> None:
         assert inspect.isfunction(function)
         assert f"fulldepth.{name}(" in function.__doc__.partition("```python")[2]
         assert set(inspect.signature(function).parameters) >= {"output"}
-    assert callable(fulldepth.report)
+    assert callable(fulldepth.reporting)
     assert set(inspect.signature(measurement.measure).parameters) - {"options"} <= set(
         inspect.signature(fulldepth.measure).parameters
     ), "what the room's function takes by name, the public one takes too"

@@ -10,7 +10,7 @@ from filelock import FileLock
 from fulldepth.demonstration import train_demo
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
-from fulldepth.report import write
+from fulldepth.reporting import write
 from fulldepth.results import DOCUMENT, PAGE, Results, tabulate
 
 

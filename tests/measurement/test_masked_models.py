@@ -15,7 +15,7 @@ from fulldepth.data import open_source, prepare
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.families import FAMILIES
 from fulldepth.measurement import measure
-from fulldepth.report.measured import about
+from fulldepth.reporting.measured import about
 from measurement import contract, oracle
 
 T, N = 16, 5

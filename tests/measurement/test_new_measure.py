@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import fulldepth
-from fulldepth import report
+from fulldepth import reporting
 from fulldepth.metrics import METRICS, Measure, Row
 
 
@@ -59,4 +59,4 @@ def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file
     results.save(tmp_path / "out")
     again = fulldepth.Results.load(tmp_path / "out").table
     assert again[again.measure == "stream_norm"]["value"].tolist() == table["value"].tolist()
-    assert "stream_norm" in report.write(tmp_path / "out").read_text()
+    assert "stream_norm" in reporting.write(tmp_path / "out").read_text()

@@ -14,12 +14,12 @@ from types import ModuleType
 
 import pytest
 
-from fulldepth import report
+from fulldepth import reporting
 from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
-from fulldepth.report.page import embed
-from fulldepth.report.payload import payload
-from fulldepth.report.together import together
+from fulldepth.reporting.page import embed
+from fulldepth.reporting.payload import payload
+from fulldepth.reporting.together import together
 from fulldepth.results import Results
 
 HERE = Path(__file__).parent
@@ -121,7 +121,7 @@ def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
     folder = ground.made["measurement"].save(tmp_path / "out", page=False)
     (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
     with pytest.raises(FulldepthError, match=re.escape("results.json")):
-        report.write(folder)
+        reporting.write(folder)
     assert not (folder / "report.html").exists()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fulldepth import report
+from fulldepth import reporting
 from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.results import PAGE, Results, tabulate
@@ -109,7 +109,7 @@ def test_the_saved_page_is_the_page_of_the_saved_folder(tmp_path: Path) -> None:
     for name, results in {"one": measured(), "both": compare([measured(), measured("b", 2.0)])}.items():
         folder = results.save(tmp_path / name)
         page = (folder / PAGE).read_bytes()
-        assert report.write(folder).read_bytes() == page
+        assert reporting.write(folder).read_bytes() == page
 
 
 def test_show_opens_the_page_or_displays_it_in_a_frame(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_show_opens_the_page_or_displays_it_in_a_frame(monkeypatch: pytest.Monke
     path = measured().show()
     assert path is not None
     assert opened == [path.as_uri()]
-    assert path.read_text(encoding="utf-8") == report.render(measured())
+    assert path.read_text(encoding="utf-8") == reporting.render(measured())
     display = lambda shown_: shown.append(shown_._repr_html_())  # noqa: E731
     monkeypatch.setattr(results_folder, "notebook_display", lambda: display)
     assert measured().show() is None

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fulldepth import launch, measurement, report
+from fulldepth import launch, measurement, reporting
 from fulldepth.api.running import check_free, nested, save_new, watching
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints
@@ -126,7 +126,7 @@ def _measure_path(
     with TemporaryDirectory() if output is None else nullcontext(output) as folder:
         results = measure_into(model, data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
         if output is not None and launch.is_main():
-            report.write(folder)
+            reporting.write(folder)
     return results
 
 

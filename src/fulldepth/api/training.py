@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fulldepth import launch, report, training
+from fulldepth import launch, reporting, training
 from fulldepth.api.running import nested, watching
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -50,10 +50,10 @@ def train(
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     with watching(progress, watcher) as shown:
         results = training.train(
-            resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=report.write
+            resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=reporting.write
         )
     if launch.is_main():
-        report.write(output)
+        reporting.write(output)
     return results
 
 

@@ -51,7 +51,7 @@ def curve_command(
     """
     layer(SearchSettings, settings)  # finds wrong settings before torch is imported
     console.loading()
-    from fulldepth import report
+    from fulldepth import reporting
     from fulldepth.skip import curve
 
     if not resume:
@@ -69,7 +69,7 @@ def curve_command(
             **settings,
         )
     if console.is_main():
-        console.finish(measured.results, report.write(output))
+        console.finish(measured.results, reporting.write(output))
 
 
 @command(skip, "bench", BenchSettings, headline=True)
@@ -101,7 +101,7 @@ def bench_command(
     """
     refuse_existing(output, overwrite)
     console.loading()
-    from fulldepth import report
+    from fulldepth import reporting
     from fulldepth.skip import bench
 
     with bars.watching() as watcher:
@@ -114,7 +114,7 @@ def bench_command(
             watcher=watcher,
             **settings.model_dump(exclude_unset=True),
         )
-    console.finish(results, report.write(output))
+    console.finish(results, reporting.write(output))
 
 
 @command(skip, "quantise", headline=True, alias="quantize")
@@ -159,7 +159,7 @@ def quantise_command(
     if method not in METHODS:
         raise unknown("quantisation", method, METHODS)
     console.loading()
-    from fulldepth import report
+    from fulldepth import reporting
     from fulldepth.skip import quantise
 
     with bars.watching() as watcher:
@@ -182,4 +182,4 @@ def quantise_command(
     for saved in results.meta["saved"]:
         error = f"logit error {saved['logit_error']:.1e}, loaded again in a fresh process"
         console.line(f"Checkpoint: {saved['path']} ({error})")
-    console.finish(results, report.write(output))
+    console.finish(results, reporting.write(output))

@@ -28,7 +28,7 @@ def compare_command(
 
     Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
     """
-    from fulldepth import report
+    from fulldepth import reporting
     from fulldepth.comparison import compare
 
     refuse_existing(output, overwrite)
@@ -37,7 +37,7 @@ def compare_command(
     with locked(output):
         refuse_existing(output, overwrite)
         results.save(output, page=False)
-        page = report.write(output)
+        page = reporting.write(output)
     console.finish(results, page)
 
 
@@ -61,9 +61,9 @@ def report_command(
 
     Example: `fulldepth report out/ curve/ bench/ --output page/`
     """
-    from fulldepth import report
+    from fulldepth import reporting
 
-    typer.echo(f"Page: {report.write_together(folders, output, overwrite=overwrite)}")
+    typer.echo(f"Page: {reporting.write_together(folders, output, overwrite=overwrite)}")
 
 
 @command(app, "demo", headline=True, resumes=True)

@@ -79,7 +79,7 @@ def search_command(
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
     console.loading()
-    from fulldepth import report
+    from fulldepth import reporting
     from fulldepth.results import Results as Saved
     from fulldepth.skip import lines, search_into
 
@@ -97,7 +97,7 @@ def search_command(
             watcher=watcher,
         )
     if console.is_main():
-        page = report.write(output)
+        page = reporting.write(output)
         console.finish(Saved.load(output), rows=lines(plan))
         console.line(f"Plan: {output / 'plan.json'}")
         console.line(f"Page: {page}")

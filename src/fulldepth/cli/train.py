@@ -59,7 +59,7 @@ def train_command(
         raise FulldepthError("A run folder is required: --output RUN.")
     layer(TrainOptions, settings)  # finds wrong settings before torch is imported
     console.loading()
-    from fulldepth import report
+    from fulldepth import reporting
     from fulldepth.training import TrainSettings, dry_run_lines, train
 
     resolved = layer(TrainSettings, settings)
@@ -73,10 +73,10 @@ def train_command(
             resume=resume,
             recipe=Path(recipe).stem,
             watcher=watcher,
-            after_evaluation=report.write,
+            after_evaluation=reporting.write,
         )
     if console.is_main():
-        console.finish(results, report.write(output))
+        console.finish(results, reporting.write(output))
 
 
 @command(app, "train export", resumes=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from fulldepth import report
+from fulldepth import reporting
 from fulldepth.demonstration.training import RECIPES
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
-from fulldepth.report.index import Chapter
+from fulldepth.reporting.index import Chapter
 from fulldepth.results import DOCUMENT, Results
 from fulldepth.settings import layer, read
 from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
@@ -69,7 +69,7 @@ def demo(
         parts["search"] = Results.load(folder / "search")
         parts["bench"] = _bench(name, plan, folder, timed, watcher)
         chapters = _chapters(name, measured, searched, timed)
-        report.write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
+        reporting.write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
     return parts
 
 
@@ -88,13 +88,13 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
 
 def _measure(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
     results = measure_into(name, DATA, folder, layer(MeasureSettings, chosen), series=False, watcher=watcher)
-    report.write(folder)
+    reporting.write(folder)
     return results
 
 
 def _search(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Plan:
     plan = search_into(name, DATA, folder, layer(SearchSettings, chosen), resume=folder.exists(), watcher=watcher)
-    report.write(folder)
+    reporting.write(folder)
     return plan
 
 
@@ -107,7 +107,7 @@ def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher:
         watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
         export(plan, name, "fast", checkpoint)
     results = bench(name, [checkpoint], output, watcher=watcher, **chosen)
-    report.write(output)
+    reporting.write(output)
     return results
 
 

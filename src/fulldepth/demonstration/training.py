@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fulldepth import report
+from fulldepth import reporting
 from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
@@ -59,7 +59,9 @@ def _demo(folder: Path, steps: int, seed: int, watcher: Watcher) -> Results:
         period = -(-steps // CHECKPOINTS)
         changes = {"steps": steps, "seed": seed, "eval_every": period, "save_every": period}
         settings = layer(TrainSettings, read(recipe, "train"), changes)
-        train(settings, folder / name / RUN, resume=True, recipe=name, watcher=watcher, after_evaluation=report.write)
+        train(
+            settings, folder / name / RUN, resume=True, recipe=name, watcher=watcher, after_evaluation=reporting.write
+        )
         _measure(folder / name, settings, seed, watcher)
     _compare(folder, RUN, TRAINING)
     return _compare(folder, RESULTS, COMPARISON)
@@ -77,7 +79,7 @@ def _measure(folder: Path, settings: TrainSettings, seed: int, watcher: Watcher)
         seed=seed,
     )
     measure_into(folder / RUN, "corpus:builtin", folder / RESULTS, chosen, watcher=watcher)
-    report.write(folder / RESULTS)
+    reporting.write(folder / RESULTS)
 
 
 def _compare(folder: Path, part: str, to: str) -> Results:

@@ -1,22 +1,16 @@
-"""Renders results as one self-contained HTML page that works offline and in print; imports no torch.
-
-The module can be called, as the command `fulldepth report`: `fulldepth.report("out/")` rebuilds the page of a folder,
-`fulldepth.report(["plan/", "bench/"], "page/")` makes one page of several.
-"""
+"""Renders results as one self-contained HTML page that works offline and in print; imports no torch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, locked
-from fulldepth.report.index import INDEX, Chapter, render_index
-from fulldepth.report.page import assemble
-from fulldepth.report.payload import payload
-from fulldepth.report.together import rows_of, together
+from fulldepth.reporting.index import INDEX, Chapter, render_index
+from fulldepth.reporting.page import assemble
+from fulldepth.reporting.payload import payload
+from fulldepth.reporting.together import rows_of, together
 from fulldepth.results import DOCUMENT, PAGE, Results
 
 
@@ -90,19 +84,6 @@ def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) 
         FulldepthError: if a folder holds no readable results, or the page cannot be written.
     """
     return _save(render_index(Path(folder), chapters, title), Path(folder), INDEX)
-
-
-class _Callable(ModuleType):
-    """A module that can be called: `fulldepth.report` is the package and, as the other commands are, a function."""
-
-    def __call__(
-        self, folders: str | Path | Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False
-    ) -> Path:
-        """Rebuild the page of a result folder, or put several folders on one page: see `write_together`."""
-        return write_together([folders] if isinstance(folders, str | Path) else folders, output, overwrite=overwrite)
-
-
-sys.modules[__name__].__class__ = _Callable
 
 
 def _save(html: str, folder: Path, name: str = PAGE) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fulldepth.report.phrases import figure_of, plus_minus, short
+from fulldepth.reporting.phrases import figure_of, plus_minus, short
 
 Entry = Mapping[str, Any]
 """A `Finding` as stored in the document."""

@@ -14,9 +14,9 @@ import torch
 from figures import skip_folders as folders
 from fulldepth import cli
 from fulldepth.errors import FulldepthError
-from fulldepth.report import render, write, write_together
-from fulldepth.report.payload import payload
-from fulldepth.report.together import names, together
+from fulldepth.reporting import render, write, write_together
+from fulldepth.reporting.payload import payload
+from fulldepth.reporting.together import names, together
 from fulldepth.results import Results
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import curve

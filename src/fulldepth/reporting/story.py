@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.report import reference
-from fulldepth.report.phrases import short
+from fulldepth.reporting import reference
+from fulldepth.reporting.phrases import short
 from fulldepth.thresholds import IDLE, LARGE_JUMP
 
 MOST = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fulldepth.report.phrases import short, visible
+from fulldepth.reporting.phrases import short, visible
 
 TOKEN_LIMIT = 40
 """Maximum number of characters of a token."""

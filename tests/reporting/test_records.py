@@ -12,9 +12,9 @@ from fulldepth import figures
 from fulldepth.figures import record
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, SKIP, TRAINING, TRAININGS, Figure, Method, Quantity
 from fulldepth.figures.style import figure
-from fulldepth.report import kinds, render, sections
-from fulldepth.report.payload import payload
-from fulldepth.report.tables import Table
+from fulldepth.reporting import kinds, render, sections
+from fulldepth.reporting.payload import payload
+from fulldepth.reporting.tables import Table
 
 
 def drawing(source):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulldepth.report.payload import payload
+from fulldepth.reporting.payload import payload
 from fulldepth.results import Results, tabulate
 
 ROUTERS = [

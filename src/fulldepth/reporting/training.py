@@ -8,10 +8,10 @@ from fulldepth.figures.record import Source
 from fulldepth.figures.steps import track
 from fulldepth.figures.style import minus
 from fulldepth.figures.training_run import term_name
-from fulldepth.report.findings import Shown
-from fulldepth.report.measured import Meta, Pairs, compared, fingerprints, labelled, run
-from fulldepth.report.phrases import NOTHING, dotted, model_line, quantity, scaled, short, stated
-from fulldepth.report.tables import PROSE, Table, by_subject, flatten, settings_table
+from fulldepth.reporting.findings import Shown
+from fulldepth.reporting.measured import Meta, Pairs, compared, fingerprints, labelled, run
+from fulldepth.reporting.phrases import NOTHING, dotted, model_line, quantity, scaled, short, stated
+from fulldepth.reporting.tables import PROSE, Table, by_subject, flatten, settings_table
 
 Column = tuple[str, str, str, str]
 """Title, key of the run's own number, key of the number relative to the baseline (either may be empty), and format of

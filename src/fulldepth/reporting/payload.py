@@ -15,14 +15,14 @@ from fulldepth.figures.draw import scale_without
 from fulldepth.figures.record import SERIES, SINGLE, Source
 from fulldepth.figures.steps import thin
 from fulldepth.figures.style import DARK, TEMPLATE
-from fulldepth.report import lens, rows
-from fulldepth.report.findings import cards, sentences
-from fulldepth.report.kinds import PAGES, PageKind, kind_of
-from fulldepth.report.measured import left_out
-from fulldepth.report.phrases import short
-from fulldepth.report.profile import profile
-from fulldepth.report.sections import arrange
-from fulldepth.report.story import Facts, story
+from fulldepth.reporting import lens, rows
+from fulldepth.reporting.findings import cards, sentences
+from fulldepth.reporting.kinds import PAGES, PageKind, kind_of
+from fulldepth.reporting.measured import left_out
+from fulldepth.reporting.phrases import short
+from fulldepth.reporting.profile import profile
+from fulldepth.reporting.sections import arrange
+from fulldepth.reporting.story import Facts, story
 from fulldepth.results import Results
 
 MAX_STEPS = 60

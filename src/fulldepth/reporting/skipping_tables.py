@@ -13,8 +13,8 @@ from fulldepth.figures.pareto import model_name, placed
 from fulldepth.figures.record import Source
 from fulldepth.figures.skip_results import Part, planned
 from fulldepth.figures.style import minus
-from fulldepth.report.phrases import NOTHING, scaled, seconds, short, size
-from fulldepth.report.tables import Table, by_subject, settings_table
+from fulldepth.reporting.phrases import NOTHING, scaled, seconds, short, size
+from fulldepth.reporting.tables import Table, by_subject, settings_table
 
 UNITS = (" %", "×", " ms", " s")
 """Units written once if all numbers of a cell have them."""

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fulldepth.report import write
+from fulldepth.reporting import write
 from fulldepth.results import Results
 
 pytestmark = pytest.mark.browser

@@ -46,7 +46,7 @@ class Reference:
 @cache
 def references() -> tuple[Reference, ...]:
     """All rows of `parts/reference.json`."""
-    text = files("fulldepth.report").joinpath("parts", "reference.json").read_text(encoding="utf-8")
+    text = files("fulldepth.reporting").joinpath("parts", "reference.json").read_text(encoding="utf-8")
     return tuple(Reference(**row) for row in json.loads(text)["values"])
 
 
@@ -77,7 +77,7 @@ def rows_of(meta: Mapping[str, Any], facts: Mapping[str, float], model: str, sou
 
     Args:
         meta: the document of its measurement.
-        facts: measure -> value, see `fulldepth.report.story.numbers`.
+        facts: measure -> value, see `fulldepth.reporting.story.numbers`.
         model: name of the model, as people know it.
         source: where the numbers come from, such as the command.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fulldepth.report import render
+from fulldepth.reporting import render
 
 LIMIT = 2_000_000
 """Bytes of a page of one model."""

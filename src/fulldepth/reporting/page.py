@@ -12,7 +12,7 @@ from typing import Any
 
 from fulldepth.figures.skip_results import KINDS, TOGETHER
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
-from fulldepth.report.sections import methods
+from fulldepth.reporting.sections import methods
 
 SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "numbers.js", "page.js")
 """Scripts in order of dependency; they share one scope."""
@@ -39,7 +39,7 @@ def plotly() -> str:
     The bundle is the file `plotly-cartesian.min.js` of the npm package `plotly.js-cartesian-dist-min` (MIT licence,
     beside it). It is a tenth of the full bundle that the Python package of plotly carries.
     """
-    source = files("fulldepth.report").joinpath("parts", "plotly", "plotly-cartesian.min.js").read_bytes()
+    source = files("fulldepth.reporting").joinpath("parts", "plotly", "plotly-cartesian.min.js").read_bytes()
     return compressed(source)
 
 
@@ -81,4 +81,4 @@ def _luminance(colour: str) -> float:
 
 
 def _part(name: str) -> str:
-    return files("fulldepth.report").joinpath("parts", name).read_text(encoding="utf-8")
+    return files("fulldepth.reporting").joinpath("parts", name).read_text(encoding="utf-8")

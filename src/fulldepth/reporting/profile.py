@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from fulldepth.figures.style import SEQUENTIAL
-from fulldepth.report.phrases import plus_minus
-from fulldepth.report.story import Facts, Values
+from fulldepth.reporting.phrases import plus_minus
+from fulldepth.reporting.story import Facts, Values
 
 LOWEST, HIGHEST = 0.005, 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from fulldepth.report import write
+from fulldepth.reporting import write
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ARGUMENTS = [

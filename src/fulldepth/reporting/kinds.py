@@ -12,11 +12,11 @@ from typing import Any
 
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, TRAININGS, VERBS, Source
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.report import measured, skipping, skipping_tables, training
-from fulldepth.report.findings import Shown
-from fulldepth.report.measured import Meta, Pairs
-from fulldepth.report.sections import OF_MODELS, OF_SKIPPING, OF_TRAINING, Section
-from fulldepth.report.tables import Table
+from fulldepth.reporting import measured, skipping, skipping_tables, training
+from fulldepth.reporting.findings import Shown
+from fulldepth.reporting.measured import Meta, Pairs
+from fulldepth.reporting.sections import OF_MODELS, OF_SKIPPING, OF_TRAINING, Section
+from fulldepth.reporting.tables import Table
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from fulldepth.report import reference
-from fulldepth.report.profile import profile
-from fulldepth.report.reference import MEASURES, references, rows_of, unusual
-from fulldepth.report.story import Facts, numbers, spans, story
+from fulldepth.reporting import reference
+from fulldepth.reporting.profile import profile
+from fulldepth.reporting.reference import MEASURES, references, rows_of, unusual
+from fulldepth.reporting.story import Facts, numbers, spans, story
 from fulldepth.results import tabulate
 
 META = {"model": {"name": "org/m", "task": "causal-lm"}, "data": {"name": "my texts.txt", "kind": "text"}}

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fulldepth.figures.record import Source
-from fulldepth.report.findings import HEADLINES, Shown, with_cards
-from fulldepth.report.phrases import (
+from fulldepth.reporting.findings import HEADLINES, Shown, with_cards
+from fulldepth.reporting.phrases import (
     data_line,
     dotted,
     figure_of,
@@ -22,7 +22,7 @@ from fulldepth.report.phrases import (
     stated,
     visible,
 )
-from fulldepth.report.tables import Table
+from fulldepth.reporting.tables import Table
 
 Meta = Mapping[str, Any]
 Pairs = list[tuple[str, str]]

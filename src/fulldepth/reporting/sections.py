@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fulldepth import figures
 from fulldepth.figures.record import SERIES, SINGLE, SKIP, Method
-from fulldepth.report.tables import Table
+from fulldepth.reporting.tables import Table
 
 
 class Section(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from fulldepth.report.page import palette
+from fulldepth.reporting.page import palette
 from fulldepth.results import PAGE, Results
 
 INDEX = "index.html"
@@ -36,7 +36,7 @@ def render_index(folder: Path, chapters: Sequence[Chapter], title: str) -> str:
     Raises:
         FulldepthError: if a folder holds no readable results.
     """
-    parts = files("fulldepth.report").joinpath("parts")
+    parts = files("fulldepth.reporting").joinpath("parts")
     return Template(parts.joinpath("index.html").read_text("utf-8")).substitute(
         style=palette() + parts.joinpath("style.css").read_text("utf-8"),
         title=escape(title),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fulldepth.report.phrases import NOTHING, short
+from fulldepth.reporting.phrases import NOTHING, short
 
 Subject = TypeVar("Subject")
 PROSE = ("about", "source")

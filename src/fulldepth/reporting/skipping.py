@@ -10,11 +10,11 @@ from fulldepth.figures.benchmark import agree
 from fulldepth.figures.record import Source
 from fulldepth.figures.skip_results import PARTS, Part, Removal, plans, removals
 from fulldepth.figures.style import minus
-from fulldepth.report import measured, skipping_tables
-from fulldepth.report.findings import Entry, Shown
-from fulldepth.report.measured import Meta, Pairs
-from fulldepth.report.phrases import dotted, figure_of, listed, model_line, quantity, seconds, short, stated
-from fulldepth.report.tables import Table
+from fulldepth.reporting import measured, skipping_tables
+from fulldepth.reporting.findings import Entry, Shown
+from fulldepth.reporting.measured import Meta, Pairs
+from fulldepth.reporting.phrases import dotted, figure_of, listed, model_line, quantity, seconds, short, stated
+from fulldepth.reporting.tables import Table
 
 CARDS = {
     "loss_added": "Loss added",

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from fulldepth.comparison import compare
-from fulldepth.report import write
-from fulldepth.report.kinds import PAGES
-from fulldepth.report.payload import payload
-from fulldepth.report.phrases import figure_of, quantity, seconds
-from fulldepth.report.sections import arrange
-from fulldepth.report.tables import flatten
+from fulldepth.reporting import write
+from fulldepth.reporting.kinds import PAGES
+from fulldepth.reporting.payload import payload
+from fulldepth.reporting.phrases import figure_of, quantity, seconds
+from fulldepth.reporting.sections import arrange
+from fulldepth.reporting.tables import flatten
 from fulldepth.results import Results
 
 EMPTY = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.hidden)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
 from fulldepth.figures.record import Source
-from fulldepth.report import render, write
-from fulldepth.report.findings import Shown, cards, sentences, with_cards
-from fulldepth.report.lens import Vocabulary, pack
-from fulldepth.report.measured import differences, side_by_side, title
-from fulldepth.report.page import contrast, embed
-from fulldepth.report.payload import compact, difference, fix_range, payload, thin
-from fulldepth.report.phrases import figure_of, scaled, short, visible
-from fulldepth.report.rows import pack as pack_table
-from fulldepth.report.sections import arrange
+from fulldepth.reporting import render, write
+from fulldepth.reporting.findings import Shown, cards, sentences, with_cards
+from fulldepth.reporting.lens import Vocabulary, pack
+from fulldepth.reporting.measured import differences, side_by_side, title
+from fulldepth.reporting.page import contrast, embed
+from fulldepth.reporting.payload import compact, difference, fix_range, payload, thin
+from fulldepth.reporting.phrases import figure_of, scaled, short, visible
+from fulldepth.reporting.rows import pack as pack_table
+from fulldepth.reporting.sections import arrange
 from fulldepth.results import Results
 
 
@@ -67,7 +67,7 @@ def test_a_folder_without_results_is_refused(tmp_path):
 
 
 def test_torch_is_not_imported():
-    code = "import sys, fulldepth.report, fulldepth.figures; sys.exit('torch' in sys.modules)"
+    code = "import sys, fulldepth.reporting, fulldepth.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
