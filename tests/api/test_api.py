@@ -148,12 +148,11 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_functions_are_plain_and_documented_with_an_example() -> None:
-    for name in ("measure", "compare", "train", "demo"):
+    for name in ("measure", "compare", "train", "report", "demo"):
         function = getattr(fulldepth, name)
         assert inspect.isfunction(function)
         assert f"fulldepth.{name}(" in function.__doc__.partition("```python")[2]
         assert set(inspect.signature(function).parameters) >= {"output"}
-    assert callable(fulldepth.reporting)
     assert set(inspect.signature(measurement.measure).parameters) - {"options"} <= set(
         inspect.signature(fulldepth.measure).parameters
     ), "what the room's function takes by name, the public one takes too"
