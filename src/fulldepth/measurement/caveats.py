@@ -44,8 +44,8 @@ def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
         lines.append(f"{counted}, fewer than {FEW_TOKENS:,}: read every number with its standard error, if it has one.")
     if "cka" in measured and few_samples(setup.reservoir_tokens, setup.width):
         lines.append(
-            f"CKA rests on {setup.reservoir_tokens} tokens, fewer than ten times the width ({setup.width}): the biased "
-            "estimate is inflated, read the debiased one."
+            f"Biased CKA rests on {setup.reservoir_tokens} tokens, fewer than ten times the width ({setup.width}), and "
+            "is inflated: read the debiased one."
         )
     if "coherence" in measured and setup.num_sequences < 20:
         lines.append(

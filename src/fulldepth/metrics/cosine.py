@@ -128,8 +128,6 @@ def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
     to_last = []
     for part in by_sample.split(max(1, BLOCK // (layers * width))):
         x = part.double() if mean is None else centred(part, mean)
-        if features.dtype != torch.float64:
-            x = x.float()  # after the subtraction, which loses digits where the mean is large
         gram = x @ x.mT  # [n, L+1, L+1]
         norm = gram.diagonal(dim1=1, dim2=2).sqrt()
         cosines = cosine(gram, norm[:, :, None], norm[:, None, :])

@@ -16,6 +16,8 @@ from fulldepth.threads import map_threads
 
 PRESET = "plain"
 ALPHAS = (0.5, 1.0, 2.0)
+LAYERS_AT_ONCE = 4
+"""Number of layers of a sequence that one thread converts to float64 at a time."""
 
 
 def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor:
@@ -168,8 +170,8 @@ class RenyiEntropy(Measure):
         for index, site in enumerate(self.sites):
             if site in observation.states and rows:
                 states = observation.states[site]
-                matrices = [layer[row, mask[row]] for row in rows for layer in states]
-                entropy = torch.stack(map_threads(_entropies, matrices, states)).view(len(rows), len(states), -1)
+                parts = [part for row in rows for part in states[:, row, mask[row]].split(LAYERS_AT_ONCE)]
+                entropy = torch.cat(map_threads(_entropies, parts, states)).split(len(states))
                 for row, values in zip(rows, entropy, strict=True):
                     self._add(groups[row], index, values)
 
@@ -201,9 +203,7 @@ class RenyiEntropy(Measure):
 
 
 def _entropies(z: Tensor) -> Tensor:
-    """[alphas] entropies of one sequence's states in one layer, [T, D]."""
+    """[S, alphas] entropies of one sequence's states in some layers, [S, T, D]."""
     prepare, unit = PRESETS[PRESET]
-    gram = _gram(prepare(z.double()))
-    shares = _spectrum(gram)
-    values = [_collision_entropy(gram) if alpha == 2 else _entropy(shares, alpha) for alpha in ALPHAS]
-    return torch.stack(values) / unit(*z.shape[-2:])
+    shares = _spectrum(_gram(prepare(z.double())))
+    return torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])
