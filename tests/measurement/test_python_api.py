@@ -173,7 +173,7 @@ def test_the_public_function_is_the_same_however_it_was_imported():
         "from fulldepth import measure; from fulldepth.api.measuring import measure as function; "
         "assert first is measure is fulldepth.measure is function and isinstance(measure, types.FunctionType); "
         "assert fulldepth.Results and fulldepth.FulldepthError and callable(fulldepth.compare); "
-        "import fulldepth.reporting; assert callable(fulldepth.reporting)"
+        "import fulldepth.reporting; assert isinstance(fulldepth.report, types.FunctionType)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

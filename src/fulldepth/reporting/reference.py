@@ -18,7 +18,7 @@ MEASURES = {
     "zeta_L": "jump rate of the last layer in per cent",
     "zeta_L-1": "jump rate of the last two layers in per cent",
     "zeta_L-2": "jump rate of the last three layers in per cent",
-    "idle_share": "share of the layers whose mean displacement is below 0.02",
+    "idle_share": "share of the layers whose mean displacement is below 0.02 by two standard errors",
     "last_over_median": "displacement of the last layer over the median of the layers before it",
     "late_share": "share of the predictions that settle in the last two layers",
     "mean_coherence": "mean coherence of whole layers, corrected for bias",
