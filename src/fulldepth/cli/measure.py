@@ -30,7 +30,8 @@ def measure_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoint folder, Hub name, or a folder of checkpoint-N (with or without a final model).",
+            help="Checkpoint folder, .gguf file, package:NAME (the model inside an installed package), Hub name, or a "
+            "folder of checkpoint-N (with or without a final model).",
         ),
     ],
     data: Annotated[
@@ -62,10 +63,9 @@ def measure_command(
 ) -> None:
     """Measure what every layer of a checkpoint does, in one pass over the data.
 
-    MODEL is a checkpoint folder, a Hub name, or the folder of a training run (checkpoint-100, checkpoint-200, ...),
-    which gives a series. The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table)
-    and `results.json` (settings, headline). An interrupted run resumes, and a series is extended by new checkpoints of
-    its training run.
+    MODEL is a checkpoint, or the folder of a training run (checkpoint-100, checkpoint-200, ...), which gives a series.
+    The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table) and `results.json`
+    (settings, headline). An interrupted run resumes, and a series is extended by new checkpoints of its training run.
 
     Example: `fulldepth measure MODEL --data text.txt --measures displacement,jump_rate --output out/`
 

@@ -24,7 +24,9 @@ app.add_typer(skip)
 
 DATA, LOADING = "Data", "Loading the model"
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub name.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file, package:NAME (installed), or Hub name.")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
 Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")]
