@@ -25,8 +25,18 @@ import pandas as pd
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-TIMED_KEYS = {"created", "seconds", "elapsed", "timings", "throughput", "peak_memory", "machine", "memory"}
-TIMED_ROWS = {"throughput", "elapsed", "peak_memory"}
+TIMED_KEYS = {
+    "created",
+    "seconds",
+    "elapsed",
+    "timings",
+    "throughput",
+    "peak_memory",
+    "other_load",
+    "machine",
+    "memory",
+}
+TIMED_ROWS = {"throughput", "elapsed", "peak_memory", "other_load"}
 Content = dict[str, Any]
 
 

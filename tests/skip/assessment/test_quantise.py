@@ -376,7 +376,7 @@ def test_a_calibrated_checkpoint_is_kept_without_its_stand_in_tokenizer(tmp_path
     (saved,) = results.meta["saved"]
     assert (saved["model"], saved["logit_error"]) == ("quantised", 0.0)
     assert {path.name for path in Path(saved["path"]).iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors"
+        "README.md", "config.json", "generation_config.json", "model.safetensors"
     }  # fmt: skip
     assert any("gptq has packed" in line for line in results.meta["warnings"])
     assert any("No tokenizer" in line for line in results.meta["warnings"])
