@@ -16,8 +16,6 @@ GALLERY = Path(__file__).parent / "gallery"
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """MkDocs: add one file for each result folder."""
     for folder in sorted(path for path in GALLERY.iterdir() if path.is_dir()):
-        page = render(
-            Results.load(folder), "Its rows are in the folder of the documentation that is named like this page."
-        )
+        page = render(Results.load(folder), f"Its rows are in docs/gallery/{folder.name} of the source.")
         files.append(File.generated(config, f"gallery/{folder.name}.html", content=page))
     return files

@@ -57,6 +57,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
             if finding.get("sentence"):
                 assert html.escape(finding["sentence"]) in page
                 assert name in printed or ":" in name
+    assert re.search(r"<strong>[^<]* of 3 layers|<strong>No layer[^<]* of 3 ", page), "the opening paragraph"
     commands = [html.unescape(line) for line in re.findall(r"<code>(.*?)</code>", page)]
     for command in commands[:2]:  # what is printed makes the same rows; times differ from run to run
         *words, folder = shlex.split(command)

@@ -7,21 +7,24 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.cli import main
 from fulldepth.data import open_documents, pack
 from fulldepth.errors import FulldepthError
+from fulldepth.hf import publishing
 from fulldepth.measurement import MeasureSettings, measure_into
+from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import TrainSettings, export_run, train
 
 
 def settings(path: Path) -> TrainSettings:
@@ -76,6 +79,24 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert card.data.library_name == "transformers"
     assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
     assert f"| Tokens | {6 * 4 * 24} |" in card.text
+
+
+def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    train(settings(recipe(steps=1, eval_every=1, save_every=1, warmup_steps=0)), tmp_path / "run")
+    hub = create_autospec(HfApi, instance=True)
+    hub.create_repo.return_value = "https://hub.invalid/me/small"
+    monkeypatch.setattr(publishing, "HfApi", lambda: hub)
+    monkeypatch.setattr(publishing, "get_token", lambda: "token")
+    with pytest.raises(FulldepthError, match="--push-to-hub needs --output"):
+        export_run(tmp_path / "run", push_to_hub="me/small")
+    lines: list[str] = []
+    (folder,) = export_run(
+        tmp_path / "run", tmp_path / "model", push_to_hub="me/small", watcher=Watcher(say=lines.append)
+    )
+    assert hub.upload_folder.call_args.kwargs["folder_path"] == folder
+    assert not (folder / "optimizer.pt").exists()
+    assert (folder / "README.md").is_file()
+    assert lines[-1] == "Published: https://hub.invalid/me/small"
 
 
 def test_a_run_can_be_measured_as_a_series(recipe: Any, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import Setup
 from fulldepth.settings.measure import MeasureSettings
 
-RESERVOIR = ("cosine", "cka", "nc1", "mmd")
-"""Measures that rest on the sample of tokens."""
+RESERVOIR = {"cosine": "centred cosine", "cka": "biased CKA", "nc1": "NC1", "mmd": "MMD"}
+"""Measures on the sample of tokens, in words; they have no standard errors. Debiased CKA reads every token."""
 
 
 def sampling(
@@ -32,9 +32,9 @@ def sampling(
         lens_error: error of the lens's products, if their precision is not the model's.
 
     Returns:
-        Sizes of the samples and of the populations that they were drawn from; a standard error of every measure that
-        rests on a sample: of the lens at the last layer, of the others the largest over layers; `sentence`, None if
-        nothing was sampled and the lens has the model's precision.
+        Sizes of the samples and of the populations that they were drawn from; standard errors of the lens at the last
+        layer, and of the entropies the largest over layers; `sentence`, None if nothing was sampled and the lens has
+        the model's precision.
     """
     targets, measured = subject.sequences.num_targets, set(table.measure)
     sizes = {
@@ -44,6 +44,7 @@ def sampling(
         "lens_targets": targets,
         "entropy_sequences": min(setup.entropy_sequences, setup.num_sequences),
     }
+    precision = {"lens_precision": "bfloat16" if lens_error else "model"}
     parts: list[str] = []
     errors: dict[str, float | None] = {}
     if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
@@ -59,16 +60,16 @@ def sampling(
         errors["renyi_entropy_standard_error"] = _largest(table, "renyi_entropy")
         stated = _stated(errors, {"renyi_entropy": "{:.2g} nats"})
         parts.append(f"the entropies {sizes['entropy_sequences']} of {setup.num_sequences:,} sequences{stated}")
-    if (rests := [name for name in RESERVOIR if name in measured]) and setup.reservoir_tokens < setup.num_tokens:
-        errors |= {f"{name}_standard_error": _largest(table, name) for name in rests}
-        stated = _stated(errors, {name: f"{{:.2g}} ({name})" for name in rests})
-        verb = "keep" if len(rests) > 1 else "keeps"
-        parts.append(f"{' and '.join(rests)} {verb} {setup.reservoir_tokens:,} of {setup.num_tokens:,} tokens{stated}")
+    if (rests := [text for name, text in RESERVOIR.items() if name in measured]) and (
+        setup.reservoir_tokens < setup.num_tokens
+    ):
+        verb = "read" if len(rests) > 1 else "reads"
+        parts.append(f"{' and '.join(rests)} {verb} {setup.reservoir_tokens:,} of {setup.num_tokens:,} tokens")
     sentence = f"Sampled: {'; '.join(parts)}. --exact samples nothing." if parts else None
     if lens_error:
         sentence = " ".join(filter(None, (sentence, _precision(lens_error))))
     errors = {name: error for name, error in errors.items() if error is not None}
-    return {**sizes, **errors, **(lens_error or {}), "sentence": sentence}
+    return {**sizes, **errors, **precision, **(lens_error or {}), "sentence": sentence}
 
 
 def _largest(table: pd.DataFrame, measure: str) -> float | None:

@@ -132,7 +132,7 @@ def run(meta: Meta, written: str = "Measured") -> Pairs:
     spent = [("load", "loading"), ("forward", "forward passes"), ("total", "in all")]
     times = [f"{seconds(timings[key])} {step}" for key, step in spent if timings.get(key) is not None]
     return [
-        ("Sampling", listed(meta.get("sampling") or {})),
+        ("Sampling", _sampling(meta.get("sampling") or {})),
         ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
         ("Time", dotted(*times)),
         (
@@ -142,6 +142,13 @@ def run(meta: Meta, written: str = "Measured") -> Pairs:
         ("Versions", listed(meta.get("versions") or {})),
         (written, short(meta.get("created") or "", 40)),
     ]
+
+
+def _sampling(sampling: Meta) -> str:
+    """The run's own sentence; the sizes, in results without one."""
+    if "sentence" not in sampling:
+        return listed(sampling)
+    return short(sampling["sentence"] or "Nothing was sampled.", 900)
 
 
 def warnings(meta: Meta) -> list[str]:

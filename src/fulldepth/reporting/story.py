@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.figures.curves import num_layers
 from fulldepth.reporting import reference
 from fulldepth.reporting.phrases import short
 from fulldepth.thresholds import IDLE, LARGE_JUMP
@@ -119,6 +120,12 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
         "sentences": [_little(facts), *(text for _, text in ranked[:MOST])],
         "next": _next(meta, facts.layers),
     }
+
+
+def paragraph(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
+    """The sentences of `story` as one paragraph; empty if there is none."""
+    told = story(Facts(table, num_layers(table, meta.get("model"))), meta)
+    return " ".join(told["sentences"]) if told else ""
 
 
 def _little(facts: Facts) -> str:
