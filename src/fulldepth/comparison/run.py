@@ -218,7 +218,7 @@ def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
     lines = []
     for results, label in zip(measured, labels, strict=True):
         if not results.meta.get("complete", True):
-            kind = KINDS[results.meta["kind"]].removeprefix("an ").removeprefix("a ")
+            kind = KINDS[results.meta["kind"]].rpartition(" ")[2]
             lines.append(f"{label}: the {kind} is not complete.")
         lines += [f"{label}: {warning}" for warning in results.meta.get("warnings") or []]
     return lines

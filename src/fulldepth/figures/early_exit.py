@@ -159,7 +159,7 @@ def _lines(group: Group, its_points: Sequence[Point], scale: Scale, timed: bool,
         x=[point.measured for point in its_points],
         y=heights,
         mode="lines+markers+text" if labelled else "lines+markers",
-        text=["" if point.threshold is None else f"{point.threshold:g}" for point in its_points],
+        text=["" if point.threshold is None else f"{point.threshold:.4g}" for point in its_points],
         textposition="bottom left",
         textfont={"size": 11, "color": MUTED},
         line={"color": group.color, "width": 2},
@@ -231,7 +231,7 @@ def _in_words(drawn: Sequence[tuple[Group, Sequence[Point]]], scale: Scale) -> s
         value = minus(point.values[scale.key] or 0.0, scale.words)
         how = "" if point.measured is not None else " in theory"
         texts.append(
-            f"{group.name}: fastest at {point.threshold:g}, {point.speedup:.2f}×{how}, {value}."
+            f"{group.name}: fastest at {point.threshold:.4g}, {point.speedup:.2f}×{how}, {value}."
             if point.threshold is not None
             else f"{group.name}: {point.speedup:.2f}×{how}, {value}."
         )

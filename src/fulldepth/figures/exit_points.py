@@ -36,7 +36,7 @@ class Point:
     @property
     def name(self) -> str:
         """Rule and threshold: `confidence 0.9`."""
-        return self.rule if self.threshold is None else f"{self.rule} {self.threshold:g}"
+        return self.rule if self.threshold is None else f"{self.rule} {self.threshold:.4g}"
 
     @property
     def series(self) -> str:
