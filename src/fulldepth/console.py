@@ -16,6 +16,8 @@ from rich.text import Text
 from fulldepth import launch
 from fulldepth.errors import one_line
 
+MOST_ROWS = 24
+"""Maximum number of findings that are printed; a comparison has some for each model."""
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 _document: list[Any] = []
@@ -63,10 +65,13 @@ def finish(results: Any, page: Path | None = None, rows: Iterable[Sequence[str]]
         page: path of the page.
         rows: printed instead of headline and warnings.
     """
+    shown, more = _headline(results) if rows is None else (rows, 0)
     if _is_json["on"]:
         _document.append(results.headline)
     else:
-        table(_headline(results) if rows is None else rows)
+        table(shown)
+        if more:
+            line(f"{more} more {'is' if more == 1 else 'are'} on the page.")
     if rows is None:
         if sampled := (results.meta.get("sampling") or {}).get("sentence"):
             line(one_line(sampled, 900))
@@ -84,12 +89,14 @@ def finish_parts(parts: dict[str, Any]) -> None:
         _document.append({name: results.headline for name, results in parts.items()})
 
 
-def _headline(results: Any) -> list[tuple[str, str, str]]:
-    """Name, value with unit, and sentence of each number."""
+def _headline(results: Any) -> tuple[list[tuple[str, str, str]], int]:
+    """Name, value with unit, and sentence of the first `MOST_ROWS` numbers; the number of those left out.
+
+    Numbers of a whole comparison come before those of single models (`name:model`).
+    """
+    headline = sorted(results.headline.items(), key=lambda item: ":" in item[0])
     rows = []
-    for name, entry in results.headline.items():
-        if ":" in name:  # single models of a comparison: only on the page
-            continue
+    for name, entry in headline[:MOST_ROWS]:
         value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
         if entry.get("standard_error") is not None:
             value += f" ± {entry['standard_error']:.2g}"
@@ -101,7 +108,7 @@ def _headline(results: Any) -> list[tuple[str, str, str]]:
                 one_line(entry.get("sentence") or "", 600),
             )
         )
-    return rows
+    return rows, len(headline) - len(rows)
 
 
 def line(text: str) -> None:

@@ -10,7 +10,22 @@ import pytest
 
 from fulldepth import figures
 from fulldepth.figures import record
-from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, SKIP, TRAINING, TRAININGS, Figure, Method, Quantity
+from fulldepth.figures.record import (
+    COMPARISON,
+    EVALUATION,
+    EVALUATIONS,
+    EXIT,
+    EXITS,
+    GENERATION,
+    SERIES,
+    SINGLE,
+    SKIP,
+    TRAINING,
+    TRAININGS,
+    Figure,
+    Method,
+    Quantity,
+)
 from fulldepth.figures.style import figure
 from fulldepth.reporting import kinds, render, sections
 from fulldepth.reporting.payload import payload
@@ -74,7 +89,10 @@ def test_its_curves_are_compared_and_followed(synthetic):
     assert "fake" not in synthetic.training_comparison().figures()
 
 
-@pytest.mark.parametrize("kind", [SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS, SKIP])
+EVERY = [SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS, SKIP, EXIT, EXITS, GENERATION, EVALUATION, EVALUATIONS]
+
+
+@pytest.mark.parametrize("kind", EVERY)
 def test_every_figure_of_a_kind_has_a_name_of_its_own_and_a_section_that_is_there(kind):
     records = figures.records(kind)
     names = [record.name for record in records]

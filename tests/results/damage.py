@@ -98,7 +98,8 @@ def damaged_table(table: pd.DataFrame, draw: random.Random) -> pa.Table:
     """The table with other values, or with other columns."""
     table = table.reset_index(drop=True).copy()
     name = draw.choice(list(table.columns))
-    few = draw.sample(range(len(table)), k=max(1, round(len(table) * draw.choice((0.001, 0.05, 1.0)))))
+    count = max(1, round(len(table) * draw.choice((0.001, 0.05, 1.0))))
+    few = draw.sample(range(len(table)), k=min(count, len(table)))
     action = draw.randrange(9)
     if action == 0:
         table = table.drop(columns=name)

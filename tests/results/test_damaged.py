@@ -40,6 +40,7 @@ def module(path: Path) -> ModuleType:
 damage = module(HERE / "damage.py")
 synthetic = module(HERE.parent / "figures" / "synthetic.py")
 folders = module(HERE.parent / "figures" / "skip_folders.py")
+exits = module(HERE.parent / "figures" / "exit_folders.py")
 
 
 def comparison(runs: list[Results]) -> Results:
@@ -58,8 +59,18 @@ KINDS: dict[str, Callable[[], Results]] = {
     "curve": lambda: folders.curve((2, 3, 5), at=2),
     "bench": lambda: folders.bench(folders.plan((2, 3), 6), cells=((1, 128), (4, 128))),
     "quantised": folders.quantised,
+    "exit": lambda: exits.classifier_exit(layers=4),
+    "decoder": lambda: exits.decoder_exit(layers=4),
+    "generation": lambda: exits.generation(layers=10, steps=4),
+    "evaluation": lambda: exits.evaluation(layers=4),
+    "exits": lambda: comparison([exits.classifier_exit(layers=4), exits.classifier_exit("b", layers=5)]),
+    "evaluations": lambda: comparison([exits.evaluation(layers=4), exits.evaluation("b", layers=4)]),
 }
 """Kind -> small results of it."""
+PARTNERS = {
+    "training": "training", "trainings": "training", "exit": "exit", "decoder": "exit", "evaluation": "evaluation",
+}  # fmt: skip
+"""Kind -> what it is compared with; measurements for all others."""
 
 
 class Ground:
@@ -69,7 +80,8 @@ class Ground:
         self.root = root
         self.made = {kind: make() for kind, make in KINDS.items()}
         self.whole = {
-            kind: self.made[kind].save(root / kind, page=False) for kind in ("measurement", "training", "search")
+            kind: self.made[kind].save(root / kind, page=False)
+            for kind in ("measurement", "search", *set(PARTNERS.values()))
         }
 
     def case(self, seed: int) -> str:
@@ -85,7 +97,7 @@ class Ground:
             elif verb == "together":
                 embed(payload(together([folder, self.whole["search"]])))
             else:
-                pair = [folder, self.whole["training" if kind.startswith("training") else "measurement"]]
+                pair = [folder, self.whole[PARTNERS.get(kind, "measurement")]]
                 made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}", page=False)
                 embed(payload(Results.load(made)))
         except FulldepthError as error:

@@ -1,4 +1,4 @@
-"""Compares measurements or training runs: one table of all rows with their differences from the baseline."""
+"""Compares results of one kind: one table of all rows with their differences from the baseline."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.comparison import training, verdict
+from fulldepth.comparison import early_exit, training, verdict
 from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite, provenance
 from fulldepth.settings import layer
 from fulldepth.settings.compare import CompareSettings
+
+KINDS = {
+    "measure": "a measurement",
+    "training": "a training run",
+    "exit": "an early-exit sweep",
+    "evaluation": "an evaluation",
+}
+"""Kinds of results that can be compared -> what one is called."""
 
 
 def compare(
@@ -24,6 +32,8 @@ def compare(
     depth: str | None = None,
 ) -> Results:
     r"""Compare measurements of several models (or of one model on several data), or several training runs.
+
+    Results of `fulldepth exit` are compared with each other, and so are those of `fulldepth evaluate`.
 
     The table holds the rows of every model, labelled in the column `model`; the column `difference` is the value minus
     the baseline's value at the same depth, in the row's unit (NaN for the baseline itself, and where it has no such
@@ -48,8 +58,9 @@ def compare(
         or sequence length makes the numbers incomparable.
 
     Raises:
-        FulldepthError: for fewer than two results, a folder without results, a comparison as input, training runs mixed
-            with measurements, runs without a common step, repeated or too few names, or an unknown baseline.
+        FulldepthError: for fewer than two results, a folder without results or with results of another kind, a
+            comparison as input, results of several kinds, runs without a common step, repeated or too few names, or an
+            unknown baseline.
 
     Source: "JREG: final-layer jumps", Eq. 7.
     """
@@ -58,7 +69,7 @@ def compare(
         raise FulldepthError("A comparison needs at least two result folders.")
     loaded = [_readable(item) for item in results]
     labels = _labels(results, settings.names)
-    are_runs, first = _are_runs(loaded, labels), _position(settings.baseline, labels)
+    kind, first = _common_kind(loaded, labels), _position(settings.baseline, labels)
     depths = {_depth(results) for results in loaded}
     resolved: Depth = settings.depth or ("layer" if len(depths) == 1 else "relative")
     compared = {"baseline": labels[first], "depth": resolved}
@@ -67,23 +78,25 @@ def compare(
         **provenance("comparison", {"names": labels, **compared}, packages=()),
         **compared,
     }
-    if not are_runs:
+    if kind != "training":
         loaded = [_last_step(item) for item in loaded]
-    table, entries = (training.compare_runs if are_runs else _compare_measurements)(loaded, labels, first, resolved)
+    table, entries = (training.compare_runs if kind == "training" else _side_by_side)(loaded, labels, first, resolved)
     entries["warnings"] += _own_warnings(loaded, labels)
     return Results(table, finite(document | entries))
 
 
-def _compare_measurements(
+def _side_by_side(
     measured: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The table and the entries of the document."""
+    """The table and the entries of the document for results of models, not of training runs."""
     table = _table(measured, labels, first, depth)
     models = [
         _entry(results.meta, label, label == labels[first]) for results, label in zip(measured, labels, strict=True)
     ]
     texts = {"headline": verdict.headline(table, models), "warnings": verdict.warnings(table, models)}
-    return table, {"models": models, **texts}
+    entries = {"models": models, **texts}
+    kind = measured[0].meta["kind"]
+    return table, entries | (early_exit.entries(kind, measured, entries) if kind in early_exit.KINDS else {})
 
 
 def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
@@ -103,32 +116,38 @@ def _depth(results: Results) -> int:
 
 
 def _readable(item: Results | str | Path) -> Results:
-    """Load a measurement or a training run; raise for other kinds."""
+    """Load results of one of `KINDS`; raise for other kinds."""
     results = item if isinstance(item, Results) else Results.load(item)
     where = "The result" if isinstance(item, Results) else str(item)
     if results.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
-    layers = (results.meta.get("model") or {}).get("num_layers")
-    if results.meta.get("kind") not in ("measure", "training") or not isinstance(layers, int):
-        raise FulldepthError(f"{where} is not a measurement: its kind is {results.meta.get('kind')!r}.")
+    layers, kind = (results.meta.get("model") or {}).get("num_layers"), results.meta.get("kind")
+    if kind == "generation":
+        raise FulldepthError(
+            f"{where} is a generation, which has nothing to compare by layer. `fulldepth exit` of each model gives "
+            "results that can be compared."
+        )
+    if kind not in KINDS or not isinstance(layers, int):
+        raise FulldepthError(f"{where} is not a measurement: its kind is {kind!r}.")
     return results
 
 
-def _are_runs(loaded: list[Results], labels: list[str]) -> bool:
-    """Whether all are training runs; raises if runs and measurements are mixed."""
-    runs = [label for results, label in zip(loaded, labels, strict=True) if results.meta["kind"] == "training"]
-    measured = [label for label in labels if label not in runs]
-    if runs and measured:
-        raise FulldepthError(
-            f"Training runs cannot be compared with measurements: {', '.join(runs)} {_is(runs, 'a training run')}, "
-            f"{', '.join(measured)} {_is(measured, 'a measurement')}. Compare runs with runs, or measure the runs "
-            "first: fulldepth measure RUN --data ... --output ..."
-        )
-    return bool(runs)
+def _common_kind(loaded: list[Results], labels: list[str]) -> str:
+    """The kind of all results; raises if they are of several kinds."""
+    kinds: dict[str, list[str]] = {}
+    for results, label in zip(loaded, labels, strict=True):
+        kinds.setdefault(str(results.meta["kind"]), []).append(label)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    listed = "; ".join(f"{', '.join(names)} {_is(names, KINDS[kind])}" for kind, names in kinds.items())
+    measure = " Measure the runs first: fulldepth measure RUN --data ... --output ..." if "training" in kinds else ""
+    raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{measure}")
 
 
 def _is(names: list[str], kind: str) -> str:
-    return f"is {kind}" if len(names) == 1 else f"are {kind.removeprefix('a ')}s"
+    if len(names) == 1:
+        return f"is {kind}"
+    return f"are {kind.removeprefix('an ').removeprefix('a ')}s"
 
 
 def _last_step(series: Results) -> Results:
@@ -199,7 +218,7 @@ def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
     lines = []
     for results, label in zip(measured, labels, strict=True):
         if not results.meta.get("complete", True):
-            kind = "run" if results.meta["kind"] == "training" else "measurement"
+            kind = KINDS[results.meta["kind"]].rpartition(" ")[2]
             lines.append(f"{label}: the {kind} is not complete.")
         lines += [f"{label}: {warning}" for warning in results.meta.get("warnings") or []]
     return lines

@@ -16,6 +16,9 @@ from fulldepth.figures import (
     checkpoints,
     coherence,
     displacement,
+    early_exit,
+    evaluation,
+    generation,
     geometry,
     healing,
     lens,
@@ -44,6 +47,9 @@ FIGURES: tuple[Figure, ...] = (
     *removal.FIGURES,
     *healing.FIGURES,
     *pareto.FIGURES,
+    *early_exit.FIGURES,
+    *generation.FIGURES,
+    *evaluation.FIGURES,
 )
 """All figures; those of one kind of results are in reading order."""
 

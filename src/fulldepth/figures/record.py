@@ -18,8 +18,12 @@ from fulldepth.figures.style import ZERO, Figures, categorical, label
 
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
 TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
-VERBS = dict.fromkeys((*KINDS, TOGETHER), SKIP)
+EXIT, GENERATION, EVALUATION = "exit", "generation", "evaluation"
+EXITS, EVALUATIONS = "exits", "evaluations"
+VERBS = {**dict.fromkeys((*KINDS, TOGETHER), SKIP), **{kind: kind for kind in (EXIT, GENERATION, EVALUATION)}}
 """`kind` of a document -> kind of results, see `Source.kind`."""
+COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS}
+"""What a comparison compares, as its document states it (`of`) -> kind of results."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,15 @@ class Source:
 
     @cached_property
     def kind(self) -> str:
-        """`single` (one model at one step), `series`, `comparison`, `training`, `trainings` or `skip`."""
+        """`single` (one model at one step), `series`, `training`, `skip`, `exit`, `generation` or `evaluation`.
+
+        Several of them side by side are of the kinds `comparison`, `trainings`, `exits` and `evaluations`.
+        """
         stated = self.meta.get("kind")
         if stated in VERBS:
             return VERBS[str(stated)]
+        if stated == COMPARISON and self.meta.get("of") in COMPARED:
+            return COMPARED[str(self.meta["of"])]
         steps = "step" in self.table.columns
         if "model" in self.table.columns:
             return TRAININGS if steps else COMPARISON
@@ -125,7 +134,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Method:
-    """A note under “How to read the numbers”; shown if the table has one of its measures."""
+    """A note under “How to read the numbers”; shown if the table has one of its measures, or if it names none."""
 
     title: str
     measures: tuple[str, ...]
@@ -141,7 +150,8 @@ class Method:
         """The folded note."""
         formula = f'<math display="block">{mathml(self.formula)}</math>\n' if self.formula else ""
         source = f'\n<p class="source">{self.source}</p>' if self.source else ""
-        opening = f'<details class="method" data-measures="{" ".join(self.measures)}">'
+        needed = f' data-measures="{" ".join(self.measures)}"' if self.measures else ""
+        opening = f'<details class="method"{needed}>'
         return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"
 
 

@@ -24,6 +24,11 @@ HEADLINES = {
     "throughput": ("Tokens per second", "since the evaluation before"),
     "elapsed": ("Training time", ""),
     "peak_memory": ("Peak memory", ""),
+    "chosen_threshold": ("Chosen threshold", "on other data"),
+    "best_threshold": ("Best threshold", "of those given"),
+    "speedup": ("Speed-up", "over the full model"),
+    "acceptance": ("Accepted drafts", "share of drafted tokens"),
+    "tokens_per_second": ("Tokens per second", ""),
 }
 """Name in `results.json` -> title and symbol (or subtitle) of the card; in the order of the cards."""
 

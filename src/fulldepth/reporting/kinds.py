@@ -7,15 +7,38 @@ A new kind of results needs one `PageKind` here, built from functions of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, TRAININGS, VERBS, Source
+from fulldepth.figures.record import (
+    COMPARISON,
+    EVALUATION,
+    EVALUATIONS,
+    EXIT,
+    EXITS,
+    GENERATION,
+    SERIES,
+    SINGLE,
+    TRAINING,
+    TRAININGS,
+    VERBS,
+    Source,
+)
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import measured, skipping, skipping_tables, training
+from fulldepth.reporting import evaluated, exits, generated, measured, skipping, skipping_tables, training
 from fulldepth.reporting.findings import Shown
+from fulldepth.reporting.lens import OF_GENERATION as LENS_OF_GENERATION
+from fulldepth.reporting.lens import LensTexts
 from fulldepth.reporting.measured import Meta, Pairs
-from fulldepth.reporting.sections import OF_MODELS, OF_SKIPPING, OF_TRAINING, Section
+from fulldepth.reporting.sections import (
+    OF_EVALUATION,
+    OF_EXIT,
+    OF_GENERATION,
+    OF_MODELS,
+    OF_SKIPPING,
+    OF_TRAINING,
+    Section,
+)
 from fulldepth.reporting.tables import Table
 
 
@@ -44,6 +67,10 @@ class PageKind:
     sections: Sequence[Section] = OF_MODELS
     lead: int | None = None
     """Maximum number of opening sentences; None = no limit."""
+    lens: LensTexts = field(default_factory=LensTexts)
+    """Texts around the lens grid."""
+    opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
+    """The opening paragraph: `sentences` and the command to run `next`. Measurements have their own, see `story`."""
 
 
 def _skip(name: str) -> PageKind:
@@ -105,6 +132,53 @@ PAGES = {
     "bench": _skip("Benchmark of exports"),
     "quantise": _skip("Skipping and quantisation"),
     TOGETHER: _skip("Skipping report"),
+    EXIT: PageKind(
+        "Early exit",
+        exits.byline,
+        exits.about,
+        opening=exits.story,
+        tables=exits.tables,
+        in_words="The findings in words",
+        sections=OF_EXIT,
+    ),
+    EXITS: PageKind(
+        "Early exit of several models",
+        lambda source: measured.compared(source.meta, "models"),
+        lambda source: measured.about_models(source.meta),
+        measured.differences,
+        opening=exits.story_of_models,
+        models=exits.side_by_side,
+        sections=OF_EXIT,
+    ),
+    GENERATION: PageKind(
+        "Generation",
+        generated.byline,
+        generated.about,
+        opening=generated.story,
+        tables=generated.tables,
+        about_title="What was generated",
+        in_words="The findings in words",
+        sections=OF_GENERATION,
+        lens=LENS_OF_GENERATION,
+    ),
+    EVALUATION: PageKind(
+        "Evaluation by layer",
+        evaluated.byline,
+        evaluated.about,
+        opening=evaluated.story,
+        tables=evaluated.tables,
+        about_title="What was evaluated",
+        in_words="The findings in words",
+        sections=OF_EVALUATION,
+    ),
+    EVALUATIONS: PageKind(
+        "Evaluation of several models",
+        lambda source: measured.compared(source.meta, "models"),
+        lambda source: measured.about_models(source.meta),
+        measured.differences,
+        models=evaluated.side_by_side,
+        sections=OF_EVALUATION,
+    ),
 }
 """Kind of results -> kind of page."""
 

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fulldepth.reporting.phrases import short, visible
 
 TOKEN_LIMIT = 40
 """Maximum number of characters of a token."""
+
+
+@dataclass(frozen=True)
+class LensTexts:
+    """Texts around the lens grid."""
+
+    title: str = "Lens grid"
+    intro: str = (
+        "What the model would say after every layer: columns are positions of the text, rows are layers, the deepest "
+        "at the top."
+    )
+    column: str = "position"
+    target: str = "the true token"
+    exits: bool = False
+    """Whether the key explains outlined exits."""
+
+
+OF_GENERATION = LensTexts(
+    "Lens grid of the generation",
+    "What the model would say after every layer at each decoding step: columns are steps, rows are layers, the deepest "
+    "at the top. The head of a column is the token that the step reads.",
+    "step",
+    "the generated token",
+    exits=True,
+)
 
 
 class Vocabulary:
@@ -27,8 +53,8 @@ class Vocabulary:
 def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """The samples of one lens grid; empty if there is none.
 
-    Each has `title`, `tokens`, `targets` (indices), `saturation` (layers), and by layer 0..L the rows `top` (indices)
-    and `probability` (thousandths; null where unknown).
+    Each has `title`, `tokens` and `targets` (indices), `saturation` and `exits` (layers; null if unknown), and by layer
+    0..L the rows `top` (indices) and `probability` (thousandths; null where unknown).
     """
     return [
         {
@@ -36,6 +62,7 @@ def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[st
             "tokens": [vocabulary.add(token) for token in sample["tokens"]],
             "targets": [vocabulary.add(token) for token in sample["targets"]],
             "saturation": list(sample["saturation"]),
+            "exits": sample.get("exits"),
             "top": [[vocabulary.add(token) for token, _ in row] for row in sample["grid"]],
             "probability": [[_thousandths(value) for _, value in row] for row in sample["grid"]],
         }

@@ -10,11 +10,11 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from fulldepth.figures.skip_results import KINDS, TOGETHER
+from fulldepth.figures.record import VERBS
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 from fulldepth.reporting.sections import methods
 
-SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "numbers.js", "page.js")
+SCRIPTS = ("core.js", "strip.js", "texts.js", "profile.js", "plots.js", "lens.js", "numbers.js", "page.js")
 """Scripts in order of dependency; they share one scope."""
 
 
@@ -28,7 +28,7 @@ def assemble(document: dict[str, Any]) -> str:
         data=embed({**document, "table": rest}),
         table=compressed(json.dumps(columns, allow_nan=False, separators=(",", ":")).encode()),
         script=script,
-        methods=methods(document["kind"] in (*KINDS, TOGETHER)),
+        methods=methods(VERBS.get(document["kind"], document["kind"])),
     )
 
 

@@ -60,6 +60,7 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
         "figures": shown,
         "checkpoints": int(table["step"].nunique()) if kind == SERIES else 0,
         "words": list(vocabulary.index),
+        "lens_texts": asdict(page.lens),
         "measures": sorted({str(name) for name in table["measure"].unique()}),
         "table": {**rows.pack(table), "where": where},
         "template": compact(TEMPLATE.to_plotly_json()),
@@ -76,11 +77,12 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         {"label": short(model.get("label", "?"), 60), "samples": lens.pack(model.get("lens_grid"), vocabulary)}
         for model in models
     ]
-    opening = _opening(source, entry) if source.kind in (SINGLE, SERIES) else {"story": None, "profile": None}
+    opening = _opening(source, entry) if source.kind in (SINGLE, SERIES) else {"story": page.opening(source)}
     if opening["story"]:
         first, more = [], [*first, *more]
     return {
         "step": entry.get("step"),
+        "profile": None,
         **opening,
         "cards": cards(findings),
         "sentences": first,

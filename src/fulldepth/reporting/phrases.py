@@ -51,7 +51,7 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
         digits = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
         return digits, f"of {layers}" if unit == "layers" and isinstance(layers, int) else unit
     if unit == "tokens/s":  # the caption says what is counted
-        return scaled(value), ""
+        return scaled(value) if value >= 100 else f"{value:.1f}", ""
     if unit in SCALES:
         digits, _, shown = SCALES[unit](value).partition(" ")
         return digits, shown

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from fulldepth import figures
-from fulldepth.figures.record import SERIES, SINGLE, SKIP, Method
+from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, SKIP, TRAINING, TRAININGS, Method
 from fulldepth.reporting.tables import Table
 
 
@@ -17,6 +17,10 @@ class Section(NamedTuple):
     id: str
     title: str
     intro: str = ""
+    first: bool = False
+    """Whether it follows the opening paragraph, before everything else."""
+    after: bool = False
+    """Whether it follows the lens grid."""
 
 
 OF_MODELS = (
@@ -111,10 +115,55 @@ OF_SKIPPING = (
     Section("quantise", "With quantisation", "Skipping and quantising together, in both orders."),
     Section("settings", "Settings"),
 )
-OVER_TRAINING = Section("training", "Over training", "The same measures at every checkpoint.")
+OF_EXIT = (
+    Section(
+        "exits",
+        "Early exit",
+        "A sample leaves after the first layer whose prediction the rule accepts. A lower threshold saves more time "
+        "and costs more quality.",
+        first=True,
+    ),
+    Section("thresholds", "Thresholds"),
+    Section(
+        "stopping",
+        "Stopping at one layer",
+        "Every sample leaves after the same layer, as in a checkpoint that has only the layers up to it.",
+    ),
+    Section(
+        "generating",
+        "While generating",
+        "The figures above read given text; here every token is generated, so one that leaves early changes the text "
+        "after it.",
+    ),
+    Section("settings", "Settings"),
+)
+OF_GENERATION = (
+    Section("texts", "Texts", first=True),
+    Section(
+        "speculation",
+        "Speculation",
+        "The first layers draft tokens, the whole model checks them. It pays where drafts are good and few layers "
+        "make them.",
+        after=True,
+    ),
+    Section("statistics", "Statistics", after=True),
+    Section("settings", "Settings", after=True),
+)
+OF_EVALUATION = (
+    Section(
+        "scores",
+        "Scores",
+        "What the model scores on each task if it stops after a layer; the last point is the whole model.",
+        first=True,
+    ),
+    Section("tasks", "Tasks"),
+    Section("text", "Generated text", "Text that the model generates if it stops after a layer."),
+    Section("settings", "Settings"),
+)
+OVER_TRAINING = Section("training", "Over training", "The same measures at every checkpoint.", after=True)
 FIRST = "displacement"
 """Section that follows the opening paragraph of a measurement, before everything else."""
-FURTHER = Section("further", "Further figures")
+FURTHER = Section("further", "Further figures", after=True)
 ABOUT_MODELS = (
     "Layers run from 1 to L; 0 is the embedding output. The state h<sub>l</sub> is the residual stream after layer "
     "l, before the model’s final norm. Padding never counts. “No first token” leaves out the first token of every "
@@ -124,6 +173,10 @@ ABOUT_SKIPPING = (
     "Layers run from 1 to L; a layer is an attention block and an MLP, each of which adds to the residual stream. "
     "All losses are of held-out data, on which no scalar was trained. The same data chose the blocks and the epoch "
     "at which training stopped, so that very small gains may be luck."
+)
+ABOUT_EXITS = (
+    "Layers run from 1 to L. A model that stops after layer l applies its own final norm and head to the state h<sub>l"
+    "</sub>; stopping after layer L is the whole model. Nothing is trained here."
 )
 STANDARD_ERRORS = Method(
     "Standard errors (±)",
@@ -137,6 +190,9 @@ STANDARD_ERRORS = Method(
     source="Busing, Meijer and van der Leeden, <cite>Delete-m jackknife for unequal m</cite>, "
     "Statistics and Computing 9.",
 )
+OF_SHARED_NOTES = {SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS}
+"""Kinds of results with the same notes."""
+ABOUT = {SKIP: ABOUT_SKIPPING}
 
 
 def arrange(
@@ -177,16 +233,21 @@ def arrange(
             "slots": placed[section.id],
             "tables": filled.get(section.id, []),
             "secondary": [slot[0] for slot in placed[section.id] if slot[0].split(":")[0] in folded],
-            "first": section.id == FIRST and kind in (SINGLE, SERIES),
+            "first": section.first or (section.id == FIRST and kind in (SINGLE, SERIES)),
         }
         for section in sections
         if placed[section.id] or filled.get(section.id)
     ]
 
 
-def methods(skipping: bool) -> str:
-    """The notes on how to read the figures of models and training runs, or of `fulldepth skip`, as HTML."""
-    about, general = (ABOUT_SKIPPING, []) if skipping else (ABOUT_MODELS, [STANDARD_ERRORS])
-    of_figures = [note for record in figures.FIGURES if (SKIP in record.kinds) == skipping for note in record.methods]
+def methods(kind: str) -> str:
+    """The notes on how to read the figures of a kind of results, see `figures.Source`, as HTML.
+
+    Models and training runs share theirs.
+    """
+    kinds = OF_SHARED_NOTES if kind in OF_SHARED_NOTES else {kind}
+    about = ABOUT.get(kind, ABOUT_MODELS if kind in OF_SHARED_NOTES else ABOUT_EXITS)
+    general = [STANDARD_ERRORS] if kind in OF_SHARED_NOTES else []
+    of_figures = [note for record in figures.FIGURES if kinds & {*record.kinds} for note in record.methods]
     notes = dict.fromkeys([*general, *of_figures])
     return "\n".join([f'<p class="intro">{about}</p>', *(note.html for note in notes)])

@@ -13,6 +13,8 @@ from fulldepth.figures.skip_results import TOGETHER
 
 NEEDED = {"training": ("step",), "comparison": ("model", "difference")}
 """Kind of results -> required columns beside those of every table."""
+EXITS = ("exit", "generation", "evaluation")
+"""Kinds of results about a model that stops early."""
 
 
 def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
@@ -31,11 +33,34 @@ def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
         _check_comparison(folder, meta, table)
     elif meta.get("models") and kind not in ("bench", "quantise"):
         raise FulldepthError(f"Cannot read {folder}: results of kind {one_line(kind, 60)} have the entry `models`.")
-    elif kind in ("measure", "training"):
+    elif kind in ("measure", "training", *EXITS):
         layers = (meta.get("model") or {}).get("num_layers")
         deepest = table[["layer", "other"]].max().max()
         if layers is not None and not pd.isna(deepest) and deepest > layers:
             raise FulldepthError(f"Cannot read {folder}: the table has layer {deepest} of a model of {layers} layers.")
+        if kind in EXITS:
+            _check_exits(folder, kind, meta, layers)
+
+
+def _check_exits(folder: Path, kind: str, meta: Mapping[str, Any], layers: int | None) -> None:
+    """Refuse counts by layer of another depth than the model's, and entries of another kind of results."""
+    generation = meta.get("generation")
+    if generation is not None and isinstance(generation, list) is not (kind == "exit"):
+        raise FulldepthError(f"Cannot read {folder}: the entry `generation` is not that of results of kind {kind}.")
+    runs = [*(meta.get("exits") or []), *(generation if isinstance(generation, list) else [])]
+    speculation = meta.get("speculation") or {}
+    stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
+    counts = [run.get("exits") for run in (*runs, stats)] + [
+        part.get("layer_positions") for part in (speculation, stats)
+    ]
+    depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
+    if len(depths) > 1:
+        listed = ", ".join(map(str, sorted(depths)[:4]))
+        raise FulldepthError(f"Cannot read {folder}: counts by layer for {listed} layers in one document.")
+    drafts = [speculation.get("speculate_from"), *(entry["layer"] for entry in speculation.get("acceptance") or [])]
+    deepest = max((layer for layer in drafts if layer is not None), default=0)
+    if depths and deepest > max(depths):
+        raise FulldepthError(f"Cannot read {folder}: drafts of {deepest} layers by a model of {max(depths)} layers.")
 
 
 def _check_comparison(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:

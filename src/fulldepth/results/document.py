@@ -23,6 +23,10 @@ MOST_LAYERS = 1024
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Counts = Annotated[list[Whole], Field(max_length=MOST_LAYERS)]
+"""One count for each of the layers 1..L."""
 Mapping = dict[str, Any]
 
 
@@ -74,19 +78,27 @@ class Policy(Part):
 
 
 class Sample(Part):
-    """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability)."""
+    """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
+
+    Of a generation, `exits` [T] holds the layer after which each decoding step stopped, null where none did.
+    """
 
     title: str | None = None
     tokens: list[str | None]
     targets: list[str | None]
     saturation: list[Whole | None]
+    exits: list[Layer | None] | None = None
     grid: list[list[tuple[str | None, Number | None]]]
 
     @pydantic.model_validator(mode="after")
     def _rectangular(self) -> Sample:
         lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
+        lengths |= set() if self.exits is None else {len(self.exits)}
         if len(lengths) > 1:
             raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
+        deepest = max((layer for layer in self.exits or () if layer is not None), default=0)
+        if deepest >= max(len(self.grid), 1):
+            raise ValueError(f"it states an exit after layer {deepest}, its grid has {len(self.grid)} rows")
         return self
 
 
@@ -160,6 +172,89 @@ class Plan(Part):
     cost: Cost | None = None
 
 
+class Exit(Part):
+    """Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
+
+    rule: str | None = None
+    threshold: Number | None = None
+    policy: str | None = None
+    split: str | None = None
+    calibrated: bool | None = None
+    exits: Counts | None = None
+    accuracy: Share | None = None
+    accuracy_stderr: Ratio | None = None
+    loss: Number | None = None
+    loss_stderr: Ratio | None = None
+    agreement: Share | None = None
+    agreement_stderr: Ratio | None = None
+    drop: Number | None = None
+    drop_stderr: Ratio | None = None
+    tokens: Whole | None = None
+    theoretical_speedup: Ratio | None = None
+    measured_speedup: Ratio | None = None
+
+
+class Full(Part):
+    """The model without early exit, on the same data."""
+
+    accuracy: Share | None = None
+    accuracy_stderr: Ratio | None = None
+    loss: Number | None = None
+    loss_stderr: Ratio | None = None
+    seconds: Ratio | None = None
+
+
+class GenerationStats(Part):
+    """Counts and times of a generation."""
+
+    mode: str | None = None
+    reason: str | None = None
+    tokens: Whole | None = None
+    seconds: Ratio | None = None
+    tokens_per_second: Ratio | None = None
+    theoretical_speedup: Ratio | None = None
+    layer_positions: Counts | None = None
+    exits: Counts | None = None
+
+
+class Generated(Part):
+    """Prompts, the texts that continue them, and numbers on the generation."""
+
+    prompts: list[str | None] | None = None
+    texts: list[str | None] | None = None
+    stats: GenerationStats | None = None
+
+
+class Acceptance(Part):
+    """Drafts of the first `layer` layers: the share that the whole model accepts, and what follows from it."""
+
+    layer: Layer
+    draft_length: Whole | None = None
+    acceptance: Share | None = None
+    tokens_per_round: Ratio | None = None
+    predicted_speedup: Ratio | None = None
+
+
+class Speculation(Part):
+    """Self-speculative decoding: its draft layers and length, how they were chosen, and whether it paid."""
+
+    speculate_from: Layer | None = None
+    draft_length: Whole | None = None
+    chosen_by: str | None = None
+    paid: bool | None = None
+    acceptance: list[Acceptance] | None = None
+    layer_positions: Counts | None = None
+
+
+class ScoredTask(Part):
+    """A task of an evaluation."""
+
+    metric: str | None = None
+    higher_is_better: bool | None = None
+    count: Whole | None = None
+    chance: Number | None = None
+
+
 class Checkpoint(Part):
     """One step of a series."""
 
@@ -183,6 +278,10 @@ class Compared(Plan):
     settings: RunSettings | None = None
     recipe: str | None = None
     not_computed: list[Whole] | None = None
+    exits: list[Exit] | None = None
+    full: Full | None = None
+    generation: list[Exit] | None = None
+    tasks: dict[str, ScoredTask] | None = None
 
 
 class Document(Part):
@@ -215,6 +314,11 @@ class Document(Part):
     models: list[Compared] | None = None
     plan: Plan | None = None
     plans: dict[str, Plan | None] | None = None
+    exits: list[Exit] | None = None
+    full: Full | None = None
+    generation: Generated | list[Exit] | None = None
+    speculation: Speculation | None = None
+    tasks: dict[str, ScoredTask] | None = None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def html(table: pd.DataFrame, meta: Meta) -> str:
 
 
 def _plot(table: pd.DataFrame, meta: Meta) -> Plot | None:
-    """The displacement by layer, or the validation loss by step, or the loss by number of removed blocks."""
+    """The displacement by layer, or what the results are about: a loss by step or removed blocks, scores by layer."""
     column, title = "layer", "Displacement per layer"
     rows = table[(table["measure"] == "displacement") & (table["statistic"] == "mean") & (table["site"] == "residual")]
     kind = meta.get("of") or meta.get("kind")
@@ -72,10 +72,18 @@ def _plot(table: pd.DataFrame, meta: Meta) -> Plot | None:
     elif kind == "curve" and "removed" in table.columns:
         rows = table[(table["measure"] == "loss") & (table["statistic"] == "mean")]
         column, title = "removed", "Held-out loss in nats"
+    elif kind == "exit":
+        rows = table[(table["measure"] == "lens_accuracy") & (table["statistic"] == "mean")]
+        title = "Accuracy if the model stops at a layer"
+    elif kind == "evaluation":
+        rows, title = _scores(table, meta), "Score if the model stops at a layer"
+    elif kind == "generation":
+        return _positions(meta)
     elif "step" in table.columns:
         rows = rows[rows["step"] == rows["step"].max()]
     rows = rows.dropna(subset=[column, "value"])
-    groups = rows.groupby("model", sort=False) if "model" in rows.columns else [("", rows)]
+    several = "model" if "model" in rows.columns else "site" if kind == "evaluation" else None
+    groups = [("", rows)] if several is None else rows.groupby(several, sort=False)
     lines = {
         one_line(name, 30): sorted((int(x), float(y)) for x, y in zip(part[column], part["value"], strict=True))
         for name, part in groups
@@ -83,6 +91,25 @@ def _plot(table: pd.DataFrame, meta: Meta) -> Plot | None:
     drawable = {name: points for name, points in list(lines.items())[:MOST_LINES] if len(points) > 1}
     axis = {"layer": "Layer", "step": "Step", "removed": "Removed blocks"}[column]
     return Plot(title, axis, drawable) if drawable else None
+
+
+def _scores(table: pd.DataFrame, meta: Meta) -> pd.DataFrame:
+    """The main metric of each task by layer; of several models, that of the first task."""
+    rows = table[table["measure"] == "task_score"]
+    models = meta.get("models") or [meta]
+    tasks = {name: entry for model in models for name, entry in (model.get("tasks") or {}).items()}
+    metrics = {name: (entry or {}).get("metric") for name, entry in tasks.items()}
+    rows = rows[rows["statistic"] == rows["site"].map(metrics)]
+    return rows[rows["site"] == rows["site"].iloc[0]] if "model" in rows.columns and len(rows) else rows
+
+
+def _positions(meta: Meta) -> Plot | None:
+    """The positions that each layer ran in a generation."""
+    generation = meta.get("generation") or {}
+    stats = generation.get("stats") if isinstance(generation, Mapping) else None
+    counts = (meta.get("speculation") or {}).get("layer_positions") or (stats or {}).get("layer_positions") or []
+    line = [(layer, float(count)) for layer, count in enumerate(counts, start=1)]
+    return Plot("Positions that each layer ran", "Layer", {"": line}) if len(line) > 1 else None
 
 
 def _svg(plot: Plot) -> str:

@@ -63,7 +63,7 @@ def read(path: Path) -> pd.DataFrame:
     with file:
         _check_shape(path, names, file.metadata.num_rows, size)
         for name, kind in fields.items():
-            _check_type(path, name, kind)
+            _check_type(path, name, kind, file.metadata.num_rows)
         with reading(path):
             texts = [name for name, kind in fields.items() if _is_text(kind)]
             columns = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
@@ -94,8 +94,8 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(inner) or pa.types.is_large_string(inner))
 
 
-def _check_type(path: Path, name: str, kind: pa.DataType) -> None:
-    """Refuse a column of the wrong type; unknown columns may be numbers or text."""
+def _check_type(path: Path, name: str, kind: pa.DataType, rows: int) -> None:
+    """Refuse a column of the wrong type; unknown columns may be numbers or text, and columns without rows untyped."""
     is_kind = {
         "text": _is_text(kind),
         "numbers": pa.types.is_floating(kind),
@@ -103,7 +103,7 @@ def _check_type(path: Path, name: str, kind: pa.DataType) -> None:
         "true and false": pa.types.is_boolean(kind),
     }
     required = "text" if name in TEXT else "numbers" if name in REAL else "whole numbers" if name in WHOLE else None
-    empty = pa.types.is_null(kind) and name not in (*STATED, *REAL)
+    empty = pa.types.is_null(kind) and (rows == 0 or name not in (*STATED, *REAL))
     if not (empty or (any(is_kind.values()) if required is None else is_kind[required])):
         expected = required or "numbers or text"
         raise FulldepthError(

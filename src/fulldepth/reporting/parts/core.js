@@ -52,8 +52,8 @@ function readable(value) {
 /** Labels for plotly write markup characters as entities; this reads them back. */
 const plain = (text) => String(text).replace(/<br>/g, " ").replace(/&#123;/g, "{").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
 
-/** A name that may break after its dots and underscores. */
-const breakable = (name) => el("bdi", {}, ...String(name).split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]));
+/** A name that may break after its dots and underscores, but not inside a number. */
+const breakable = (name) => el("bdi", {}, ...String(name).split(/(?<=[._])(?!\d)/).flatMap((part) => [part, el("wbr")]));
 
 /** A table whose first column names the rows; scrolls sideways on its own where it is too wide. */
 function scrollingTable({ title, columns, rows, corner = "", text = false }) {

@@ -49,14 +49,14 @@ function fillLens(sample) {
     });
   }
   byId("lens-box").replaceChildren(table);
-  byId("readout").replaceChildren("Point at a cell, or move to it with Tab and the arrow keys, to read its probability and the true token.");
+  byId("readout").replaceChildren("Point at a cell, or move to it with Tab and the arrow keys, to read its probability and " + DATA.lens_texts.target + ".");
 }
 
 function lensCell(sample, layer, position, top) {
   const probability = sample.probability[layer][position];
-  const settled = sample.saturation[position];
+  const settled = sample.saturation[position] ?? Infinity;
   const shade = probability == null ? 0 : Math.round(probability / 100);
-  const marks = [layer >= settled ? "stays" : "", layer === settled ? "settled" : "", top === sample.targets[position] && word(top) ? "right" : ""];
+  const marks = [layer >= settled ? "stays" : "", layer === settled ? "settled" : "", layer === sample.exits?.[position] && layer < sample.top.length - 1 ? "exit" : "", top === sample.targets[position] && word(top) ? "right" : ""];
   const cell = el("td", {
     class: marks.filter(Boolean).join(" "),
     style: `background:var(--ramp-${shade});color:var(--on-${shade})`,
@@ -72,11 +72,13 @@ function describeCell(sample, layer, position) {
   const probability = sample.probability[layer][position];
   const target = word(sample.targets[position]);
   const settled = sample.saturation[position];
+  const exit = sample.exits?.[position];
   return [
-    `${layer ? `Layer ${layer}` : "Embeddings"}, position ${position + 1}, after `, isolated(word(sample.tokens[position])), ": predicts ",
+    `${layer ? `Layer ${layer}` : "Embeddings"}, ${DATA.lens_texts.column} ${position + 1}, after `, isolated(word(sample.tokens[position])), ": predicts ",
     isolated(word(sample.top[layer][position])), probability == null ? "" : ` with probability ${(probability / 1000).toFixed(3)}`,
-    ...(target ? ["; the true token is ", isolated(target)] : []),
-    layer >= settled ? `. Settled since layer ${settled}.` : `. Settles at layer ${settled}.`,
+    ...(target ? [`; ${DATA.lens_texts.target} is `, isolated(target)] : []),
+    settled == null ? "." : layer >= settled ? `. Settled since layer ${settled}.` : `. Settles at layer ${settled}.`,
+    exit == null || exit === sample.top.length - 1 ? "" : ` The step leaves after layer ${exit}.`,
   ];
 }
 
@@ -94,12 +96,15 @@ function moveInLens(event) {
 }
 
 function drawLensKey() {
+  byId("lens-title").textContent = DATA.lens_texts.title;
+  byId("lens-intro").textContent = DATA.lens_texts.intro;
   const shades = Array.from({ length: 11 }, (_, index) => el("i", { style: `background:var(--ramp-${index})` }));
   byId("lens-key").replaceChildren(
     el("span", {}, "Probability 0 ", ...shades, " 1"),
     el("span", {}, el("span", { class: "cell settled stays" }), "settles here"),
     el("span", {}, el("span", { class: "cell stays" }), "has settled: the top token no longer changes"),
-    el("span", {}, el("span", { class: "token", style: "text-decoration:underline;text-underline-offset:3px" }, "token"), " is the true token"),
+    ...(DATA.lens_texts.exits ? [el("span", {}, el("span", { class: "cell exit" }), "the step leaves here")] : []),
+    el("span", {}, el("span", { class: "token", style: "text-decoration:underline;text-underline-offset:3px" }, "token"), ` is ${DATA.lens_texts.target}`),
     el("span", {}, el("span", { class: "token" }, "·"), " space, ", el("span", { class: "token" }, "⏎"), " new line"),
   );
 }

@@ -83,7 +83,7 @@ function start() {
   const shown = DATA.views.length;
   byId("foot").textContent = "Everything on this page is inside this file; it asks the network for nothing." + (DATA.checkpoints > shown ? ` The slider has ${shown} of ${DATA.checkpoints} checkpoints, the curves over training have all.` : "");
   const first = DATA.sections.filter((section) => section.first);
-  const after = DATA.sections.filter((section) => ["training", "further"].includes(section.id));
+  const after = DATA.sections.filter((section) => section.after);
   byId("first").append(...first.map(makeSection));
   byId("sections").append(...DATA.sections.filter((section) => !after.includes(section) && !first.includes(section)).map(makeSection));
   byId("sections-after").append(...after.map(makeSection));

@@ -232,5 +232,5 @@ function makeSection(section) {
   const heading = el("h2", { id: `${section.id}-title` }, section.title);
   const drawn = primary.length ? [el("div", { class: `figures of-${primary.length}` }, ...primary)] : [];
   if (secondary.length) drawn.push(folded(secondary, slots.slice(first).filter((_, index) => secondary.includes(figures[index]))));
-  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map((table) => (table.strip ? makeStrip(table) : titledTable(table))), ...drawn);
+  return el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, heading, ...intro, ...section.tables.map((table) => (table.strip ? makeStrip(table) : table.texts ? makeTexts(table) : titledTable(table))), ...drawn);
 }

@@ -1,0 +1,103 @@
+"""Points of an early-exit sweep: a rule, a threshold, the layers after which samples leave, cost and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from fulldepth.figures.curves import number
+from fulldepth.figures.style import label
+
+REPORT, CALIBRATION = "report", "calibration"
+"""Splits of the data: on the second one a threshold is chosen, on the first one its numbers are reported."""
+ERROR = "_stderr"
+"""Suffix of the standard error of a number."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Early exit at one threshold: when it stops, what that costs, and the time that it saves."""
+
+    rule: str
+    threshold: float | None
+    policy: str
+    """How the cache is filled; empty for models without one."""
+    calibrated: bool
+    counts: tuple[int, ...]
+    """Number of samples or tokens that leave after each of the layers 1..L; empty if unknown."""
+    values: Mapping[str, float | None]
+    """Name -> number of the entry in the document."""
+    theory: float | None
+    """Speed-up if layers were all that takes time."""
+    measured: float | None
+
+    @property
+    def name(self) -> str:
+        """Rule and threshold: `confidence 0.9`."""
+        return self.rule if self.threshold is None else f"{self.rule} {self.threshold:.4g}"
+
+    @property
+    def series(self) -> str:
+        """What all its thresholds have in common: rule and policy."""
+        return ", ".join(filter(None, (self.rule, self.policy)))
+
+    @property
+    def speedup(self) -> float | None:
+        """The measured speed-up, in theory where it was not measured."""
+        return self.theory if self.measured is None else self.measured
+
+    @property
+    def early(self) -> float | None:
+        """Share that leaves before the last layer."""
+        total = sum(self.counts)
+        return 1 - self.counts[-1] / total if total else None
+
+    @property
+    def mean_layer(self) -> float | None:
+        """Mean number of layers that were run."""
+        total = sum(self.counts)
+        return sum(at * count for at, count in enumerate(self.counts, start=1)) / total if total else None
+
+    @property
+    def half_by(self) -> int | None:
+        """First layer by which half of those that leave early have left."""
+        early, so_far = sum(self.counts[:-1]), 0
+        for layer, count in enumerate(self.counts[:-1], start=1):
+            so_far += count
+            if early and 2 * so_far >= early:
+                return layer
+        return None
+
+
+def points(entries: Iterable[Mapping[str, Any]] | None, split: str | None = REPORT) -> list[Point]:
+    """The points of a split, or all that belong to no other split if none states it; by rule, policy and threshold."""
+    every = list(entries or [])
+    if split is not None:
+        chosen = [entry for entry in every if entry.get("split") == split]
+        every = chosen or [entry for entry in every if entry.get("split") is None]
+    made = [_point(entry) for entry in every]
+    return sorted(made, key=lambda point: (point.rule, point.policy, point.threshold or 0.0))
+
+
+def _point(entry: Mapping[str, Any]) -> Point:
+    counts = tuple(int(count) for count in entry.get("exits") or ())
+    layers = sum(at * count for at, count in enumerate(counts, start=1))
+    theory = number(entry.get("theoretical_speedup"))
+    means = [name + suffix for name in ("accuracy", "loss", "agreement", "drop") for suffix in ("", ERROR)]
+    return Point(
+        rule=label(entry.get("rule") or "threshold", 24),
+        threshold=number(entry.get("threshold")),
+        policy=label(entry.get("policy") or "", 24),
+        calibrated=bool(entry.get("calibrated")),
+        counts=counts,
+        values={name: number(entry.get(name)) for name in (*means, "tokens")},
+        theory=len(counts) * sum(counts) / layers if theory is None and layers else theory,
+        measured=number(entry.get("measured_speedup")),
+    )
+
+
+def by_series(every: Sequence[Point]) -> dict[str, list[Point]]:
+    """Rule and policy -> points by threshold."""
+    return {name: list(group) for name, group in groupby(every, key=lambda point: point.series)}
