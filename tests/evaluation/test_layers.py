@@ -88,3 +88,13 @@ def test_one_pass_answers_all_layers(data):
         passes.append(0)
     full, each = "".join(map(str, passes)).split("0")[:2]
     assert len(full) == len(each) > 0
+
+
+def test_generation_leaves_at_the_exit_layer(data):
+    model, task = small_world.model(), "gsm8k_local"
+    options = {"tokenizer": small_world.tokenizer(), "task_data": [str(data)], "limit": LIMIT, "batch_size": 4}
+    results = evaluate(model, [task], exit_layers="2", num_fewshot=2, **options)
+    assert ours(results, task, LAYERS) == stock(model, task, data, num_fewshot=2)
+    assert ours(results, task, 2) == stock(small_world.first_layers(model, 2), task, data, num_fewshot=2)
+    assert set(ours(results, task, 2)) == {"exact_match:strict-match", "exact_match:flexible-extract"}
+    assert evaluate(model, [task], **options).meta["warnings"][0].startswith("gsm8k_local generates text")

@@ -6,11 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
@@ -28,6 +26,7 @@ from fulldepth.execution.harness import (
     run_unit,
 )
 from fulldepth.execution.harness.layered import Session
+from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 
@@ -104,7 +103,7 @@ def score_tasks(
                 watcher.say(f"{unit.name}: {answers.reused:,} answers of the interrupted run are reused.")
             session = Session(
                 LayerReader(subject.anatomy, subject.classifier, layers),
-                partial(_shortened, subject),
+                cache(partial(truncated, subject.anatomy)),
                 layers[-1],
                 answers,
                 watcher,
@@ -193,10 +192,6 @@ def _identity(
         **settings.model_dump(include={"limit", "seed", "batch_size"}),
         "lm_eval": lm_eval_version(),
     }
-
-
-def _shortened(subject: Subject, layer: int) -> PreTrainedModel:
-    raise FulldepthError(f"{type(subject.model).__name__} cannot generate with its first {layer} layers yet.")
 
 
 def _file_name(name: str) -> str:
