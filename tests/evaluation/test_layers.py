@@ -27,16 +27,16 @@ def _no_description_of_the_machine(monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
-def stock(model, task, data, **options):
+def stock(model, task, data, limit=LIMIT, batch_size=4, **options):
     """lm-eval's own scores of a model: metric -> (value, standard error)."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     output = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=small_world.tokenizer(), batch_size=4),
+        model=HFLM(pretrained=model, tokenizer=small_world.tokenizer(), batch_size=batch_size),
         tasks=[local_task(task, [data])],
         task_manager=TaskManager(include_defaults=False),
-        limit=LIMIT,
+        limit=limit,
         log_samples=False,
         **options,
     )
