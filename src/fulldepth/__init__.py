@@ -36,6 +36,7 @@ _ROOMS = (
     "architectures",
     "comparison",
     "data",
+    "evaluation",
     "execution",
     "figures",
     "hf",

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import costs_of
+from fulldepth.execution.harness import TaskScorer
 from fulldepth.execution.language_model import check_task, prove
 from fulldepth.execution.latency import Runner, check_positions, machine, random_tokens, time_in_rounds
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
@@ -46,7 +47,6 @@ from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_entries import Entry, open_entries
 from fulldepth.skip.assessment.bench_table import Cell, Measured, SkippedBlocks, headline, noise, table_of
 from fulldepth.skip.assessment.heldout_loss import heldout_losses, vocabulary
-from fulldepth.skip.assessment.tasks import TaskScorer
 from fulldepth.skip.selection.problem import read_data, tokenizer_of
 
 

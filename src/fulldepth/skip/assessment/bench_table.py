@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.harness import Score
 from fulldepth.execution.latency import PHASES
 from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.heldout_loss import HeldoutLosses
 from fulldepth.skip.assessment.tables import joined, spread, with_differences
-from fulldepth.skip.assessment.tasks import Score
 
 MOST_NOISE = 0.02
 """Standard error of a share of time saved above which times are reported as noisy."""

@@ -9,9 +9,9 @@ import torch
 
 import tiny_models
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.harness import TaskScorer
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.progress import Watcher
-from fulldepth.skip.assessment.tasks import TaskScorer
 from skip import word_tokenizer
 
 pytest.importorskip("lm_eval")

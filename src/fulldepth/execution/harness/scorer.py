@@ -1,36 +1,18 @@
-"""Scores of loaded models on lm-eval's tasks, by the unmodified harness."""
+"""`TaskScorer`: scores of loaded models on lm-eval's tasks, by the unmodified harness."""
 
 from __future__ import annotations
 
-import io
-import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution.harness.running import FAILURES, MISSING, Score, quiet, scores_of
 from fulldepth.progress import Watcher
 
 YAML = (".yaml", ".yml")
-
-
-@dataclass(frozen=True)
-class Score:
-    """One number of one task."""
-
-    task: str
-    metric: str
-    """As the task names it: acc, acc_norm, exact_match, perplexity, ...; with its filter if that is not `none`."""
-    value: float
-    error: float | None
-    """Standard error; None where the harness gives none."""
-    count: int
-    """Examples."""
 
 
 class TaskScorer:
@@ -55,12 +37,12 @@ class TaskScorer:
         try:
             from lm_eval.tasks import TaskManager  # noqa: PLC0415  # an extra
         except ImportError as error:
-            raise FulldepthError("Tasks are scored by lm-eval: pip install 'fulldepth[evaluate]'.") from error
+            raise FulldepthError(MISSING) from error
         names = [task for task in tasks if not task.endswith(YAML)]
         for task in set(tasks) - set(names):
             if not Path(task).is_file():
                 raise FulldepthError(f"There is no task file {task}.")
-        with _quiet():
+        with quiet():
             self._manager = TaskManager(include_defaults=bool(names))  # reading them takes seconds
         for task in names:
             if task not in self._manager.all_tasks:
@@ -85,7 +67,7 @@ class TaskScorer:
         from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
         try:
-            with _quiet():
+            with quiet():
                 output = simple_evaluate(
                     model=HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.batch_size),
                     tasks=self.tasks,
@@ -97,33 +79,6 @@ class TaskScorer:
                     torch_random_seed=self.seed,
                     fewshot_random_seed=self.seed,
                 )
-        except (OSError, ValueError, KeyError, TypeError) as error:  # missing data, invalid task files
+        except FAILURES as error:
             raise FulldepthError(f"lm-eval cannot run {', '.join(self.tasks)}: {error}") from error
-        counts = output["n-samples"]
-        return [score for task, results in output["results"].items() for score in _scores(task, results, counts)]
-
-
-def _scores(task: str, results: dict[str, Any], samples: dict[str, Any]) -> Iterator[Score]:
-    """`acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
-    for key, value in results.items():
-        metric, comma, how = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
-            continue
-        stated = results.get(f"{metric}_stderr,{how}")
-        error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
-        name = metric if how == "none" else f"{metric}:{how}"
-        count = int((samples.get(task) or {}).get("effective", 0))
-        yield Score(task, name, float(value), error, count)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence progress bars and messages of the harness."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(before)
+        return scores_of(output)

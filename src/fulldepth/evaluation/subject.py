@@ -1,0 +1,141 @@
+"""The model of an evaluation: loaded, checked, with its plan, tokenizer and exit layers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution.language_model import prove
+from fulldepth.hf import (
+    Anatomy,
+    Checkpoint,
+    Classifier,
+    Scalars,
+    anatomy_candidates,
+    device_of,
+    evaluating,
+    first_broken_weight,
+    open_model,
+    open_tokenizer,
+    skipping,
+    task_of,
+)
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.settings.evaluate import EvaluateSettings
+
+
+class SkipPlan(Protocol):
+    """What is used of a plan of `fulldepth skip search` (`fulldepth.skip.Plan`)."""
+
+    blocks: list[int]
+    granularity: str
+    scalars: dict[str, Any]
+    healed_loss: float | None
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model that the plan was not made for."""
+
+    def document(self) -> dict[str, Any]:
+        """The plan as plain values."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A verified causal language model."""
+
+    checkpoint: Checkpoint
+    anatomy: Anatomy
+    classifier: Classifier
+    tokenizer: Any
+    """A copy, which the harness may change."""
+    hash: str
+    plan: SkipPlan | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, in evaluation mode inside `opened`."""
+        return self.checkpoint.model
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.anatomy.num_layers
+
+    @property
+    def plan_digest(self) -> str | None:
+        """A hash of the plan; None without one."""
+        if self.plan is None:
+            return None
+        return hashlib.sha256(json.dumps(self.plan.document(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The entry `model` of the results."""
+        model = self.model
+        return {
+            "name": self.checkpoint.name,
+            "class": type(model).__name__,
+            "task": self.anatomy.task,
+            "num_layers": self.num_layers,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "hash": self.hash,
+            "revision": self.checkpoint.revision,
+        }
+
+
+@contextmanager
+def opened(
+    model: str | Path | PreTrainedModel, settings: EvaluateSettings, tokenizer: Any, plan: SkipPlan | None
+) -> Iterator[Subject]:
+    """Load, hash and verify a model; inside `with` it is in evaluation mode and its plan's blocks are skipped.
+
+    Raises:
+        FulldepthError: if it cannot be loaded, is no causal language model, has weights that are not finite or no
+            tokenizer, or is not the plan's model.
+    """
+    options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
+    checkpoint = open_model(model, **options)
+    owner = checkpoint.model
+    check_is_decoder(owner)
+    if broken := first_broken_weight(owner):
+        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    named = settings.tokenizer if tokenizer is None else tokenizer
+    reading: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    tokens = open_tokenizer(checkpoint, named, **reading)
+    hashed = model_hash(owner)
+    if plan is not None:
+        plan.check_model(owner)
+    with evaluating(owner):
+        size = anatomy_candidates(owner)[0].vocab_size or 1
+        ids = (torch.arange(3, 11) % size).view(2, 4)
+        anatomy, classifier = prove(owner, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        with nullcontext() if plan is None else _skipped(anatomy, plan):
+            yield Subject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan)
+
+
+def check_is_decoder(model: PreTrainedModel) -> None:
+    """Refuse a model that does not predict the next token."""
+    if task_of(model) != "causal-lm":
+        raise FulldepthError(
+            f"{one_line(type(model).__name__, 100)} is no causal language model (a decoder that predicts the next "
+            "token), so it cannot score or generate text."
+        )
+
+
+def _skipped(anatomy: Anatomy, plan: SkipPlan) -> Any:
+    scalars = None
+    if plan.healed_loss is not None:
+        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
+    return skipping(anatomy, plan.blocks, plan.granularity, scalars)

@@ -1,0 +1,20 @@
+"""Scores models on the tasks of lm-evaluation-harness, which is not modified and an extra (`fulldepth[evaluate]`)."""
+
+from fulldepth.execution.harness.answers import Answers
+from fulldepth.execution.harness.catalogue import Catalogue, Unit
+from fulldepth.execution.harness.layered import LayerReader, layered_model
+from fulldepth.execution.harness.running import Score, UnitScores, lm_eval_version, run_unit
+from fulldepth.execution.harness.scorer import TaskScorer
+
+__all__ = [
+    "Answers",
+    "Catalogue",
+    "LayerReader",
+    "Score",
+    "TaskScorer",
+    "Unit",
+    "UnitScores",
+    "layered_model",
+    "lm_eval_version",
+    "run_unit",
+]

@@ -1,0 +1,193 @@
+"""Runs lm-eval's own evaluation of a model, quietly, and reads the scores from its output."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+
+from fulldepth.errors import FulldepthError, one_line
+
+MISSING = "Tasks are scored by lm-eval: pip install 'fulldepth[evaluate]'."
+FAILURES = (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError, jinja2.TemplateError)
+"""What the harness raises for missing data and invalid task files."""
+SEED, PYTHON_SEED = 1234, 0
+"""lm-eval's default seeds: of few-shot examples, NumPy and torch; of Python's `random`."""
+
+_streams: list[tuple[Any, Any]] = []
+"""stdout and stderr as they were when `quiet` was entered."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one task."""
+
+    task: str
+    metric: str
+    """As the task names it: acc, acc_norm, exact_match, perplexity, ...; with its filter if that is not `none`."""
+    value: float
+    error: float | None
+    """Standard error; None where the harness gives none."""
+    count: int
+    """Examples."""
+
+
+@dataclass(frozen=True)
+class UnitScores:
+    """Scores of the tasks of a unit."""
+
+    scores: list[Score]
+    higher_is_better: dict[str, dict[str, bool | None]] = field(default_factory=dict)
+    """Task -> metric without filter -> whether higher is better."""
+    chance: dict[str, float] = field(default_factory=dict)
+    """Multiple-choice task -> mean share of right answers of random choices."""
+
+
+def lm_eval_version() -> str:
+    """The installed version of lm-eval.
+
+    Raises:
+        FulldepthError: if it is not installed.
+    """
+    try:
+        return metadata.version("lm-eval")
+    except metadata.PackageNotFoundError as error:
+        raise FulldepthError(MISSING) from error
+
+
+def run_unit(
+    lm: Any,
+    loaded: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    seed: int | None = None,
+    bootstrap_iters: int = 100_000,
+) -> UnitScores:
+    """Evaluate a model as `lm_eval.simple_evaluate` does, on tasks that are loaded already.
+
+    Args:
+        lm: a model of lm-eval's interface.
+        loaded: `tasks` and `groups` as lm-eval's task manager returns them.
+        limit: most examples of each task, from the first; None = all.
+        num_fewshot: solved examples in a prompt; None = each task's own number. Tasks that fix it at 0 keep 0.
+        seed: of all random choices; None = lm-eval's default seeds.
+        bootstrap_iters: resamples for standard errors of metrics that are no means, such as perplexity.
+
+    Raises:
+        FulldepthError: if a task cannot be run, with the reason.
+    """
+    from lm_eval import evaluate  # noqa: PLC0415  # an extra
+
+    names = ", ".join(loaded["tasks"])
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own is None or (num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_fewshot_seed(seed=SEED if seed is None else seed)
+    try:
+        with quiet(), seeded(seed):
+            output = evaluate(
+                lm=lm, task_dict=dict(loaded), limit=limit, bootstrap_iters=bootstrap_iters, log_samples=False
+            )
+    except FulldepthError:
+        raise
+    except FAILURES as error:
+        raise FulldepthError(f"lm-eval cannot run {names}: {reason(error)}") from error
+    chance = {name: share for name, task in loaded["tasks"].items() if (share := _chance(task)) is not None}
+    return UnitScores(scores_of(output), dict(output.get("higher_is_better") or {}), chance)
+
+
+def reason(error: BaseException) -> str:
+    """The message of an exception of the harness, in a line; its type for an empty one."""
+    return one_line(error) or type(error).__name__
+
+
+def scores_of(output: Mapping[str, Any]) -> list[Score]:
+    """The scores in the output of lm-eval's `evaluate` or `simple_evaluate`."""
+    counts = output["n-samples"]
+    return [score for task, results in output["results"].items() for score in _scores(task, results, counts)]
+
+
+def _scores(task: str, results: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[Score]:
+    """`acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
+    for key, value in results.items():
+        metric, comma, how = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stated = results.get(f"{metric}_stderr,{how}")
+        error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
+        name = metric if how == "none" else f"{metric}:{how}"
+        count = int((samples.get(task) or {}).get("effective", 0))
+        yield Score(task, name, float(value), error, count)
+
+
+def _chance(task: Any) -> float | None:
+    """Mean of 1 / (number of choices) over the examples that were scored; None for other tasks."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None
+    choices: dict[int, int] = {}
+    for instance in task.instances:
+        choices[instance.doc_id] = choices.get(instance.doc_id, 0) + 1
+    return float(np.mean([1 / number for number in choices.values()])) if choices else None
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(PYTHON_SEED if seed is None else seed)
+    np.random.seed(SEED if seed is None else seed)
+    torch.random.default_generator.manual_seed(SEED if seed is None else seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence messages and bars of the harness, and let it compute standard errors in this process.
+
+    Its pool of processes would copy a process that holds a model and threads.
+    """
+    logger, pool = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    _streams.append((sys.stdout, sys.stderr))
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        _streams.pop()
+        logger.setLevel(level)
+        if pool is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = pool
+
+
+@contextmanager
+def audible() -> Iterator[None]:
+    """Inside `quiet`: the streams from before, while the model runs and shows its progress."""
+    if not _streams:
+        yield
+        return
+    stdout, stderr = _streams[-1]
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        yield

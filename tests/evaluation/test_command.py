@@ -1,0 +1,202 @@
+"""`fulldepth evaluate`: results, resuming, plans, suites, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import tiny_models
+from evaluation import small_world
+from evaluation.test_layers import ours, stock
+from fulldepth.cli import app
+from fulldepth.errors import FulldepthError
+from fulldepth.evaluation import SUITES, evaluate
+from fulldepth.evaluation.scoring import units_of
+from fulldepth.execution.harness.layered import LayeredAnswers
+from fulldepth.hf import anatomy_candidates
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.surgery import skipping
+from fulldepth.progress import Watcher
+from fulldepth.results import Results
+from fulldepth.skip import Plan
+
+pytest.importorskip("lm_eval")
+TASKS = ["arc_easy_local", "lambada_local"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return str(small_world.write_data(tmp_path_factory.mktemp("tasks")))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    small_world.model().save_pretrained(folder)
+    small_world.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def failure(*arguments):
+    """The message of a command that is refused."""
+    result = run(*arguments)
+    assert isinstance(result.exception, FulldepthError) or result.exit_code == 2, result.exception
+    return str(result.exception) if isinstance(result.exception, FulldepthError) else result.output
+
+
+def test_the_command_writes_results_findings_and_a_page(checkpoint, data, tmp_path):
+    out = tmp_path / "out"
+    options = ("--tasks", ",".join(TASKS), "--task-data", data, "--limit", 5, "--set", "bootstrap_iters=100")
+    result = run(checkpoint, *options, "-o", out, "--json")
+    assert result.exit_code == 0, result.exception
+    headline = json.loads(result.stdout)
+    assert list(headline) == [f"{name} {task}" for task in TASKS for name in ("score", "earliest_exit")]
+    assert {path.name for path in out.iterdir()} == {"results.json", "results.parquet", "report.html"}
+    results = Results.load(out)
+    assert results.meta["kind"] == "evaluation"
+    assert results.meta["tasks"] == {
+        "arc_easy_local": {"metric": "acc", "higher_is_better": True, "count": 5, "chance": pytest.approx(23 / 60)},
+        "lambada_local": {"metric": "acc", "higher_is_better": True, "count": 5, "chance": None},
+    }
+    accuracy = results.values("task_score", "acc", "arc_easy_local")
+    error = results.values("task_score", "acc_stderr", "arc_easy_local")
+    assert list(accuracy.index) == [1, 2, 3, 4]
+    assert error[4] == pytest.approx((accuracy[4] * (1 - accuracy[4]) / 4) ** 0.5)
+    close = [layer for layer in accuracy.index if accuracy[4] - accuracy[layer] <= error[4] + 1e-12]
+    assert headline["earliest_exit arc_easy_local"]["value"] == close[0]
+    assert results.headline == headline
+    assert "already holds results" in failure(checkpoint, *options, "-o", out)
+
+
+def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_path, monkeypatch):
+    passes = []
+    original = LayeredAnswers._scored
+    monkeypatch.setattr(LayeredAnswers, "_scored", lambda self, batch: passes.append(1) or original(self, batch))
+    options = {"task_data": [data], "limit": 6, "batch_size": 2, "bootstrap_iters": 100}
+    whole = evaluate(checkpoint, TASKS, **options)
+    needed, out = len(passes), tmp_path / "out"
+    passes.clear()
+
+    def stop(done):
+        if len(passes) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(checkpoint, TASKS, out, watcher=Watcher(advance=stop), **options)
+    with pytest.raises(FulldepthError, match="unfinished evaluation"):
+        evaluate(checkpoint, TASKS, out, **options)
+    file = out / "answers" / "arc_easy_local.jsonl"
+    file.write_bytes(file.read_bytes()[:-3])  # killed while it wrote a line
+    resumed = evaluate(checkpoint, TASKS, out, resume=True, **options)
+    assert len(passes) in (needed, needed + 1)
+    pd.testing.assert_frame_equal(resumed.table, whole.table)
+    assert not (out / "answers").exists()
+    passes.clear()
+    again = evaluate(checkpoint, TASKS, out, resume=True, **options)
+    pd.testing.assert_frame_equal(again.table, whole.table, check_dtype=False)
+    assert not passes
+    with pytest.raises(FulldepthError, match="other settings"):
+        evaluate(checkpoint, TASKS, out, resume=True, **{**options, "limit": 5})
+
+
+@pytest.mark.parametrize("change", [{"limit": 5}, {"seed": 3}, {"batch_size": 3}, {"exit_layers": "2"}, {"model": 1}])
+def test_answers_of_other_runs_are_not_reused(change, checkpoint, data, tmp_path, monkeypatch):
+    said = []
+    options = {"task_data": [data], "limit": 6, "batch_size": 2, "bootstrap_iters": 100}
+    monkeypatch.setattr("fulldepth.evaluation.run.shutil.rmtree", lambda *_, **__: None)  # keeps the answers
+    evaluate(checkpoint, TASKS[:1], tmp_path, **options)
+    (tmp_path / "results.json").unlink()
+    changed = dict(options) | {name: value for name, value in change.items() if name != "model"}
+    model = small_world.model(seed=1) if "model" in change else checkpoint
+    watcher = Watcher(say=said.append)
+    tokenizer = small_world.tokenizer()
+    evaluate(model, TASKS[:1], tmp_path, tokenizer=tokenizer, resume=True, watcher=watcher, **changed)
+    assert not said
+    (tmp_path / "results.json").unlink()
+    evaluate(model, TASKS[:1], tmp_path, tokenizer=tokenizer, resume=True, watcher=watcher, **changed)
+    assert "are reused" in said[0]
+
+
+def test_a_plan_is_evaluated_with_its_blocks_skipped(data):
+    model = small_world.model()
+    plan = Plan.of(
+        {
+            "schema_version": 1,
+            "model": {"name": "tiny", "class": "LlamaForCausalLM", "hash": model_hash(model)},
+            **{"granularity": "attention", "criterion": "loss", "search": "greedy", "blocks": [2]},
+            **{"losses": [5.0, 5.1], "healed_loss": None, "control_loss": None, "scalars": {}, "seed": 0},
+            **{"data": {"hash": "sha256:" + "0" * 64}, "versions": {}},
+            "cost": {"forwards": 1, "flops": 1, "seconds": 1},
+        }
+    )
+    options = {"tokenizer": small_world.tokenizer(), "task_data": [data], "limit": 6, "bootstrap_iters": 100}
+    planned = evaluate(model, TASKS, plan=plan, **options)
+    for task in TASKS:
+        with skipping(anatomy_candidates(model)[0], [2]):
+            expected = stock(model, task, data, limit=6, batch_size=8, bootstrap_iters=100)
+        assert ours(planned, task, small_world.LAYERS) == expected
+    assert not planned.table.value.equals(evaluate(model, TASKS, **options).table.value)
+    assert planned.meta["skipped"] == {"granularity": "attention", "blocks": [2], "healed": False}
+    with pytest.raises(FulldepthError, match="cannot be cut to its first layers"):
+        evaluate(model, ["gsm8k_local"], plan=plan, exit_layers="2", **options)
+    with pytest.raises(FulldepthError, match="for another"):
+        evaluate(small_world.model(seed=1), TASKS, plan=plan, **options)
+
+
+def test_suites_are_the_papers_tasks():
+    units = {unit.name: unit.num_fewshot for unit in units_of(["lime-suite", "arc_easy"])}
+    assert set(units.values()) == {1}
+    assert list(units)[:2] == ["arc_easy", "arc_challenge"]
+    assert len(units) == 8
+
+
+@pytest.mark.slow
+def test_an_unknown_task_gets_the_nearest_names(checkpoint, data, tmp_path):
+    message = failure(checkpoint, "--tasks", "arc_easy_lokal", "--task-data", data, "-o", tmp_path / "out")
+    assert "Did you mean 'arc_easy_local'" in message
+
+
+@pytest.mark.slow
+def test_lm_eval_has_the_tasks_of_all_suites():
+    from lm_eval.tasks import TaskManager
+
+    known = set(TaskManager().all_tasks)
+    assert {task for suite in SUITES.values() for task in suite.tasks} <= known
+
+
+def test_own_tasks_are_read_from_a_folder(checkpoint, data, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}/lm-eval/piqa_valid.jsonl\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{goal}}'\ndoc_to_choice: choices\n"
+        "doc_to_target: gold\nmetric_list:\n  - metric: acc\n"
+    )
+    results = evaluate(checkpoint, ["mine"], include_path=str(tmp_path), exit_layers="full")
+    assert set(results.table.site) == {"mine"}
+    assert set(results.table.layer) == {4}
+
+
+def test_refusals(checkpoint, data, tmp_path):
+    out = ("-o", tmp_path / "out")
+    local = ("--task-data", data)
+    assert "No task is named" in failure(checkpoint, "--tasks", ",", *local, *out)
+    assert "Nothing to evaluate" in failure(checkpoint, *out)
+    assert "Looked for" in failure(checkpoint, "--tasks", "piqa_local", "--task-data", tmp_path, *out)
+    assert "There is no exit layer 5" in failure(
+        checkpoint, "--tasks", "piqa_local", "--exit-layers", "2,5", *local, *out
+    )
+    assert "There is no exit layer 0" in failure(
+        checkpoint, "--tasks", "piqa_local", "--exit-layers", "0", *local, *out
+    )
+    assert "expected all, full" in failure(checkpoint, "--tasks", "piqa_local", "--exit-layers", "some", *local, *out)
+    assert "no folder" in failure(checkpoint, "--tasks", "piqa_local", "--include-path", tmp_path / "no", *local, *out)
+    encoder = tmp_path / "encoder"
+    tiny_models.build("bert").save_pretrained(encoder)
+    assert "no causal language model" in failure(encoder, "--tasks", "piqa_local", *local, *out)
+    assert not (tmp_path / "out").exists()
