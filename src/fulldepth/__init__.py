@@ -38,6 +38,7 @@ _ROOMS = (
     "data",
     "evaluation",
     "execution",
+    "exit",
     "figures",
     "hf",
     "losses",
