@@ -242,7 +242,7 @@ def test_penalties_are_the_papers() -> None:
         "aligned": Aligned(weight=1.0, weights="linear", schedule="alternate")
     }
     assert make_objective(resolved(settings("smollm2-aligned"))).terms == {  # fine-tuning: at every step
-        "aligned": Aligned(weight=1.0, weights="linear", schedule="always", positions=0.125)
+        "aligned": Aligned(weight=1.0, weights="linear", schedule="always", positions=0.0625)
     }
     rest = {*recipes.names("train")} - {name for name in recipes.names("train") if settings(name).method != "standard"}
     assert {*LIME, *DEPTH, "tree-12l", "base-12l", "jreg-sft", "tiny-llama", "tiny-hyper"} <= rest
