@@ -2,13 +2,16 @@
 
     python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages prepare,curve,methods
     python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages wikitext --wikitext valid.txt
+    python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages healed --plan FOLDER/own
 
 `prepare` writes GSM8K as pairs (`choose.jsonl`, `read.jsonl`: question and answer), 64 short prompts and 32 short pairs
 for `fulldepth skip search` (`prompts.jsonl`, `answers.jsonl`), and task files for lm-eval (`--lm-eval FOLDER`); `curve`
 removes up to 12 blocks greedily, on GSM8K's answers; `methods` compares every search for 4 and 8 blocks over three
 seeds of the choosing rows; `wikitext` is the curve on text. Blocks are chosen on 16 rows, and losses are read on 40
-others (written to `heldout.jsonl`): of GSM8K's train.jsonl and test.jsonl, of the two halves of the text. Nothing is
-healed. Everything measured is kept in FOLDER, so an interrupted run continues; tables are printed at the end.
+others (written to `heldout.jsonl`): of GSM8K's train.jsonl and test.jsonl, of the two halves of the text. Only `healed`
+has scalars: those of a plan of `fulldepth skip search --generate-responses`, and by the same options those of both
+controls and of the first 8 blocks. Everything measured is kept in FOLDER, so an interrupted run continues; tables are
+printed at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fulldepth.hf import Switches, anatomy_candidates, load_checkpoint, load_tokenizer
-from fulldepth.skip import Example, Examples, batches, read_examples, search
+from fulldepth.hf import Scalars, Switches, anatomy_candidates, load_checkpoint, load_tokenizer
+from fulldepth.skip import Example, Examples, Plan, batches, fit_scales, read_examples, search
 from fulldepth.skip.assessment.breakpoint import find_breakpoint
 
 CHOOSE, READ, LONGEST, BATCH = 16, 40, 160, 4
@@ -96,12 +99,16 @@ def sample(data: str, tokenizer: Any, seed: int, rows: int) -> list[Example]:
 
 
 @torch.inference_mode()
-def read(model: PreTrainedModel, rows: Sequence[Example], skipped: Sequence[int]) -> dict[str, list[float]]:
+def read(
+    model: PreTrainedModel, rows: Sequence[Example], skipped: Sequence[int], scalars: Any = None
+) -> dict[str, list[float]]:
     """Summed loss and predicted tokens of every row, by a stock forward pass without these blocks."""
     sums: list[float] = []
     counts: list[float] = []
     with Switches(anatomy_candidates(model)[0]) as switches:
         switches.skip(skipped)
+        if scalars is not None:
+            switches.scalars = Scalars.from_dict(scalars, anatomy_candidates(model)[0].num_layers)
         for batch in batches(rows, BATCH):
             logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
             labels = batch["labels"][:, 1:]
@@ -137,7 +144,7 @@ class Subject:
                 return found | {"blocks": found["blocks"][:blocks], "losses": found["losses"][: blocks + 1]}
 
         def make() -> dict[str, Any]:
-            rows = sample(data, self.tokenizer, seed, CHOOSE)
+            rows = sample(data, self.tokenizer, seed, CHOOSE if search_by not in ("last", "random") else 1)
             chosen = Examples([], rows, {"hash": f"sha256:{'0' * 64}", "name": data})
             plan = search(self.model, chosen, blocks, search=search_by, fit=False, seed=seed, batch_size=BATCH)
             return {"blocks": plan.blocks, "losses": plan.losses, "cost": plan.cost}
@@ -150,17 +157,17 @@ class Subject:
         return self.losses.get(key, lambda: read(self.model, rows, skipped))  # type: ignore[no-any-return]
 
 
-def curve(subject: Subject, kind: str, choose: str, rows: Sequence[Example]) -> str:
-    """A table of the loss added by 1 to `CURVE` blocks."""
-    plan = subject.plan(choose, kind, "greedy", 0, CURVE)
-    read_losses = [subject.loss(kind, rows, plan["blocks"][:number]) for number in range(CURVE + 1)]
+def curve(subject: Subject, kind: str, choose: str, rows: Sequence[Example], most: int) -> str:
+    """A table of the loss added by 1 to `most` blocks."""
+    plan = subject.plan(choose, kind, "greedy", 0, most)
+    read_losses = [subject.loss(kind, rows, plan["blocks"][:number]) for number in range(most + 1)]
     base = read_losses[0]
     lines = [
         f"{kind}: {sum(base['sums']) / sum(base['counts']):.4f} nats a token with nothing removed\n",
         "| k | layer | on the choosing rows | on others |",
         "|---|---|---|---|",
     ]
-    for number in range(1, CURVE + 1):
+    for number in range(1, most + 1):
         value, error = added(base, read_losses[number])
         on_choosing = plan["losses"][number] - plan["losses"][0]
         lines.append(f"| {number} | {plan['blocks'][number - 1]} | {on_choosing:+.3f} | {value:+.3f} ± {error:.3f} |")
@@ -189,6 +196,43 @@ def methods(subject: Subject, choose: str, rows: Sequence[Example], sizes: Seque
     return "\n".join(table)
 
 
+def healed(subject: Subject, folder: Path, rows: Sequence[Example], plan: Plan, sizes: Sequence[int]) -> str:
+    """A table of the loss without and with scalars, of no block and of the first of the curve's."""
+    settings = plan.cost["settings"]
+    assert isinstance(settings, dict)
+    options = {name: settings[name] for name in ("learning_rate", "epochs", "patience", "seed")}
+    examples = read_examples(
+        str(folder / "own" / "responses.jsonl"), subject.tokenizer, None, heldout=str(folder / "answers.jsonl")
+    )
+    blocks = subject.plans.values[f"gsm8k greedy {CURVE} seed 0"]["blocks"]
+    if plan.blocks != blocks[: len(plan.blocks)]:
+        print(f"the plan removes {plan.blocks}, the curve {blocks[: len(plan.blocks)]}")
+    base = subject.loss("gsm8k", rows, ())
+    table = ["| blocks removed | without scalars | with scalars | difference |", "|---|---|---|---|"]
+    for size in sizes:
+        removed = plan.blocks if size == len(plan.blocks) else blocks[:size]
+
+        def fitted(removed: Sequence[int] = removed) -> dict[str, Any]:
+            batch = settings["fit_batch_size"]
+            fit = fit_scales(subject.model, removed, examples.train, examples.heldout, batch_size=batch, **options)
+            return {"scalars": fit.scalars.as_dict(), "losses": fit.losses, "epoch": fit.epoch}
+
+        key = f"scalars {','.join(map(str, removed))}"
+        own = size == len(plan.blocks)
+        scalars = plan.scalars if own else subject.plans.get(key, fitted)["scalars"]
+        without = subject.loss("gsm8k", rows, removed)
+        with_scalars = subject.losses.get(
+            f"gsm8k healed {key}", lambda s=scalars, r=removed: read(subject.model, rows, r, s)
+        )
+        cells = [
+            "{:+.3f} ± {:.3f}".format(*added(base, without)),
+            "{:+.3f} ± {:.3f}".format(*added(base, with_scalars)),
+            "{:+.3f} ± {:.3f}".format(*added(without, with_scalars)),
+        ]
+        table.append(f"| {', '.join(map(str, removed)) or 'none (the control)'} | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
 def main() -> None:
     """Run the stages asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -201,6 +245,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="bfloat16 takes a third of the time on a CPU that has it")
     parser.add_argument("--sizes", default="4,8", help="numbers of blocks that methods are compared for")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--most", type=int, default=CURVE, help="most blocks of a curve")
+    parser.add_argument("--plan", type=Path, help="folder of a plan with scalars, for the stage healed")
     args = parser.parse_args()
     stages = args.stages.split(",")
     if "prepare" in stages:
@@ -213,7 +259,7 @@ def main() -> None:
     lines = (args.folder / "read.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (args.folder / "heldout.jsonl").write_text("".join(lines[row.document] for row in rows), encoding="utf-8")
     if "curve" in stages:
-        print(curve(subject, "gsm8k", choose, rows))
+        print(curve(subject, "gsm8k", choose, rows, args.most))
     if "methods" in stages:
         sizes, seeds = ([int(number) for number in given.split(",")] for given in (args.sizes, args.seeds))
         print(methods(subject, choose, rows, sizes, seeds))
@@ -223,7 +269,9 @@ def main() -> None:
         for name, half in halves.items():
             (args.folder / f"{name}.txt").write_text(half, encoding="utf-8")
         windows = sample(str(args.folder / "read.txt"), subject.tokenizer, 0, READ)
-        print(curve(subject, "wikitext", str(args.folder / "choose.txt"), windows))
+        print(curve(subject, "wikitext", str(args.folder / "choose.txt"), windows, args.most))
+    if "healed" in stages:
+        print(healed(subject, args.folder, rows, Plan.load(args.plan), [0, *map(int, args.sizes.split(","))]))
 
 
 if __name__ == "__main__":

@@ -166,6 +166,42 @@ def test_random_heads_are_recomputed_alike(states, head, labels):
     assert all(any(torch.equal(mask, other) for other in again) for mask in dropped[:half])
 
 
+def test_sampled_positions_are_unbiased(states, head, labels):
+    theirs = leaves(states)
+    everything(theirs, head, labels, WEIGHTS["linear"]).backward()
+    expected = [h.grad for h in theirs] + [p.grad.clone() for p in head.parameters()]
+    draws = 500
+    head.zero_grad()
+    values, ours = [], leaves(states)
+    torch.manual_seed(3)
+    for _ in range(draws):
+        value = aligned_loss(ours, head, labels, chunk=4, positions=0.3)
+        value.backward()
+        values.append(value.item())
+    sums = [h.grad for h in ours] + [p.grad for p in head.parameters()]
+    error = np.std(values) / np.sqrt(draws)
+    assert abs(np.mean(values) - oracle(states, head, labels, WEIGHTS["linear"])) < 4 * error
+    assert error > 0
+    for total, exact in zip(sums, expected, strict=True):
+        # a position is drawn with probability 4/12, so a gradient's deviation is at most about 2 of its size a draw
+        torch.testing.assert_close(total / draws, exact, rtol=0.0, atol=0.3 * float(exact.abs().max()))
+
+
+def test_sampled_positions_are_those_that_are_read(states, head, labels):
+    counted = int((labels != -100).sum())
+    inputs = leaves(states)
+    aligned_loss(inputs, head, labels, chunk=1000, positions=0.3).backward()
+    each = int(np.ceil(0.3 * counted))
+    assert head.rows == [LAYERS * each] * 2
+    assert [int(state.grad.any(-1).sum()) for state in inputs] == [each] * LAYERS
+    assert not any(state.grad[labels == -100].any() for state in inputs)
+    torch.manual_seed(0)
+    first = aligned_loss(states, head, labels, positions=0.3)
+    torch.manual_seed(0)
+    assert torch.equal(first, aligned_loss(states, head, labels, positions=0.3))
+    assert aligned_loss(states, head, torch.full_like(labels, -100), positions=0.3) == 0
+
+
 def test_mistakes_are_refused(states, head, labels):
     with pytest.raises(FulldepthError, match=r"labels must be integers of shape \(4, 5\).*got torch.int64 \(4, 4\)"):
         aligned_loss(states, head, labels[:, 1:])
@@ -180,3 +216,6 @@ def test_mistakes_are_refused(states, head, labels):
         aligned_loss(states, lambda x: head(x)[:, 0], labels)
     with pytest.raises(FulldepthError, match="chunk must be at least 1"):
         aligned_loss(states, head, labels, chunk=0)
+    for share in (0.0, 1.5):
+        with pytest.raises(FulldepthError, match="positions must be above 0 and at most 1"):
+            aligned_loss(states, head, labels, positions=share)

@@ -138,7 +138,7 @@ def test_checkpoints_of_the_papers_recipes_are_about_an_hour_apart() -> None:
 
 
 def test_every_recipe_is_there_and_says_what_it_is() -> None:
-    assert recipes.names("train") == sorted([*TINY, *JREG, "jreg-sft", *CR, *LIME, *DEPTH])
+    assert recipes.names("train") == sorted([*TINY, *JREG, "jreg-sft", *CR, *LIME, *DEPTH, "smollm2-aligned"])
     for name in recipes.names("train"):
         asked = settings(name)
         assert asked.about.endswith(".")
@@ -240,6 +240,9 @@ def test_penalties_are_the_papers() -> None:
     assert tiny.objective.energy_warmup / tiny.steps == pytest.approx(800 / paper.steps, rel=0.06)
     assert make_objective(resolved(settings("tiny-aligned"))).terms == {
         "aligned": Aligned(weight=1.0, weights="linear", schedule="alternate")
+    }
+    assert make_objective(resolved(settings("smollm2-aligned"))).terms == {  # fine-tuning: at every step
+        "aligned": Aligned(weight=1.0, weights="linear", schedule="always", positions=0.0625)
     }
     rest = {*recipes.names("train")} - {name for name in recipes.names("train") if settings(name).method != "standard"}
     assert {*LIME, *DEPTH, "tree-12l", "base-12l", "jreg-sft", "tiny-llama", "tiny-hyper"} <= rest

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+import pydantic
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +33,9 @@ class Aligned(Term):
     """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
     schedule: Literal["alternate", "always"] = "alternate"
     """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
+    positions: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    """Share of the positions that each layer predicts, drawn anew for each layer and batch: the gradient is an unbiased
+    estimate, and costs less where the vocabulary is large."""
 
     def check(self, num_layers: int) -> None:
         """Check that there is one weight per layer."""
@@ -49,9 +53,9 @@ class Aligned(Term):
         assert context.classifier is not None
         states, classifier = context.states["residual"][1:], context.classifier.after_forward()
         if classifier.per_token:
-            return aligned_loss(states, classifier.tokens, labels, weights=self.weights)
+            return aligned_loss(states, classifier.tokens, labels, weights=self.weights, positions=self.positions)
         pooled = [classifier.pool(state, context.task.counted(context.batch, state)) for state in states]
-        return aligned_loss(pooled, classifier.pooled, labels, weights=self.weights)
+        return aligned_loss(pooled, classifier.pooled, labels, weights=self.weights, positions=self.positions)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Replace the loss on the steps of the schedule; return it unchanged on the others."""
@@ -61,10 +65,10 @@ class Aligned(Term):
         return self.weight * context.target_share() * value, value.detach()
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Head on all L layers at the T - 1 positions with a target, recomputed in the backward pass, less the backward
-        pass of the model's own head: `(4 L (T - 1) / T - 2) 2 D V`; half of it if it alternates.
+        """Head on all L layers at a share p of the T - 1 positions with a target, recomputed in the backward pass, less
+        the backward pass of the model's own head: `(4 L p (T - 1) / T - 2) 2 D V`; half of it if it alternates.
         """
-        heads: float = 4 * config.num_hidden_layers * (sequence_length - 1) / sequence_length - 2
+        heads: float = 4 * config.num_hidden_layers * self.positions * (sequence_length - 1) / sequence_length - 2
         return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
 
 
@@ -75,6 +79,7 @@ def aligned_loss(
     weights: str | Sequence[float] = "linear",
     ignore_index: int = IGNORE,
     chunk: int = CHUNK,
+    positions: float = 1.0,
 ) -> Tensor:
     r"""Weighted cross-entropy of every layer read by one head, in nats.
 
@@ -84,6 +89,10 @@ def aligned_loss(
     Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass: the head is
     called twice, and `[L, B, T, V]` never exists.
 
+    With `positions` below 1 each layer reads random positions of its own: of n labelled ones `ceil(positions * n)`,
+    without replacement, from torch's global generator. Value and gradients are unbiased estimates of those of all
+    positions.
+
     Args:
         hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
             positions, ignore their labels: slices of states would be copied.
@@ -92,6 +101,7 @@ def aligned_loss(
         weights: `"linear"` as above, `"uniform"` for `1/L`, or L numbers.
         ignore_index: label of ignored positions. Their states have no effect, even if they are NaN.
         chunk: positions at a time, at least 1.
+        positions: share of the labelled positions that each layer reads, above 0 and at most 1.
 
     Returns:
         Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
@@ -105,8 +115,12 @@ def aligned_loss(
     """
     check_states(hidden_states, None, least=1)
     _check_labels(labels, hidden_states[-1], chunk)
+    if not 0 < positions <= 1:
+        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
+    if positions < 1 and bool((labels != ignore_index).any()):
+        return _sampled(hidden_states, head, labels.to(device), shares, ignore_index, chunk, positions)
     chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
 
@@ -153,14 +167,48 @@ def _counted(labels: Tensor, ignore_index: int) -> tuple[Tensor | None, Tensor]:
 
 
 def _cross_entropy(
-    head: Callable[[Tensor], Tensor], rows: Tensor, index: Tensor | None, targets: Tensor, dtype: torch.dtype
+    head: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    index: Tensor | None,
+    targets: Tensor,
+    dtype: torch.dtype,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Summed cross-entropy of the chosen rows of one chunk `[N, D]`."""
+    """Summed cross-entropy of the chosen rows of one chunk `[N, D]`, each times its weight."""
     rows = rows.to(targets.device)
     logits = head(rows if index is None else rows[index])
     if logits.ndim != 2 or len(logits) != len(targets):
         raise FulldepthError(f"the head must return [N, V] for N = {len(targets)} states, got {tuple(logits.shape)}")
-    return F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="sum")
+    if weights is None:
+        return F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="sum")
+    losses = F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="none")  # [N]
+    return losses @ weights.to(logits.device)
+
+
+def _sampled(
+    hidden_states: Sequence[Tensor],
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    shares: Sequence[float],
+    ignore_index: int,
+    chunk: int,
+    positions: float,
+) -> Tensor:
+    """`aligned_loss` of random positions; the drawn rows of all layers share the calls of the head."""
+    targets = labels.flatten()
+    index = (targets != ignore_index).nonzero()[:, 0]
+    number, dtype = math.ceil(positions * len(index)), statistics_dtype(*hidden_states)
+    rows, drawn, weights = [], [], []
+    for share, state in zip(shares, hidden_states, strict=True):
+        if share:
+            chosen = index[torch.randperm(len(index), device=index.device)[:number]]
+            rows.append(state.flatten(0, -2)[chosen.to(state.device)].to(targets.device))  # [number, D]
+            drawn.append(targets[chosen])
+            weights.append(torch.full((number,), share / number, dtype=dtype, device=targets.device))
+    total = torch.zeros((), dtype=dtype, device=targets.device)
+    for part, wanted, weight in zip(*(torch.cat(each).split(chunk) for each in (rows, drawn, weights)), strict=True):
+        total = total + checkpoint(_cross_entropy, head, part, None, wanted, dtype, weight, use_reentrant=False)
+    return total
 
 
 def _check_labels(labels: Tensor, state: Tensor, chunk: int) -> None:

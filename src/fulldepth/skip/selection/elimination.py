@@ -162,7 +162,8 @@ def eliminate(
     """Remove blocks one by one, each time the one that costs least given those removed before.
 
     A round scores all candidates on the first chunk, the remaining ones on the next, and so on. A candidate is dropped
-    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x chunks)`.
+    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x (chunks - 1))`;
+    nothing is dropped after the last chunk.
 
     Args:
         loss_cache: computes losses of its criterion.
@@ -205,7 +206,7 @@ def _round(
     """The winner of the round after some picks, `Round.decided_by`, and the number of chunks scored."""
     variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
     chunks = range(len(loss_cache.chunks))
-    risk = (1 - confidence) / len(variants) / len(chunks)
+    risk = (1 - confidence) / len(variants) / max(1, len(chunks) - 1)
     alive, leader = variants, variants[0]
     for chunk in chunks:
         if chunk and limit < math.inf:
