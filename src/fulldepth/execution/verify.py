@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import check_close, find_head, is_close, predict, prove_end, prove_stream
 from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, reason_of, run
-from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, evaluating, rows_of
+from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, evaluating, rows_of, sample_inputs
 from fulldepth.hf.finder import towers
 
 MOST_REASONS = 3
@@ -116,21 +116,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     if rows_of(model.config.model_type) is not None:
         return guess
     with evaluating(model):
-        return verify(candidates, _sample(guess), optional=("head", "branches")).anatomy
-
-
-def _sample(anatomy: Anatomy) -> dict[str, Tensor]:
-    """Two short sequences of tokens, or two images of noise, on the device of the model's first weights."""
-    placed = (weight.device for weight in anatomy.model.parameters() if weight.device.type != "meta")
-    device = next(placed, torch.device("cpu"))
-    if anatomy.family.modality == "text":
-        tokens = torch.arange(16, device=device).view(2, 8) % (anatomy.vocab_size or 2)
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    size = getattr(anatomy.config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else size
-    channels = getattr(anatomy.config, "num_channels", 3)
-    noise = torch.linspace(-1, 1, 2 * channels * height * width, device=device, dtype=anatomy.model.dtype)
-    return {"pixel_values": noise.sin().view(2, channels, height, width)}
+        return verify(candidates, sample_inputs(guess), optional=("head", "branches")).anatomy
 
 
 def _proven(verified: Verified) -> tuple[bool, bool, bool]:

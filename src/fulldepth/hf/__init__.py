@@ -11,6 +11,7 @@ from fulldepth.hf.distributed_checkpoint import (
     write_shards,
 )
 from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
+from fulldepth.hf.fewer_layers import renumber_layers, slice_lists
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.heads import Classifier
@@ -43,8 +44,10 @@ from fulldepth.hf.run_checkpoints import (
     settle_checkpoints,
     trained_steps,
 )
+from fulldepth.hf.sample import sample_inputs
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
+from fulldepth.hf.truncation import truncated
 
 __all__ = [
     "FAMILIES",
@@ -94,15 +97,19 @@ __all__ = [
     "pick_dtype",
     "publish",
     "read_shards",
+    "renumber_layers",
     "rows_of",
+    "sample_inputs",
     "scale_obstacle",
     "seal",
     "sealed_checkpoints",
     "settle_checkpoints",
     "skipping",
+    "slice_lists",
     "stored_shapes",
     "task_of",
     "trained_steps",
+    "truncated",
     "unwrapped",
     "write_shards",
 ]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, renumber_layers, slice_lists
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.plan import Plan
 
-NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
-"""Endings of names of lists that never have one entry per layer, even if their length is L."""
-LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
-"""Lists of layer numbers, from 0."""
 ONLY_BY_LIST = (
     "What a layer computes no longer follows from its number, only from the list: {}. transformers and vLLM read it; "
     "llama.cpp and mlx-lm may count with the original's period instead, and compute another model without an error."
@@ -78,64 +73,3 @@ class Layer(Format):
             f"Layers {', '.join(map(str, remaining))} of {num_layers} are left, renumbered.{lists}",
         ]
         return [*notes, ONLY_BY_LIST.format(", ".join(out_of_step))] if out_of_step else notes
-
-
-def slice_lists(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
-    """Cut a configuration to the remaining layers, in place.
-
-    Args:
-        config: of a model of `num_layers` layers.
-        remaining: 1-based layers.
-        num_layers: L.
-
-    Returns:
-        The names of the lists that had one entry per layer.
-    """
-
-    def cut(values: Any) -> Any:
-        return type(values)(values[layer - 1] for layer in remaining)
-
-    names = [
-        name
-        for name, value in vars(config).items()
-        if isinstance(value, list | tuple)
-        and len(value) == num_layers
-        and not name.endswith(NOT_PER_LAYER)
-        and name not in LISTS_OF_LAYERS
-    ]
-    values = {name: cut(getattr(config, name)) for name in names}
-    config.num_hidden_layers = len(remaining)
-    for name, value in values.items():
-        setattr(config, name, value)
-    return sorted(names)
-
-
-def renumber_layers(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
-    """Renumber the remaining layers in a configuration's lists of layer numbers, in place.
-
-    `mlp_only_layers` and `decoder_sparse_step` (Qwen's mixtures of experts) become a list alone,
-    `first_k_dense_replace` (DeepSeek) counts the remaining dense layers, the other lists keep the remaining layers.
-    Other rules are left unchanged; weights that do not fit them are refused when the checkpoint is written.
-
-    Args:
-        config: of a model of `num_layers` layers.
-        remaining: 1-based layers.
-        num_layers: L.
-
-    Returns:
-        The names of the entries that changed.
-    """
-    before = {name: getattr(config, name) for name in LISTS_OF_LAYERS if isinstance(getattr(config, name, None), list)}
-    after: dict[str, Any] = {
-        name: [new for new, layer in enumerate(remaining) if layer - 1 in numbers] for name, numbers in before.items()
-    }
-    if (step := getattr(config, "decoder_sparse_step", None)) is not None and "mlp_only_layers" in before:
-        dense = {index for index in range(num_layers) if index in before["mlp_only_layers"] or (index + 1) % step}
-        before["decoder_sparse_step"], after["decoder_sparse_step"] = step, 1
-        after["mlp_only_layers"] = [new for new, layer in enumerate(remaining) if layer - 1 in dense]
-    if (first := getattr(config, "first_k_dense_replace", None)) is not None:
-        before["first_k_dense_replace"] = first
-        after["first_k_dense_replace"] = sum(layer <= first for layer in remaining)
-    for name, value in after.items():
-        setattr(config, name, value)
-    return [name for name, value in after.items() if value != before[name]]
