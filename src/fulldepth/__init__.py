@@ -37,6 +37,7 @@ _ROOMS = (
     "comparison",
     "data",
     "execution",
+    "exit",
     "figures",
     "hf",
     "losses",
