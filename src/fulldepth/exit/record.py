@@ -131,8 +131,8 @@ def _chosen(row: Row, rows: Sequence[Row], what: str, settings: ExitSettings) ->
     sentence = (
         f"{rule.capitalize()} threshold {found.exit.threshold:.4g}, chosen for at most {100 * (target or 0):g} points: "
         f"on other data accuracy changes by {-100 * found.drop.value:+.2g}{error} points to "
-        f"{found.accuracy.value:.1%}, and {what} run through {found.layers_run:.1f} of {len(found.exits)} layers on average. "
-        f"{_speed(row)}"
+        f"{found.accuracy.value:.1%}, and {what} run through {found.layers_run:.1f} of {len(found.exits)} layers on "
+        f"average. {_speed(row)}"
     )
     findings = {f"chosen_threshold{suffix}": Finding(found.exit.threshold, "1", sentence)}
     return findings | {f"speedup{suffix}": _speedup(row)}
