@@ -26,11 +26,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from folding import plan_of
+from fulldepth.execution import readers
+from fulldepth.execution.readers import READERS
 from fulldepth.execution.stream import relative_error
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip import export, load
-from fulldepth.skip.exports import readers
-from fulldepth.skip.exports.readers import READERS
 
 PROGRAMS = Path(readers.__file__).parent
 DRIVER = """

@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "metrics": set(),
     "architectures": set(),
     "data": set(),
-    "hf": {"metrics"},
+    "hf": {"architectures", "metrics"},
     "execution": {"hf", "metrics"},
     "losses": {"execution", "hf", "metrics"},
     "results": {"figures", "pages"},

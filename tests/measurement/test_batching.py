@@ -10,7 +10,7 @@ import fulldepth
 from families import zoo
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.errors import FulldepthError
-from fulldepth.measurement.batching import check_batching
+from fulldepth.execution.batching import check_batching
 
 
 def texts(lengths: list[int], seed: int = 0) -> Sequences:

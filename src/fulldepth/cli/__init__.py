@@ -7,8 +7,9 @@ from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.data import prepare_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
-from fulldepth.cli.evaluate import evaluate_command
 from fulldepth.cli.assessment import bench_command, curve_command, quantise_command
+from fulldepth.cli.exit import exit_command
+from fulldepth.cli.evaluate import evaluate_command
 
 __all__ = [
     "DEBUG",
@@ -19,6 +20,7 @@ __all__ = [
     "curve_command",
     "demo_command",
     "evaluate_command",
+    "exit_command",
     "main",
     "measure_command",
     "prepare_command",

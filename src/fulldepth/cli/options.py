@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from fulldepth import console
 from fulldepth.cli import interruption
-from fulldepth.cli.program import DEBUG, Debug, listed, whole_numbers
+from fulldepth.cli.program import DEBUG, Debug, listed, numbers, whole_numbers
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -223,7 +223,12 @@ def _value(name: str, field: FieldInfo, value: Any) -> Any:
     if not isinstance(value, str) or list not in _kinds(field.annotation):
         return value
     inner = next(get_args(part)[0] for part in _parts(field.annotation) if get_origin(part) is list)
-    return whole_numbers(f"--{name.replace('_', '-')}", value) if _kinds(inner) == {int} else listed(value)
+    read_list = {int: whole_numbers, float: numbers}
+    kinds = _kinds(inner)
+    for kind in read_list:
+        if kinds == {kind}:
+            return read_list[kind](f"--{name.replace('_', '-')}", value)
+    return listed(value)
 
 
 def _parts(annotation: Any) -> list[Any]:

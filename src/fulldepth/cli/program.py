@@ -6,6 +6,7 @@ are imported when called, so that `--help` needs no torch.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -113,6 +114,17 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
     if numbers is not None and not (numbers and all(n.isdecimal() and len(n) < MOST_DIGITS for n in numbers)):
         raise FulldepthError(f"{option} {one_line(text, 100)}: expected whole numbers such as 3,7.")
     return None if numbers is None else [int(n) for n in numbers]
+
+
+def numbers(option: str, text: str | None) -> list[float] | None:
+    """A comma-separated list of numbers."""
+    try:
+        found = None if text is None else [float(number) for number in listed(text) or [""]]
+    except ValueError:
+        found = [math.nan]
+    if found is not None and not all(map(math.isfinite, found)):
+        raise FulldepthError(f"{option} {one_line(text, 100)}: expected numbers such as 0.5,0.9.")
+    return found
 
 
 def refuse_existing(folder: Path, overwrite: bool) -> None:

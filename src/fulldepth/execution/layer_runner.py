@@ -19,6 +19,8 @@ from fulldepth.hf import Anatomy, Classifier, is_offloaded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
+INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
+"""Entries of a batch that the model's body reads."""
 
 
 class LayerRunner:
@@ -37,6 +39,9 @@ class LayerRunner:
 
     runs layers E+1..L on all of them at once. `execution.decoding_proof` verifies this against the model's decoding.
 
+    Encoders and models of images run without a cache. To go on with some of the sequences of a batch, `begin` again
+    with these alone.
+
     Args:
         anatomy: a model in which each layer reads the previous layer's output.
         batch: a small batch on which the blocks, run one after another, are checked against the model's own states.
@@ -51,9 +56,9 @@ class LayerRunner:
         self._first: Tensor | None = None
         self._cache: LayerCache | None = None
         self._start = 0
-        self._extras = [0] * anatomy.num_layers
-        """Number of outputs of each block besides the state."""
-        self._tuple = [False] * anatomy.num_layers
+        self._blocks = list(anatomy.blocks)
+        self._extras: dict[nn.Module, int | None] = {}
+        """Block -> number of its outputs besides the state; None if it returns the state alone."""
         self._prove(batch)
 
     @torch.no_grad()
@@ -61,9 +66,9 @@ class LayerRunner:
         """Start a batch of tokens for `run`; returns h_0, the input of the first block, `[B, T, D]`.
 
         Args:
-            batch: `input_ids`, `[B, T]`, and `attention_mask` on the model's device. With a cache the mask is
-                `[B, n + T]` and includes the n positions before these tokens. Positions are counted without padding, as
-                in `generate`.
+            batch: `input_ids`, `[B, T]`, and `attention_mask` on the model's device (and `token_type_ids`), or
+                `pixel_values`. With a cache the mask is `[B, n + T]` and includes the n positions before these tokens.
+                Positions are counted without padding, as in `generate`.
             cache: from `new_cache`; a layer must hold n positions before it runs, and holds n + T afterwards. None: the
                 tokens are whole sequences, without a cache.
 
@@ -71,7 +76,7 @@ class LayerRunner:
             FulldepthError: if the model does not run its blocks once each, or the mask does not fit the tokens.
         """
         self._arguments, self._first, self._cache = [], None, cache
-        self._start = batch["attention_mask"].shape[1] - batch["input_ids"].shape[1]
+        self._start = batch["attention_mask"].shape[1] - batch["input_ids"].shape[1] if "input_ids" in batch else 0
         if self._start < 0 or (cache is None and self._start):
             raise FulldepthError(
                 f"An attention mask of {batch['attention_mask'].shape[1]} positions does not fit "
@@ -187,7 +192,7 @@ class LayerRunner:
         return nullcontext() if self._cache is None else self._cache.starting_at(self._start)
 
     def _body(self, batch: Mapping[str, Tensor]) -> None:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
         if self._cache is None:
             self.anatomy.body(**body_inputs(self.anatomy, inputs))
             return
@@ -198,32 +203,36 @@ class LayerRunner:
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:
         """Replace every block's forward by `_note`, and restore it on exit; other attributes of the blocks remain."""
-        blocks = list(self.anatomy.blocks)
-        before = [block.__dict__.get("forward") for block in blocks]
+        before = {block: block.__dict__.get("forward") for block in self._blocks}
         try:
-            for index, block in enumerate(blocks):
-                block.forward = partial(self._note, index)
+            for block in before:
+                block.forward = partial(self._note, block)
             yield
         finally:
-            for block, own in zip(blocks, before, strict=True):
+            for block, own in before.items():
                 block.__dict__.pop("forward", None)
                 if own is not None:
                     block.forward = own
 
-    def _note(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Replacement of a block's forward: store its arguments, return its state in the block's output format."""
+    def _note(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replacement of a block's forward: store its arguments, return its state in the block's output format.
+
+        A block that stands for several layers is called once for each.
+        """
         state = args[0] if args else kwargs.pop("hidden_states")
+        index = len(self._arguments)
         if index == 0:
             self._first = state
-        if index == len(self._arguments):
+        if index < len(self._blocks) and self._blocks[index] is block:
             self._arguments.append((args[1:], kwargs))
-        return (state, *[None] * self._extras[index]) if self._tuple[index] else state
+        extras = self._extras.get(block)
+        return state if extras is None else (state, *[None] * extras)
 
     @torch.no_grad()
     def _prove(self, batch: Mapping[str, Tensor]) -> None:
         """Check the blocks, run one by one, against the states of the model's own pass."""
         kind = type(self.anatomy.model).__name__
-        hooks = [block.register_forward_hook(partial(self._form, i)) for i, block in enumerate(self.anatomy.blocks)]
+        hooks = [block.register_forward_hook(self._form) for block in dict.fromkeys(self._blocks)]
         try:
             with capture(self.anatomy, ["residual"]) as activations:
                 self._body(batch)
@@ -251,9 +260,8 @@ class LayerRunner:
             check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
             states = after
 
-    def _form(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._tuple[index] = isinstance(output, tuple | list)
-        self._extras[index] = len(output) - 1 if isinstance(output, tuple | list) else 0
+    def _form(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
 
 
 def positions(attention_mask: Tensor) -> Tensor:

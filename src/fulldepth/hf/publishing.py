@@ -36,6 +36,8 @@ class ModelCard:
     tags: Iterable[str] = ()
     notes: Iterable[str] = field(default=())
     """Closing remarks, one paragraph or list each."""
+    pipeline: str = "text-generation"
+    """The Hub's name of the model's task."""
 
     def write(self, folder: Path) -> None:
         """Write the card as `README.md` of a folder."""
@@ -45,7 +47,7 @@ class ModelCard:
         """The file's text: YAML metadata between two lines of dashes, then Markdown."""
         metadata = ModelCardData(
             library_name="transformers",
-            pipeline_tag="text-generation",
+            pipeline_tag=self.pipeline,
             tags=["fulldepth", *self.tags],
             **_inherited(self.source),
         )

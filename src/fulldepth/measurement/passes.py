@@ -14,7 +14,7 @@ from fulldepth.data import Batch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections
-from fulldepth.measurement.batching import model_inputs
+from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.subject import Subject

@@ -16,10 +16,10 @@ from fulldepth.data import MASKED_SHARE
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names
+from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
 from fulldepth.measurement import tokens
-from fulldepth.measurement.batching import batched
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measurement.headline import headline
 from fulldepth.measurement.memory import check_memory

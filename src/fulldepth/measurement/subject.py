@@ -15,6 +15,7 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth.data import Batch, Sequences, open_source, prepare
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
+from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
@@ -26,7 +27,6 @@ from fulldepth.hf import (
     open_tokenizer,
 )
 from fulldepth.measurement import tokens
-from fulldepth.measurement.batching import batched, model_inputs
 from fulldepth.settings.measure import MeasureSettings
 
 DEFAULT_LENGTH = 256

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import tiny_models
 from fulldepth import files
 from fulldepth.errors import FulldepthError
-from fulldepth.skip.exports import readers
+from fulldepth.execution import readers
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
 from fulldepth.skip.exports.formats import layer as layer_format

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tiny_models
+from fulldepth.hf.older_names import copy_tokenizer, older_names
 from fulldepth.skip.exports.export import export, load
-from fulldepth.skip.exports.older_names import copy_tokenizer, older_names
 from skip import planned
 from skip.exports.test_export import ids, relative, tokenizer
 from skip.exports.test_family_exports import PARTS, logits_without

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tiny_models
+from fulldepth.execution.readers import read
 from fulldepth.skip.exports.export import export, load
-from fulldepth.skip.exports.readers import read
 from skip import planned
 from skip.exports.test_export import ids, logits, relative
 from skip.exports.test_older_transformers import KINDS

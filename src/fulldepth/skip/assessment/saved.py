@@ -21,17 +21,14 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.readers import prove
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, find_output_weights
+from fulldepth.hf.checkpoint_folder import check_target, folder_to_be, strip_foreign_code
+from fulldepth.hf.companions import generation_settings, save_tokenizer, without_bars
+from fulldepth.hf.older_names import publish_older_tokenizer
 from fulldepth.skip.assessment.quantisers import packed_as_torchao
 from fulldepth.skip.exports.card import quantised_card
-from fulldepth.skip.exports.export import (
-    check_target,
-    folder_to_be,
-    generation_settings,
-    save_tokenizer,
-    strip_foreign_code,
-)
 from fulldepth.skip.exports.fold import (
     MOST,
     branch_factors,
@@ -40,10 +37,8 @@ from fulldepth.skip.exports.fold import (
     probes,
     scaled_logits,
 )
-from fulldepth.skip.exports.formats import FORMATS, as_stock, without_bars
-from fulldepth.skip.exports.older_names import publish_older_tokenizer
+from fulldepth.skip.exports.formats import FORMATS, as_stock
 from fulldepth.skip.exports.possible import Outline, check_format
-from fulldepth.skip.exports.readers import prove
 from fulldepth.skip.plan import Plan
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "quant*.json")

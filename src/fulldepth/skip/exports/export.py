@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,31 +11,29 @@ from typing import Any
 import pydantic
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.readers import prove
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
     Anatomy,
     check_publishing,
-    find_gguf,
-    find_tokenizer,
     is_offloaded,
     load_checkpoint,
-    load_tokenizer,
     publish,
 )
+from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
+from fulldepth.hf.companions import generation_settings, save_tokenizer, without_bars
+from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
 from fulldepth.results import versions
 from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.card import card_of
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
-from fulldepth.skip.exports.folder import check_target, count_parameters, folder_to_be, strip_foreign_code
-from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, without_bars
-from fulldepth.skip.exports.older_names import copy_tokenizer, publish_older_names, publish_older_tokenizer
+from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format
 from fulldepth.skip.exports.possible import Outline, check_format
-from fulldepth.skip.exports.readers import prove
 from fulldepth.skip.plan import MOST_BYTES, PER_CHANNEL, Plan
 
 NOTES = "fulldepth_skip.json"
@@ -285,44 +281,6 @@ def check_exportable(plan: Plan) -> None:
     """
     if any(isinstance(value, list) for own in plan.scalars.values() for value in own.values()):
         raise FulldepthError(f"{PER_CHANNEL} Search again with one scalar each.")
-
-
-@contextmanager
-def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Write the generation settings unchanged: transformers loads some that it refuses to save with a model."""
-    settings = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = settings
-    if settings is not None:
-        settings.to_json_file(folder / "generation_config.json")
-
-
-def save_tokenizer(
-    tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
-) -> list[str]:
-    """Save the tokenizer, or copy the files of the first place that has one; returns notes.
-
-    Raises:
-        FulldepthError: if `tokenizer` is a name under which there is none.
-    """
-    if tokenizer is not None and not isinstance(tokenizer, str | Path):
-        tokenizer.save_pretrained(folder)
-        return []
-    for source in (tokenizer,) if tokenizer is not None else places:
-        name = find_tokenizer(source) or str(source) if isinstance(source, str | Path) and str(source) else ""
-        if name and find_gguf(name) is not None:
-            with suppress(FulldepthError):  # the GGUF file may hold none
-                load_tokenizer(name).save_pretrained(folder)
-                return []
-        elif name and copy_tokenizer(name, folder, revision):
-            return []
-    if tokenizer is not None:
-        load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
-        return []
-    return ["No tokenizer was given, and none was found with the checkpoint."]
 
 
 def _describe(report: Export, plan: Plan, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Export formats, one class per file."""
 
-from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text, without_bars
+from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.folded import Folded
@@ -10,4 +10,4 @@ from fulldepth.skip.exports.formats.layer import Layer
 FORMATS: dict[str, Format] = {format.name: format for format in (Folded(), Fast(), DeciLM(), Layer())}
 """Name -> format."""
 
-__all__ = ["FORMATS", "SHARD_SIZE", "Draft", "Format", "as_stock", "as_text", "without_bars"]
+__all__ = ["FORMATS", "SHARD_SIZE", "Draft", "Format", "as_stock", "as_text"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers import logging as transformers_logging
 from transformers.core_model_loading import revert_weight_conversion
 
 from fulldepth.errors import FulldepthError
@@ -109,18 +107,6 @@ def as_text(model: PreTrainedModel) -> PreTrainedModel:
     text.set_output_embeddings(model.get_output_embeddings())
     text.generation_config = model.generation_config
     return text.train(model.training)
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Silence transformers' progress bars."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def plain_values(config: PreTrainedConfig) -> dict[str, Any]:

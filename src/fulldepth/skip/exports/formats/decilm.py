@@ -25,10 +25,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.readers import NotLoadedError
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
-from fulldepth.skip.exports.readers import NotLoadedError
 
 MULTIPLE = 256
 """Readers round the MLP's width up to a multiple of this."""

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from fulldepth.files import reading
 READERS = {
     "stock": ("with_transformers.py", "stock"),
     "carried": ("with_transformers.py", "carried"),
+    "stock class": ("with_own_class.py", "stock"),
+    "carried class": ("with_own_class.py", "carried"),
     "mlx": ("with_mlx.py",),
     "llama.cpp": ("with_llama_cpp.py",),
     "vllm": ("with_vllm.py",),
 }
 """Name -> program and its last arguments. `stock`: transformers alone; `carried`: transformers with the folder's code,
-without which loading must fail; `mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, with the path of llama.cpp's converter as
+without which loading must fail; `stock class`, `carried class`: the class that the configuration names, any inputs;
+`mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, with the path of llama.cpp's converter as
 last argument; `vllm`: vLLM on the CPU."""
 
 
@@ -46,7 +50,7 @@ class NotLoadedError(FulldepthError):
 
 def read(
     folder: Path,
-    ids: Tensor,
+    ids: Tensor | Mapping[str, Tensor],
     reader: str,
     *further: str,
     device_map: str | None = None,
@@ -56,7 +60,7 @@ def read(
 
     Args:
         folder: the checkpoint.
-        ids: `[B, T]` tokens.
+        ids: `[B, T]` tokens; for `... class` keyword arguments of the model.
         reader: a key of `READERS`.
         further: last arguments of its program.
         device_map: for a reader of transformers; None = one device.
@@ -73,7 +77,8 @@ def read(
         arguments.append(device_map)
     with tempfile.TemporaryDirectory() as work:
         files = [str(Path(work) / name) for name in ("ids.pt", "logits.pt")]
-        torch.save(ids.cpu(), files[0])
+        saved = ids.cpu() if isinstance(ids, Tensor) else {name: value.cpu() for name, value in ids.items()}
+        torch.save(saved, files[0])
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(work) / "modules")}
         python = [str(interpreter or sys.executable), "-W", "ignore", "-P", str(Path(__file__).with_name(program))]
         command = [*python, str(folder.absolute()), *files, *arguments, *further]

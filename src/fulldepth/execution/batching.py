@@ -4,26 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from fulldepth.data import Sequences
-from fulldepth.data.sequences import Batching
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
+from fulldepth.execution.trace import body_inputs
 from fulldepth.hf import Anatomy
 
+Batching = Literal["padded", "equal", "single"]
 
-def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
+
+class Prepared(Protocol):
+    """Prepared data: `fulldepth.data.Sequences`."""
+
+    lengths: list[int]
+    batching: Batching
+
+    @property
+    def collate(self) -> Any:
+        """Function from indices of sequences to their batch."""
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+def batched(anatomy: Anatomy, sequences: P, device: torch.device) -> tuple[P, str | None]:
     """The sequences, batched so that this model's results do not change, and a note if batching is restricted.
 
     Restrictions required by one model do not affect the results of another, so they accumulate over several calls.
     """
     batching, sentence = check_batching(anatomy, sequences, device)
     strictest = max(batching, sequences.batching, key=STRICTNESS.index)
-    return replace(sequences, batching=strictest), sentence
+    return replace(sequences, batching=strictest), sentence  # type: ignore[type-var]
 
 
 STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
@@ -35,7 +51,7 @@ def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torc
 
 
 @torch.no_grad()
-def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Batching, str | None]:
+def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) -> tuple[Batching, str | None]:
     """Compare the states of a sequence run alone with those in a batch with another one, with and without padding.
 
     FNet mixes padding into the tokens, and so do ConvBERT's convolutions; capacity limits of experts mix sequences.
@@ -88,7 +104,7 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
     return "padded", None
 
 
-def _states(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], device: torch.device) -> Tensor:
+def _states(anatomy: Anatomy, sequences: Prepared, indices: Sequence[int], device: torch.device) -> Tensor:
     """[L+1, T, D] residual stream of the first of these sequences, which are run in one batch."""
     batch = sequences.collate(indices)
     with capture(anatomy, ["residual"]) as activations:

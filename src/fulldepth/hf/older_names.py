@@ -59,7 +59,7 @@ def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bo
         folder: destination.
         revision: branch, tag or commit, for a Hub name.
     """
-    paths = {name: path for name in TOKENIZER_FILES if (path := _tokenizer_file(source, name, revision)) is not None}
+    paths = {name: path for name in TOKENIZER_FILES if (path := stored_file(source, name, revision)) is not None}
     for name, path in paths.items():
         shutil.copyfile(path, folder / name)
     return bool(paths)
@@ -83,7 +83,8 @@ def publish_older_tokenizer(folder: Path) -> None:
         path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _tokenizer_file(source: str, name: str, revision: str | None) -> Path | None:
+def stored_file(source: str, name: str, revision: str | None) -> Path | None:
+    """The path of a checkpoint's file: in its folder, or in the Hub's local cache; None if there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None

@@ -1,0 +1,158 @@
+"""`sweep`: what early exit of a model costs and saves, over rules and thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fulldepth.execution.latency import machine
+from fulldepth.exit.outcome import Mean, Outcome, calibrated, layer_means, outcome, splits
+from fulldepth.exit.reading import Readings, read
+from fulldepth.exit.record import Row, document, headline
+from fulldepth.exit.rules import Exit
+from fulldepth.exit.subject import Subject, open_checkpoint, prepare_subject
+from fulldepth.exit.timing import Timed, batches_of, timed
+from fulldepth.hf import evaluating, unwrapped
+from fulldepth.progress import Watcher
+from fulldepth.results import Results, finite, provenance, tabulate
+from fulldepth.settings import layer as layered
+from fulldepth.settings.exit import ExitSettings, Rule
+
+
+def sweep(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    *,
+    output: str | Path | None = None,
+    rule: Rule | Sequence[Rule] = "confidence",
+    thresholds: Sequence[float] | None = None,
+    min_layer: int = 1,
+    target_accuracy_drop: float | None = None,
+    tokenizer: Any = None,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Results:
+    """Leave a model early, over rules and thresholds: accuracy, loss, agreement, exits per layer, and speed.
+
+    One pass over the data applies the model's own final norm and head to every layer, which gives all rules and
+    thresholds at once. Classifiers are then run with samples removed as they leave, and timed against their own
+    forward pass. Language models are read with the true tokens before each position.
+
+    Args:
+        model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
+        data: labelled texts or images for classifiers, texts for language models; as for `measure`.
+        output: result folder, without the page; None = nothing is written.
+        rule: one or several of `confidence`, `margin`, `entropy` and `patience`; see `fulldepth.exit.rules`.
+        thresholds: above 0 and at most 1, which is the full model; None = 0.5 to 1.
+        min_layer: first layer after which a sample may leave.
+        target_accuracy_drop: also choose a threshold for every rule, on one part of the data, and report it on the
+            other.
+        tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's.
+        watcher: receives messages and progress.
+        **options: any other field of `ExitSettings` (`max_sequences`, `batch_size`, `rounds`, `lens_tokens`, ...).
+
+    Returns:
+        Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy` of every layer.
+
+    Raises:
+        FulldepthError: if model, data or options are invalid, the data have no labels for a classifier, or the
+            model's layers cannot be run one by one.
+    """
+    given: dict[str, Any] = {"rule": [rule] if isinstance(rule, str) else list(rule), "min_layer": min_layer}
+    given |= {} if thresholds is None else {"thresholds": list(thresholds)}
+    given |= {"target_accuracy_drop": target_accuracy_drop, **options}
+    for name in ("device", "dtype"):
+        if given.get(name) is not None:
+            given[name] = str(given[name]).removeprefix("torch.")
+    results = sweep_with(model, data, layered(ExitSettings, given), watcher or Watcher(), tokenizer=tokenizer)
+    if output is not None:
+        results.save(output, page=False)
+    return results
+
+
+def sweep_with(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    settings: ExitSettings,
+    watcher: Watcher,
+    *,
+    tokenizer: Any = None,
+) -> Results:
+    """`sweep` with its settings resolved."""
+    start = perf_counter()
+    if isinstance(model, torch.nn.Module):
+        model = unwrapped(model)
+    with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
+        subject = prepare_subject(open_checkpoint(model, settings), data, settings, tokenizer)
+        for warning in subject.warnings:
+            watcher.say(warning)
+        loaded = perf_counter()
+        name = Path(subject.checkpoint.name).name
+        watcher.begin(f"Reading the layers of {name}", len(subject.sequences))
+        readings = read(
+            subject, settings.rule, tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance
+        )
+        read_at = perf_counter()
+        rows, parts = _rows(subject, readings, settings)
+        seconds = None
+        if subject.classifies and settings.rounds:
+            rows, seconds = _timed(subject, rows, parts["report"], settings, watcher)
+    table = tabulate([row for entry in layer_means(readings) for row in _table_rows(*entry, readings)])
+    content = {
+        **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
+        **document(subject, parts, rows, seconds, settings),
+        "timings": {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start},
+        "headline": headline(subject, readings, rows, settings),
+    }
+    return Results(table, finite(content))
+
+
+def _rows(subject: Subject, readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[str, Readings]]:
+    """Every rule with every threshold on the samples that are reported, and the calibrated ones on both parts."""
+    target, layers = settings.target_accuracy_drop, subject.num_layers
+    parts = {"report": readings}
+    if target is not None:
+        parts = splits(readings, settings.calibration_share, settings.seed)
+    rows = []
+    for rule in settings.rule:
+        for threshold in sorted(set(settings.thresholds)):
+            rows.append(Row(outcome(parts["report"], Exit(rule, threshold, settings.min_layer, layers)), "report"))
+        if target is not None:
+            best = calibrated(parts["calibration"], rule, settings.min_layer, settings.thresholds, target)
+            exit = Exit(rule, best, settings.min_layer, layers)
+            rows += [Row(outcome(part, exit), split, calibrated=True) for split, part in parts.items()]
+    return rows, parts
+
+
+def _timed(
+    subject: Subject, rows: Sequence[Row], report: Readings, settings: ExitSettings, watcher: Watcher
+) -> tuple[list[Row], float]:
+    """The rows with measured speed-ups where they are on the reported samples, and the seconds of the full model."""
+    chosen: dict[Exit, Outcome] = {row.outcome.exit: row.outcome for row in rows if row.split == "report"}
+    watcher.begin("Timing early exit", settings.rounds * batches_of(subject, report))
+    found, seconds = timed(
+        subject,
+        list(chosen.values()),
+        report,
+        rounds=settings.rounds,
+        seed=settings.seed,
+        advance=watcher.advance,
+    )
+    by_exit: dict[Exit, Timed] = dict(zip(chosen, found, strict=True))
+    return [replace(row, timed=by_exit[row.outcome.exit]) if row.split == "report" else row for row in rows], seconds
+
+
+def _table_rows(measure: str, layer: int, mean: Mean, unit: str, readings: Readings) -> list[tuple[Any, ...]]:
+    """Rows as `measure` writes them."""
+    count = len(readings.target)
+    rows: list[tuple[Any, ...]] = [(measure, "residual", layer, None, "mean", mean.value, count, unit)]
+    if mean.error is not None:
+        rows.append((measure, "residual", layer, None, "standard_error", mean.error, count, unit))
+    return rows

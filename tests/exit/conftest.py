@@ -1,0 +1,52 @@
+"""Small labelled data, and models whose layers disagree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tiny_models
+from skip.word_tokenizer import words
+
+LABELS = ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.fixture(scope="session")
+def labelled():
+    """40 texts of 3 to 12 words in three classes."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for number in range(40):
+        text = words(*generator.integers(0, 80, int(generator.integers(3, 13))))
+        rows.append({"text": text, "label": LABELS[number % 3]})
+    return rows
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """12 texts of 24 words."""
+    generator = np.random.default_rng(1)
+    return [words(*generator.integers(0, 80, 24)) for _ in range(12)]
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """Eight pictures in each of three class folders."""
+    root = tmp_path_factory.mktemp("pictures")
+    for index, label in enumerate(LABELS):
+        (root / label).mkdir()
+        for number in range(8):
+            pixels = np.random.default_rng([index, number]).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / label / f"{number}.png")
+    return root
+
+
+def sharpened(name, factor, dtype=torch.float64):
+    """A tiny model whose last layer's weights are larger, so that probabilities cover (0, 1)."""
+    model = tiny_models.build(name, dtype=dtype)
+    head = next(module for key, module in model.named_modules() if key in ("classifier", "score", "lm_head"))
+    with torch.no_grad():
+        head.weight.mul_(factor)
+    return model

@@ -1,0 +1,87 @@
+"""Checkpoints with the first layers: loaded by stock transformers, against final norm and head on `h_E`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+import tiny_models
+from exit.conftest import LABELS, sharpened
+from fulldepth import exit
+from fulldepth.errors import FulldepthError
+from skip.word_tokenizer import tokenizer
+
+
+@torch.no_grad()
+def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
+    model = tiny_models.build("gemma3")
+    made = exit.export_layers(model, tmp_path / "two", export_layers=2, tokenizer=tokenizer())
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert type(again) is type(model)
+    assert again.config.layer_types == model.config.layer_types[:2]
+    ids = torch.arange(3, 15).view(1, 12)
+    states = model.model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(again(ids).logits, model.lm_head(model.model.norm(states[2])), rtol=1e-4, atol=1e-4)
+    assert (made.layers, made.num_layers, made.published) == (2, 3, None)
+    assert made.parameters == sum(p.numel() for p in again.parameters())
+    assert made.logit_error < 1e-5
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "two").get_vocab() == tokenizer().get_vocab()
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert "the first 2 of 3 layers" in card
+    assert "pipeline_tag: text-generation" in card
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert-classifier", "vit"])
+def test_a_classifier_is_written_in_its_class(name, tmp_path):
+    model = tiny_models.build(name)
+    exit.export_layers(model, tmp_path / "one", export_layers=1, tokenizer=tokenizer())
+    again = type(model).from_pretrained(tmp_path / "one")
+    inputs = tiny_models.inputs(model)
+    assert again.config.num_hidden_layers == 1
+    if name == "vit":
+        state = model.vit(**inputs, output_hidden_states=True).hidden_states[1]
+        expected = model.classifier(model.vit.layernorm(state)[:, 0])
+    else:
+        state = model.bert(**inputs, output_hidden_states=True).hidden_states[1]
+        expected = model.classifier(model.bert.pooler(state))
+    torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_this_package_carries_its_code(tmp_path):
+    model = tiny_models.build("depth_llama-tree")
+    made = exit.export_layers(model, tmp_path / "two", export_layers=2, tokenizer=tokenizer())
+    assert made.logit_error < 1e-5
+    assert (tmp_path / "two" / "modeling_depth_llama.py").is_file()
+
+
+def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, monkeypatch):
+    monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)
+    model = sharpened("bert-classifier", 2.0, torch.float32)
+    block = sum(p.nbytes for p in model.bert.encoder.layer[0].parameters())
+    rest = sum(p.nbytes for p in model.parameters()) - 3 * block
+    fits = f"{(rest + 2 * block + 500) / 1e3:.3f}KB"
+    assert exit.export_layers(model, tmp_path / "a", memory_budget=fits, tokenizer=tokenizer()).layers == 2
+    with pytest.raises(FulldepthError, match="One layer with embeddings and head takes"):
+        exit.export_layers(model, tmp_path / "b", memory_budget=f"{rest / 1e3:.3f}KB", tokenizer=tokenizer())
+    results = exit.sweep(model, labelled, tokenizer=tokenizer(), rounds=0)
+    accuracy = results.values("lens_accuracy", "mean")
+    expected = min(layer for layer in (1, 2, 3) if accuracy[layer] >= 0.9 * accuracy[3])
+    made = exit.export_layers(model, tmp_path / "c", effective_depth=0.1, data=labelled, tokenizer=tokenizer())
+    assert made.layers == expected
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    model = tiny_models.build("llama")
+    with pytest.raises(FulldepthError, match="has 3 layers, so its first 4 cannot be exported"):
+        exit.export_layers(model, tmp_path / "x", export_layers=4)
+    with pytest.raises(FulldepthError, match="each choose the number of layers"):
+        exit.export_layers(model, tmp_path / "x", export_layers=2, memory_budget="5MB")
+    with pytest.raises(FulldepthError, match="needs data"):
+        exit.export_layers(model, tmp_path / "x", effective_depth=0.1)
+    (tmp_path / "x").mkdir()
+    with pytest.raises(FulldepthError, match="exists already"):
+        exit.export_layers(model, tmp_path / "x", export_layers=2)
+    assert len(LABELS) == 3

@@ -1,0 +1,183 @@
+"""`sweep` against a loop over single samples with stock transformers, in float64."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import tiny_models
+from exit import plain
+from exit.conftest import LABELS, sharpened
+from fulldepth import exit
+from fulldepth.errors import FulldepthError
+from fulldepth.exit.rules import Exit
+from fulldepth.exit.subject import open_checkpoint, prepare_subject
+from fulldepth.exit.timing import EarlyExit
+from fulldepth.results import Results
+from fulldepth.settings.exit import ExitSettings
+from skip.word_tokenizer import tokenizer
+
+RULES = ["confidence", "margin", "entropy", "patience"]
+THRESHOLDS = [0.3, 0.5, 0.8, 1.0]
+
+
+def check(results, samples, targets, min_layer):
+    rows = results.meta["exits"]
+    assert len(rows) == len(RULES) * len(THRESHOLDS)
+    left = 0
+    for row in rows:
+        expected = plain.row(samples, targets, row["rule"], row["threshold"], min_layer)
+        assert row["exits"] == expected["exits"], (row["rule"], row["threshold"])
+        for name in ("accuracy", "loss", "agreement", "theoretical_speedup"):
+            assert row[name] == pytest.approx(expected[name], abs=1e-9), (row["rule"], row["threshold"], name)
+        left += sum(row["exits"][:-1])
+    assert left > 0
+    full = plain.row(samples, targets, "confidence", 1.0, 1)
+    assert results.meta["full"]["accuracy"] == pytest.approx(full["accuracy"])
+    assert results.meta["full"]["loss"] == pytest.approx(full["loss"], abs=1e-9)
+    for layer in range(1, len(samples[0]) + 1):
+        stopped = plain.row([[sample[layer - 1]] for sample in samples], targets, "confidence", 1.0, 1)
+        assert results.values("lens_loss", "mean")[layer] == pytest.approx(stopped["loss"], abs=1e-9)
+        assert results.values("lens_accuracy", "mean")[layer] == pytest.approx(stopped["accuracy"])
+
+
+@torch.no_grad()
+def bert_samples(model, rows):
+    """Per text, the logits of stopping after layers 1..L: stock hidden states, pooler and classifier, alone."""
+    samples = []
+    for row in rows:
+        inputs = tokenizer()(row["text"], return_tensors="pt", return_token_type_ids=True)
+        states = model.bert(**inputs, output_hidden_states=True).hidden_states
+        samples.append([model.classifier(model.bert.pooler(state))[0].tolist() for state in states[1:]])
+    return samples, [LABELS.index(row["label"]) for row in rows]
+
+
+@pytest.mark.parametrize("min_layer", [1, 2])
+def test_a_classifier_of_texts(labelled, min_layer):
+    model = sharpened("bert-classifier", 2.0)
+    options = {"rule": RULES, "thresholds": THRESHOLDS, "min_layer": min_layer, "tokenizer": tokenizer()}
+    results = exit.sweep(model, labelled, batch_size=7, rounds=1, **options)
+    check(results, *bert_samples(model, labelled), min_layer)
+    assert all(row["measured_speedup"] > 0 and row["policy"] is None for row in results.meta["exits"])
+    assert results.meta["full"]["seconds"] > 0
+    one = exit.sweep(model, labelled, batch_size=1, rounds=0, **options)
+    for own, other in zip(one.meta["exits"], results.meta["exits"], strict=True):
+        assert own["exits"] == other["exits"]
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-12)
+
+
+@torch.no_grad()
+def test_a_classifier_of_images(pictures, tmp_path):
+    model = sharpened("vit", 3.0)
+    model.save_pretrained(tmp_path)
+    results = exit.sweep(tmp_path, pictures, rule=RULES, thresholds=THRESHOLDS, rounds=1, dtype="float64")
+    subject = prepare_subject(open_checkpoint(model, ExitSettings()), _sequences(tmp_path, pictures), ExitSettings())
+    samples, targets = [], []
+    for index in range(len(subject.sequences)):
+        batch = subject.sequences.collate([index])
+        states = model.vit(batch.inputs["pixel_values"].double(), output_hidden_states=True).hidden_states
+        samples.append([model.classifier(model.vit.layernorm(state)[:, 0])[0].tolist() for state in states[1:]])
+        targets.append(int(batch.labels[0]))
+    check(results, samples, targets, 1)
+
+
+def _sequences(folder, data):
+    settings = ExitSettings()
+    return prepare_subject(open_checkpoint(str(folder), settings), str(data), settings).sequences
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_decoder_with_the_true_tokens(texts, name):
+    model = sharpened(name, 6.0)
+    results = exit.sweep(
+        model, texts, rule=RULES, thresholds=THRESHOLDS, sequence_length=8, tokenizer=tokenizer(), lens_tokens=None
+    )
+    body, norm = (model.model, model.model.norm) if name == "llama" else (model.transformer, model.transformer.ln_f)
+    samples, targets = [], []
+    joined = [t for text in texts for t in (*tokenizer()(text).input_ids, 2)][:-1]  # documents end with [EOS]
+    for start in range(0, len(joined) // 8 * 8, 8):
+        ids = torch.tensor([joined[start : start + 8]])
+        states = list(body(ids, output_hidden_states=True).hidden_states)
+        blocks = model.model.layers if name == "llama" else model.transformer.h
+        kept = []
+        hook = blocks[-1].register_forward_hook(
+            lambda m, a, o, kept=kept: kept.append(o[0] if isinstance(o, tuple) else o)
+        )
+        body(ids)
+        hook.remove()
+        states[-1] = kept[0]  # transformers gives the last state after the norm
+        logits = [model.lm_head(norm(state))[0] for state in states[1:]]
+        for position in range(7):
+            samples.append([layer[position].tolist() for layer in logits])
+            targets.append(int(ids[0, position + 1]))
+    check(results, samples, targets, 1)
+    assert {row["policy"] for row in results.meta["exits"]} == {"recompute"}
+    assert all(row["measured_speedup"] is None for row in results.meta["exits"])
+
+
+def test_samples_leave_where_they_leave_alone(labelled):
+    """The run with removed samples, in a mixed batch and one by one."""
+    model = sharpened("bert-classifier", 2.0)
+    settings = ExitSettings()
+    subject = prepare_subject(open_checkpoint(model, settings), labelled, settings, tokenizer())
+    early = EarlyExit(subject)
+    targets = range(len(subject.sequences))
+    texts, _ = bert_samples(model, labelled)
+    order = [int(subject.sequences.collate([index]).sequence[0]) for index in targets]
+    for rule in RULES:
+        when = Exit(rule, 0.6, 1, 3)
+        together = early.run(subject.sequences.collate(list(targets)).inputs, when)
+        alone = [early.run(subject.sequences.collate([index]).inputs, when) for index in targets]
+        for kind in (0, 1):
+            assert together[kind].tolist() == [int(part[kind][0]) for part in alone]
+        assert sorted(together[1].tolist()) == sorted(plain.leave(texts[i], rule, 0.6, 1) for i in order)
+
+
+@pytest.mark.parametrize(
+    "name", ["roberta-classifier", "llama-classifier", "gpt2-classifier", "deit", "clip-classifier"]
+)
+def test_other_classifiers_run_and_are_timed(name, labelled, pictures, tmp_path):
+    model = tiny_models.build(name)
+    model.config.pad_token_id = tokenizer().pad_token_id  # by which decoders find the last token
+    data = labelled
+    if model.main_input_name == "pixel_values":
+        model.save_pretrained(tmp_path)
+        data = _sequences(tmp_path, pictures)
+    results = exit.sweep(model, data, tokenizer=tokenizer(), thresholds=[0.4, 0.9], rounds=1, batch_size=16)
+    assert all(sum(row["exits"]) == row["samples"] for row in results.meta["exits"])
+
+
+def test_the_sample_of_positions_and_masked_models(texts):
+    model = tiny_models.build("llama")
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5]}
+    few = exit.sweep(model, texts, lens_tokens=50, batch_size=2, **options)
+    again = exit.sweep(model, texts, lens_tokens=50, batch_size=5, **options)
+    assert few.meta["exits"][0]["samples"] == 50
+    assert few.meta["exits"][0]["exits"] == again.meta["exits"][0]["exits"]
+    assert few.meta["exits"][0]["loss"] == pytest.approx(again.meta["exits"][0]["loss"], rel=1e-6)
+
+
+def test_results_are_saved_and_read(labelled, tmp_path):
+    model = tiny_models.build("bert-classifier")
+    results = exit.sweep(model, labelled, tokenizer=tokenizer(), rounds=1, output=tmp_path / "out")
+    stored = Results.load(tmp_path / "out")
+    assert stored.meta["kind"] == "exit"
+    assert json.loads(json.dumps(results.meta["exits"])) == stored.meta["exits"]
+    assert stored.headline["effective_depth"]["sentence"].startswith("Stopping every sample after layer")
+    assert {"accuracy", "loss", "seconds"} <= stored.meta["full"].keys()
+
+
+def test_what_cannot_leave_early_is_refused(labelled, texts):
+    with pytest.raises(FulldepthError, match="has no labels, and BertForSequenceClassification predicts classes"):
+        exit.sweep(tiny_models.build("bert-classifier"), texts, tokenizer=tokenizer())
+    with pytest.raises(FulldepthError, match="predicts neither tokens nor a class"):
+        exit.sweep(tiny_models.build("bert-bare"), texts, tokenizer=tokenizer())
+    with pytest.raises(FulldepthError, match="min_layer is 4, but the model has 3 layers"):
+        exit.sweep(tiny_models.build("llama"), texts, tokenizer=tokenizer(), min_layer=4)
+    regression = tiny_models.build("bert-classifier")
+    regression.config.problem_type = "regression"
+    with pytest.raises(FulldepthError, match="does not predict one class out of several"):
+        exit.sweep(regression, labelled, tokenizer=tokenizer())
