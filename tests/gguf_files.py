@@ -56,7 +56,8 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
 
 def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", quantise: Any = None,
           architecture: str | None = None, entries: dict[str, Any] | None = None,
-          extra: dict[str, np.ndarray] | None = None) -> Path:  # fmt: skip
+          extra: dict[str, np.ndarray] | None = None, whole_entries: dict[str, int] | None = None,
+          pad: int = 2) -> Path:  # fmt: skip
     """Write a decoder.
 
     Args:
@@ -67,6 +68,8 @@ def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", qu
         architecture: name in the metadata, if not the model's.
         entries: further metadata below the architecture's name: numbers or strings.
         extra: further tensors.
+        whole_entries: further metadata, whole numbers by their full names.
+        pad: id of the padding token; negative ones are written as signed numbers.
     """
     config = model.config
     own = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -76,8 +79,10 @@ def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", qu
     for name, value in (_entries(config) | (entries or {})).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{name}", value)
+    for name, value in (whole_entries or {}).items():
+        writer.add_uint16(name, value)
     if rule is not None:
-        _add_tokenizer(writer, config.vocab_size, rule)
+        _add_tokenizer(writer, config.vocab_size, rule, pad)
     for name, weight in {**_tensors(model, own), **(extra or {})}.items():
         if quantise is not None and weight.ndim == 2:
             writer.add_tensor(name, gguf.quantize(weight, quantise), raw_dtype=quantise)
@@ -106,7 +111,7 @@ def _entries(config: Any) -> dict[str, Any]:
     return found
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, size: int, rule: str) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, size: int, rule: str, pad: int) -> None:
     tokens, merges = vocabulary(size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(rule)
@@ -116,7 +121,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int, rule: str) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
+    (writer.add_int32 if pad < 0 else writer.add_uint32)("tokenizer.ggml.padding_token_id", pad)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT)
 

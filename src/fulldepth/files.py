@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pydantic
 from filelock import FileLock, Timeout
 
@@ -202,7 +203,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     part = temporary_name(target)
     try:
         yield part
-        with part.open("rb") as file:
+        with part.open("r+b") as file:  # Windows flushes only what is open for writing
             os.fsync(file.fileno())
         os.replace(part, target)
     finally:
@@ -257,12 +258,9 @@ def _is_abandoned(path: Path, host: str, process: int) -> bool:
     if host != _host():
         return time.time() - path.lstat().st_mtime > ABANDONED
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
+        return not psutil.pid_exists(process)  # os.kill(process, 0) would interrupt the process on Windows
+    except OverflowError:
         return True
-    except PermissionError:
-        return False
-    return False
 
 
 def _host() -> str:

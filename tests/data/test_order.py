@@ -7,9 +7,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from torch.utils.data import DataLoader, TensorDataset
 
 from fulldepth.data import ShuffledSampler
 from fulldepth.errors import FulldepthError
@@ -46,7 +48,16 @@ def test_any_position_is_reached_without_those_before(data: st.DataObject) -> No
     assert list(rest) == list(whole)[start:]
     assert (len(whole), len(rest)) == (length, length - start)
     stream = ShuffledSampler(size, seed=1).indices(number * length, (number + 1) * length)
+    whole.set_epoch(number)
     assert list(whole) == stream.tolist()
+
+
+def test_a_loop_without_set_epoch_gets_another_order_in_every_pass() -> None:
+    data = TensorDataset(torch.arange(60))
+    loader = DataLoader(data, batch_size=8, sampler=ShuffledSampler(60, seed=2))
+    epochs = [[int(item) for (batch,) in loader for item in batch] for _ in range(3)]
+    assert np.concatenate(epochs).tolist() == ShuffledSampler(60, seed=2).indices(0, 180).tolist()
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_the_far_end_of_a_large_data_set_costs_nothing() -> None:

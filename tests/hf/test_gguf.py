@@ -178,6 +178,36 @@ def test_several_files_are_not_chosen_between(written, tmp_path):
     refused(tmp_path, "one.gguf", "two.gguf", "name one")
 
 
+def test_parts_of_one_model_are_named_as_such(written, model, tmp_path):
+    names = [f"tiny-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for name in names:
+        (tmp_path / name).write_bytes(written.read_bytes())
+    refused(tmp_path, "one of the 2 parts", names[0], "llama-gguf-split --merge")
+    (tmp_path / "other-00001-of-00003.gguf").write_bytes(written.read_bytes())
+    refused(tmp_path, *names, "other-00001-of-00003.gguf", "name one")
+    (tmp_path / "merged.gguf").write_bytes(written.read_bytes())
+    torch.testing.assert_close(logits(load_checkpoint(tmp_path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
+    part = gguf_files.write(tmp_path / "part.gguf", model, whole_entries={"split.count": 3, "split.no": 0})
+    for load in (load_checkpoint, load_tokenizer):
+        refused(part, "one of the 3 parts", "--merge", load=load)
+
+
+@pytest.mark.parametrize("absent", [2**32 - 1, -1])
+def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path, absent):
+    path = gguf_files.write(tmp_path / "no_pad.gguf", model, pad=absent)
+    loaded = load_checkpoint(path, device="cpu").model
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+    assert loaded.config.pad_token_id is None
+    assert loaded.config.eos_token_id == 2
+    tokenizer, other = load_tokenizer(path), load_tokenizer(written)
+    assert tokenizer.pad_token_id is None
+    assert tokenizer.eos_token_id == other.eos_token_id == 2
+    text = "<|im_start|>the 123 of<|im_end|>"
+    assert tokenizer.encode(text) == other.encode(text)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert "fulldepth-" not in (tmp_path / "saved" / "tokenizer_config.json").read_text()
+
+
 def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
     for name, holds in (("with-gguf", ["with_gguf/tiny.gguf"]), ("without", ["without/code.py"])):
         info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from fulldepth.errors import FulldepthError
 from fulldepth.losses import TERMS, Context, Objective, Term
 from fulldepth.results import Results
 from fulldepth.settings import assignments, layer
+from fulldepth.settings import train as light
+from fulldepth.settings.penalties import PENALTIES
 from fulldepth.training import TrainSettings
 from fulldepth.training.methods import make_objective, resolved
 from tiny_models import BUILDERS
@@ -41,6 +45,7 @@ class Loudness(Term):
 @pytest.fixture
 def loudness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TERMS, "loudness", Loudness)
+    monkeypatch.setitem(PENALTIES, "loudness", ("weight", "exponent"))
 
 
 def test_a_penalty_without_its_value_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +117,28 @@ def test_a_new_penalty_in_a_recipe(
 
 def settings(*arguments: str) -> TrainSettings:
     return layer(TrainSettings, assignments(arguments))
+
+
+def test_names_of_penalties_and_options_are_known_without_torch() -> None:
+    assert list(PENALTIES) == list(TERMS)
+    assert {name: set(options) for name, options in PENALTIES.items()} == {
+        name: set(term.model_fields) for name, term in TERMS.items()
+    }
+    for argument, message in {
+        "objective.jmup=1.0": r"Unknown setting 'objective.jmup'. Did you mean 'objective.jump'",
+        "objective.jump.alhpa=1": r"Unknown option of jump 'alhpa'. Did you mean 'alpha'",
+        "method=jrge": r"Unknown method 'jrge'. Did you mean 'jreg'",
+    }.items():
+        with pytest.raises(FulldepthError, match=message):
+            layer(light.TrainSettings, assignments([argument]))
+    script = (
+        "import sys\nfrom fulldepth.cli import main\n"
+        "sys.argv = ['fulldepth', 'train', 'tiny-jreg', 'objective.jmup=1', '--dry-run']\n"
+        "try:\n    main()\nexcept SystemExit:\n    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+    assert "objective.jump" in done.stderr
 
 
 def test_terms_in_settings_are_checked_when_they_are_read() -> None:

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from families import zoo
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
+from fulldepth.training.causality import reads_later_tokens
 from fulldepth.training.model import build_config, build_model, special_tokens
 from fulldepth.training.settings import TrainSettings
 
@@ -181,3 +186,29 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint: str, tmp_path) -> N
         made(asked(type="depth_llama", checkpoint=str(tmp_path / "gpt2")))
     with pytest.raises(FulldepthError, match=r"97 tokens .* for 96"):
         made(asked(checkpoint=checkpoint), vocab_size=97)
+
+
+FLAGGED = [
+    name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], "is_decoder", True) is False
+    and name not in ("reformer", "bigbird_pegasus", "bert-japanese")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FLAGGED)
+def test_classes_with_the_option_is_decoder_are_refused_if_they_obey_it(model_type: str) -> None:
+    config = zoo.config_for(model_type, is_decoder=False)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 90, (1, 8))
+    changed = ids.clone()
+    changed[0, -1] = 91
+    with torch.no_grad():
+        earlier, other = (model(input_ids=given).logits[0, :-1] for given in (ids, changed))
+    assert reads_later_tokens(config, type(model)) == (not torch.allclose(earlier, other, atol=1e-6))
+
+
+def test_gpt_neox_is_trained_without_a_flag() -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    config = build_config(asked(type="gpt_neox", **sizes).model, vocab_size=VOCAB, positions=TIME)
+    assert not config.is_decoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,13 @@ class TopTokens(NamedTuple):
 
 
 def read_layers(
-    classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor, *, dtype: torch.dtype | None = None
+    classifier: Classifier,
+    states: Tensor,
+    targets: Tensor,
+    attention_mask: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    inner: Tensor | None = None,
 ) -> Readout:
     """Apply the last layer's classifier to every layer, at the positions that have a target.
 
@@ -44,18 +50,33 @@ def read_layers(
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
         dtype: precision of the products of token heads that end in a linear layer; None = the model's.
+        inner: `[L, B, T, D]` further states, which are read into `Readout.inner`.
     """
     if classifier.per_token:
-        return read_and_show(classifier, states, targets, torch.zeros_like(targets, dtype=torch.bool), dtype=dtype)[0]
+        shown = torch.zeros_like(targets, dtype=torch.bool)
+        return read_and_show(classifier, states, targets, shown, dtype=dtype, inner=inner)[0]
     origin, device = states.device, classifier.device or states.device
-    states, targets, attention_mask = (tensor.to(device) for tensor in (states, targets, attention_mask))
+    targets, attention_mask = targets.to(device), attention_mask.to(device)
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
-    read = _reduce_sequences(classifier, states, targets, attention_mask)
-    return Readout(*(column.to(origin) for column in (*read, row)))
+    layers = [layer.to(device) for part in (inner, states) if part is not None for layer in part]
+    read = _reduce_sequences(classifier, layers, targets, attention_mask)
+    return _as_readout([column.to(origin) for column in read], row.to(origin), 0 if inner is None else len(inner))
+
+
+def _as_readout(columns: Sequence[Tensor], row: Tensor, inner: int) -> Readout:
+    """`agrees`, `correct` and `loss`, whose first `inner` rows are those of further states, as a readout."""
+    further = Readout(*(column[:inner] for column in columns), row) if inner else None
+    return Readout(*(column[inner:] for column in columns), row, further)
 
 
 def read_and_show(
-    classifier: Classifier, states: Tensor, targets: Tensor, shown: Tensor, *, dtype: torch.dtype | None = None
+    classifier: Classifier,
+    states: Tensor,
+    targets: Tensor,
+    shown: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    inner: Tensor | None = None,
 ) -> tuple[Readout, TopTokens]:
     """`read_layers` of a token head, and the top tokens of some positions, in one pass over the classes.
 
@@ -65,22 +86,27 @@ def read_and_show(
         targets: `[B, T]`; -100 = no target.
         shown: `[B, T]` bool, positions whose top tokens are returned, with or without a target.
         dtype: as for `read_layers`.
+        inner: as for `read_layers`; its top tokens are not returned.
     """
     origin, device = states.device, classifier.device or states.device
-    states, targets, shown = states.to(device), targets.to(device), shown.to(device).flatten()
+    targets, shown = targets.to(device), shown.to(device).flatten()
     has_target = (targets != IGNORE).flatten()
     where = torch.cat([shown.nonzero()[:, 0], (has_target & ~shown).nonzero()[:, 0]])  # shown positions first
-    read = _reduce(classifier, states.flatten(1, 2)[:, where], targets.flatten()[where], int(shown.sum()), dtype)
+    chosen = [
+        layer.to(device).flatten(0, 1)[where] for part in (inner, states) if part is not None for layer in part
+    ]  # of [N, D]
+    read = _reduce(classifier, chosen, targets.flatten()[where], int(shown.sum()), dtype)
     back = where.argsort()  # into the order of the batch
     kept = back[has_target[where[back]]]
     columns = (column[:, kept] for column in (read.agrees, read.correct, read.loss))
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
-    readout = Readout(*(column.to(origin) for column in (*columns, row)))
-    return readout, TopTokens(*(column.to(origin) for column in read.top))
+    further = 0 if inner is None else len(inner)
+    readout = _as_readout([column.to(origin) for column in columns], row.to(origin), further)
+    return readout, TopTokens(*(column[further:].to(origin) for column in read.top))
 
 
 def _reduce_sequences(
-    classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor
+    classifier: Classifier, states: Sequence[Tensor], targets: Tensor, attention_mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`agrees`, `correct` and `loss` of sequence heads, which have few classes: all layers at once."""
     where = targets != IGNORE
@@ -107,21 +133,23 @@ class _Columns(NamedTuple):
     """Of the first positions only, `[L+1, P]`."""
 
 
-def _reduce(classifier: Classifier, states: Tensor, targets: Tensor, shown: int, dtype: torch.dtype | None) -> _Columns:
+def _reduce(
+    classifier: Classifier, states: Sequence[Tensor], targets: Tensor, shown: int, dtype: torch.dtype | None
+) -> _Columns:
     """For token heads: the last layer first, because the others are compared with it.
 
     Args:
         classifier: final norm and head.
-        states: `[L+1, N, D]`.
+        states: `[N, D]` each, the last layer's last.
         targets: `[N]`; positions without a target only give top tokens.
         shown: number of positions, from the first, whose top tokens are wanted.
         dtype: precision of the products; None = the model's.
     """
-    layers, tokens, _ = states.shape
-    hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=states.device)
-    loss = torch.empty(layers, tokens, dtype=torch.float32, device=states.device)
-    token = torch.empty(layers, shown, dtype=torch.int64, device=states.device)
-    probability = torch.empty(layers, shown, dtype=torch.float32, device=states.device)
+    layers, tokens, device = len(states), len(targets), targets.device
+    hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=device)
+    loss = torch.empty(layers, tokens, dtype=torch.float32, device=device)
+    token = torch.empty(layers, shown, dtype=torch.int64, device=device)
+    probability = torch.empty(layers, shown, dtype=torch.float32, device=device)
     index = torch.stack([targets.clamp(min=0), torch.zeros_like(targets)], dim=1)
     for layer in reversed(range(layers if tokens else 0)):
         last = layer == layers - 1

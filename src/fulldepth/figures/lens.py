@@ -50,12 +50,17 @@ def _loss(source: Source) -> go.Figure | None:
     drawn = over_layers(
         source.table,
         source.layers,
-        [Line("lens_loss", "Loss")],
+        [Line("lens_loss", "Loss"), _after_attention("lens_loss")],
         alt=first_line("Cross-entropy in nats", ".2f"),
         yaxis=axis("Loss (nats)", **ZERO),
         first=0,
     )
     return drawn and set_first_apart(drawn, ["Loss"])
+
+
+def _after_attention(measure: str, form: str = ".4f") -> Line:
+    """The line of a lens that also reads between the attention and the MLP of every layer."""
+    return Line(measure, "After attention", site="attention_output", color=CATEGORICAL[1], dash="dot", form=form)
 
 
 def median_layer(cumulative: Curve) -> float | None:
@@ -137,7 +142,8 @@ PER_LAYER = Method(
     (
         "The model’s own final norm and head applied to the state of every layer. Accuracy is the share of positions "
         "whose top prediction is the true token or class; loss is the cross-entropy in nats, that is, the loss of a "
-        "model that stops at this layer. The last layer’s values are the model’s own."
+        "model that stops at this layer. The last layer’s values are the model’s own. “After attention”, if drawn, is "
+        "the same in the middle of the layer, before its MLP is added."
     ),
     source="Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 2; Shibata et al., App. K.",
 )
@@ -147,6 +153,7 @@ FIGURES = (
         "predictions",
         of_layers(
             Line("lens_accuracy", "Accuracy", form=".2%"),
+            _after_attention("lens_accuracy", ".2%"),
             alt=first_line("Accuracy", ".1%"),
             yaxis=axis("Accuracy", **ZERO, tickformat=".0%"),
             first=0,

@@ -7,6 +7,7 @@ has no option for them, and where tensors would be ignored, the file is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import redirect_stderr
 from importlib.metadata import PackageNotFoundError, distribution
@@ -21,9 +22,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading
 from fulldepth.hf.file_checks import check_numbers
-from fulldepth.hf.gguf_header import Header, read_header
+from fulldepth.hf.gguf_header import Header, in_parts, read_header, without_absent_ids
 
 SUFFIX, PACKAGE = ".gguf", "package:"
+PART = re.compile(r".+-\d{5}-of-(\d{5})\.gguf")
+"""Name of one of several files of a model, as llama.cpp writes them."""
 SIZES = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
@@ -106,9 +109,18 @@ def packaged(name: str) -> str:
 
 def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
     candidates = sorted(paths)
+    parts = {path: int(match[1]) for path in candidates if (match := PART.fullmatch(path.name)) and int(match[1]) > 1}
+    whole = [path for path in candidates if path not in parts]
+    if not whole and _of_one_model(parts):
+        raise in_parts(candidates[0], parts[candidates[0]])
+    candidates = whole or candidates
     if len(candidates) > 1:
         raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in candidates)}.")
     return candidates[0] if candidates else None
+
+
+def _of_one_model(parts: Iterable[Path]) -> bool:
+    return len({(path.parent, path.name[: -len("-00001-of-00002.gguf")]) for path in parts}) == 1
 
 
 def load_gguf_config(path: Path) -> Any:
@@ -120,7 +132,9 @@ def load_gguf_config(path: Path) -> Any:
     """
     header = read_header(path)
     check_numbers(path, header.entries)
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    with without_absent_ids(path) as source:
+        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    config.name_or_path = str(path.parent)
     for auto in (AutoModelForCausalLM, AutoModel):
         model_class: Any = auto._model_mapping.get(type(config), None)
         if model_class is not None and not config.architectures:
@@ -242,7 +256,9 @@ def load_gguf_tokenizer(path: Path) -> Any:
     metadata = read_header(path).metadata
     if "tokenizer.ggml.tokens" not in metadata:
         raise FulldepthError(f"{path} holds no tokenizer; name one with --tokenizer.")
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    with without_absent_ids(path) as source:
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    tokenizer.name_or_path = str(path.parent)
     rule = metadata.get("tokenizer.ggml.pre")
     if not isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         return tokenizer  # transformers knows the rule, or the kind of tokenizer has none

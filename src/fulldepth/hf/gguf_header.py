@@ -6,12 +6,15 @@ The package `gguf` does not check counts: on a damaged file it may loop 2^60 tim
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from math import prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,8 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 """Number of a metadata type -> its `struct` format; 8 is a string, 9 an array."""
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
+ABSENT = (-1, 2**32 - 1)
+"""Ids of special tokens that do not exist."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Header:
     metadata: dict[str, Any]
     """Arrays are tuples; strings in arrays are bytes."""
     tensors: dict[str, Tensor]
+    size: int
+    """Bytes of metadata and tensor table, from the start of the file."""
 
     @property
     def architecture(self) -> str:
@@ -80,6 +87,39 @@ def read_header(path: Path) -> Header:
     return _read(path, status.st_size, status.st_mtime_ns)
 
 
+def in_parts(path: Path, parts: int) -> FulldepthError:
+    """The error for one of several files that hold one model."""
+    return FulldepthError(
+        f"{path} is one of the {parts} parts of a model, which transformers cannot read one by one. Join them with "
+        f"llama.cpp (`llama-gguf-split --merge FIRST-PART MERGED{path.suffix}`) and name the merged file."
+    )
+
+
+@contextmanager
+def without_absent_ids(path: Path) -> Iterator[Path]:
+    """The file, or a temporary copy of its metadata without the special tokens that are marked as absent.
+
+    Converters mark a token that the vocabulary lacks with the id -1 (unsigned: 2**32 - 1), which transformers looks up.
+    The copy is as long as the file, but its tensors are not stored.
+    """
+    header = read_header(path)
+    absent = [key for key, value in header.metadata.items() if key.endswith("_token_id") and value in ABSENT]
+    if not absent:
+        yield path
+        return
+    with reading(path), path.open("rb") as file:
+        content = file.read(header.size)
+    for key in absent:
+        named = struct.pack("<Q", len(key)) + key.encode()
+        content = content.replace(named, named[:-2] + b"no", 1)  # a key that nobody reads
+    with TemporaryDirectory(prefix="fulldepth-") as folder:
+        copy = Path(folder) / path.name
+        copy.write_bytes(content)
+        with copy.open("r+b") as file:
+            file.truncate(path.stat().st_size)
+        yield copy
+
+
 class _Reader:
     """Reads a GGUF file front to back; refuses counts that the rest of the file cannot hold."""
 
@@ -95,6 +135,8 @@ class _Reader:
             raise FulldepthError(f"{self.path} is GGUF of version {version}; expected 2 or 3 in little-endian order.")
         num_tensors, num_entries = self._count(24), self._count(12)
         metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(num_entries)}
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise in_parts(self.path, metadata["split.count"])
         tensors: dict[str, Tensor] = {}
         for _ in range(num_tensors):
             name = self._string()
@@ -105,8 +147,9 @@ class _Reader:
                 raise FulldepthError(f"{self.path}: {one_line(name, 100)!r} has {dimensions} dimensions.")
             shape = tuple(self._scalar("<Q") for _ in range(dimensions))[::-1]
             tensors[name] = Tensor(shape, self._scalar("<I"), self._scalar("<Q"))
+        end = self.position
         self._check_data(tensors, metadata.get("general.alignment", 32))
-        return Header(self.path, metadata, tensors)
+        return Header(self.path, metadata, tensors, end)
 
     def _check_data(self, tensors: dict[str, Tensor], alignment: Any) -> None:
         block_sizes = _block_sizes()

@@ -98,8 +98,8 @@ def run_pass(
                     reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
                 states["reference"] = other.stack("residual", device)
                 other.clear()
-            read = _read_by_lens(subject, plan, batch, states["residual"], activations, result.clock)
-            observation = observe(subject, batch, states, read, reader)
+            read, inner = _read_by_lens(subject, plan, batch, states, activations, result.clock)
+            observation = observe(subject, batch, states, read, reader, inner)
             observation.coefficients = coefficients
             feed(plan, observation, result.clock)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
@@ -110,26 +110,33 @@ def run_pass(
 
 
 def _read_by_lens(
-    subject: Subject, plan: Plan, batch: Batch, residual: Tensor, activations: Activations, clock: Clock
-) -> Tensor | None:
-    """[L+1, B, T, D] residual stream that the lens reads: of the text, or of a second pass over masked text.
+    subject: Subject, plan: Plan, batch: Batch, states: dict[str, Tensor], activations: Activations, clock: Clock
+) -> tuple[Tensor | None, Tensor | None]:
+    """[L+1, B, T, D] residual stream that the lens reads, of the text or of a second pass over masked text, and
+    [L, B, T, D] the stream after attention, None unless the lens reads it.
 
-    None for a masked language model if no measure reads predictions.
+    Both None for a masked language model if no measure reads predictions.
     """
+    sites = ("residual", *(site for site in plan.setup.lens_sites if site != "residual"))
     if batch.masked_inputs is None:
-        return residual
+        return states["residual"], states["attention_output"] if len(sites) > 1 else None
     if not plan.masked_pass:
-        return None
+        return None, None
     inputs = model_inputs(batch.masked_inputs, subject.device, subject.checkpoint.model.dtype)
     with clock("forward (masked)"):
         subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
-    states = activations.stack("residual", plan.setup.device)
+    read = [activations.stack(site, plan.setup.device) for site in sites]
     activations.clear(keep_stacks=False)
-    return states
+    return read[0], read[1] if len(read) > 1 else None
 
 
 def observe(
-    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, reader: LensReader | None
+    subject: Subject,
+    batch: Batch,
+    states: dict[str, Tensor],
+    read: Tensor | None,
+    reader: LensReader | None,
+    inner: Tensor | None = None,
 ) -> Observation:
     """The observation that accumulators receive for one batch.
 
@@ -139,6 +146,7 @@ def observe(
         states: site -> activations of the unmasked text.
         read: `[L+1, B, T, D]` residual stream that the lens reads; None = no lens.
         reader: applies the lens; None = no lens.
+        inner: `[L, B, T, D]` stream after attention, if the lens reads it.
 
     Raises:
         FulldepthError: if an activation is NaN or infinite.
@@ -164,7 +172,7 @@ def observe(
         targets = targets.to(device)
 
         def readout() -> Readout:
-            return reader.read(classifier, batch, read, targets, mask)
+            return reader.read(classifier, batch, read, targets, mask, inner)
 
         observation.readout = readout
     return observation

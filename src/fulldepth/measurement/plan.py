@@ -14,6 +14,13 @@ UNUSUAL = {"routing", "streams"}
 """Features of some models; for other models, measures of these features are left out silently."""
 
 
+NO_INNER_STREAM = {
+    "parallel": "attention and MLP are added to the stream together, so there is none between them",
+    "post": "the norms are on the stream, so what follows attention is not what the final norm and head read",
+}
+"""Design of a family -> why the lens cannot read between attention and MLP."""
+
+
 @dataclass
 class Plan:
     """The measures that will run, and the reasons why others will not."""
@@ -78,12 +85,33 @@ def make_plan(
             for site in measure.sites
             if (reason := _unavailable(site, verified)) is not None
         ]
+    if "attention_output" in setup.lens_sites:
+        _add_inner_lens(plan, verified, reasons)
     plan.masked_pass = sequences.masked and any("targets" in measure.needs for measure in plan.measures.values())
     if not plan.measures:
         raise FulldepthError(
             "Nothing is left to measure: " + "; ".join(f"{w['measure']}: {w['reason']}" for w in plan.left_out)
         )
     return plan
+
+
+def _add_inner_lens(plan: Plan, verified: Verified, reasons: dict[str, str]) -> None:
+    """Capture the stream after attention for the lens.
+
+    Raises:
+        FulldepthError: if no measure reads predictions, or the layers have no such stream.
+    """
+    anatomy = verified.anatomy
+    reason = _unavailable("attention_output", verified)
+    if not any("targets" in measure.needs for measure in plan.measures.values()):
+        reason = reasons.get("targets", "none of the measures reads predictions")
+    elif reason is None and anatomy.has_streams:
+        reason = f"the layers of {type(anatomy.model).__name__} hold {verified.num_streams} streams"
+    elif reason is None and anatomy.family.design != "pre":
+        reason = NO_INNER_STREAM[anatomy.family.design]
+    if reason is not None:
+        raise FulldepthError(f"--lens-sites attention_output cannot be read: {reason}.")
+    plan.sites.add("attention_output")
 
 
 def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:

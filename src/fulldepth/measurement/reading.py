@@ -45,7 +45,15 @@ class LensReader:
         """For each layer: sums of loss errors, of absolute loss errors, and of changed top predictions."""
         self.compared = torch.zeros(1, dtype=torch.float64)
 
-    def read(self, classifier: Classifier, batch: Batch, states: Tensor, targets: Tensor, mask: Tensor) -> Readout:
+    def read(
+        self,
+        classifier: Classifier,
+        batch: Batch,
+        states: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        inner: Tensor | None = None,
+    ) -> Readout:
         """The lens at the sampled positions of a batch.
 
         Args:
@@ -54,16 +62,17 @@ class LensReader:
             states: `[L+1, B, T, D]` residual stream.
             targets: `[B, T]` for token heads, `[B]` for sequence heads.
             mask: `[B, T]` bool, False = padding.
+            inner: `[L, B, T, D]` stream after the attention of layers 1..L, if the lens reads it.
         """
         if not classifier.per_token:
-            return read_layers(classifier, states, targets, mask)
+            return read_layers(classifier, states, targets, mask, inner=inner)
         ranks = priority(_keys(targets, batch.sequence), self.seed)
         chosen = targets if self.threshold is None else targets.where(ranks <= self.threshold, IGNORE)
         if self.dtype is not None:
             self._compare(classifier, states, targets.where(ranks <= self.checked, IGNORE))
         shown = shown_positions(self.subject, mask, self.samples)
         self.samples = 0
-        readout, top = read_and_show(classifier, states, chosen, shown, dtype=self.dtype)
+        readout, top = read_and_show(classifier, states, chosen, shown, dtype=self.dtype, inner=inner)
         if bool(shown.any()):
             self.grid = grid_of(self.subject, batch, shown, top)
         return readout

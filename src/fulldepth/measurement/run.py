@@ -158,6 +158,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
         reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
+        lens_sites=tuple(dict.fromkeys(["residual", *settings.lens_sites])),
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),

@@ -48,10 +48,8 @@ def sampling(
     parts: list[str] = []
     errors: dict[str, float | None] = {}
     if measured & {"lens_accuracy", "lens_loss", "saturation", "effective_depth"} and sizes["lens_positions"] < targets:
-        errors |= {
-            f"{name}_standard_error": _largest(table[table.layer == setup.num_layers], name)
-            for name in ("lens_accuracy", "lens_loss")
-        }
+        last = table[(table.layer == setup.num_layers) & (table.site == "residual")]
+        errors |= {f"{name}_standard_error": _largest(last, name) for name in ("lens_accuracy", "lens_loss")}
         stated = _stated(
             errors, {"lens_accuracy": "{:.2g} (accuracy)", "lens_loss": "{:.2g} nats (loss)"}, "at the last layer"
         )

@@ -25,14 +25,18 @@ class Accumulator(Metric):
         shape: tuple[int, ...],
         *,
         dtype: torch.dtype = torch.float64,
-        fill: int = 0,
+        fill: int | None = 0,
         reduce: Literal["sum", "max", "cat"] = "sum",
         device: torch.device = CPU,
     ) -> None:
-        """Add a state; `reduce` is the reduction over processes."""
+        """Add a state; `reduce` is the reduction over processes.
+
+        With `fill=None` it begins uninitialised, so that a CPU holds only the pages that data are written to.
+        """
         self.add_state(name, torch.empty(0, device=device), dist_reduce_fx=reduce)
-        self._defaults[name] = torch.full((), fill, dtype=dtype, device=device).expand(shape)
-        setattr(self, name, torch.full(shape, fill, dtype=dtype, device=device))
+        self._defaults[name] = torch.full((), fill or 0, dtype=dtype, device=device).expand(shape)
+        state = torch.empty(shape, dtype=dtype, device=device)
+        setattr(self, name, state if fill is None else state.fill_(fill))
 
     @property
     def nbytes(self) -> int:

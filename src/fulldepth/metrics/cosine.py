@@ -86,8 +86,9 @@ class Cosine(Measure):
         """Statistic -> `[views, L+1, L+1]`, percentiles `[views, L+1]`; token counts: `count`, `count_raw`."""
         sample = self.reservoir.compute()
         features = sample.features.transpose(0, 1)
-        views = [features, features[:, without_first(sample)]] if self.setup.first_tokens else [features]
-        parts = [_cosines(view, center=True) for view in views]
+        everything = torch.arange(features.shape[1], device=features.device)
+        views = [everything, everything[without_first(sample)]] if self.setup.first_tokens else [everything]
+        parts = [_cosines(features, center=True, index=index) for index in views]
         result = {
             "mean": torch.stack([sums / counts for sums, counts, _ in parts]),
             "mean_raw": self.sums / self.counts,
@@ -116,17 +117,26 @@ class Cosine(Measure):
                 yield self.row(statistic + suffix, values[statistic][view, layer], count, layer, last)
 
 
-def _cosines(features: Tensor, center: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums `[L+1, L+1]` of the samples' cosines, their counts, and the cosines to the last layer `[L+1, N]`."""
+def _cosines(features: Tensor, center: bool, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums `[L+1, L+1]` of the samples' cosines, their counts, and the cosines to the last layer `[L+1, N]`.
+
+    Only a part of the samples, all or those in `index`, is copied or converted to float64 at a time.
+    """
     if features.ndim != 3:
         raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
-    layers, _, width = features.shape
+    layers, samples, width = features.shape
     by_sample = features.transpose(0, 1)  # the reservoir's own layout
-    mean = by_sample.mean(0, dtype=torch.float64) if center else None
+    size = max(1, BLOCK // (layers * width))
+
+    def parts() -> Iterator[Tensor]:
+        return iter(by_sample.split(size)) if index is None else (by_sample[some] for some in index.split(size))
+
+    count = samples if index is None else len(index)
+    mean = sum(part.double().sum(0) for part in parts()) / count if center and count else None
     sums = features.new_zeros(layers, layers, dtype=torch.float64)
     counts = torch.zeros_like(sums)
     to_last = []
-    for part in by_sample.split(max(1, BLOCK // (layers * width))):
+    for part in parts():
         x = part.double() if mean is None else centred(part, mean)
         gram = x @ x.mT  # [n, L+1, L+1]
         norm = gram.diagonal(dim1=1, dim2=2).sqrt()

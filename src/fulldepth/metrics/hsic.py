@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -61,14 +62,16 @@ def hsic_of_views(features: Tensor, later: Tensor, debiased: bool, index: Tensor
     index = index[later.long().argsort(stable=True)].to(features.device)
     first = int((~later).sum())
 
-    def ordered() -> Iterator[Tensor]:
-        return (layer[index] for layer in features)
+    def found(dtype: torch.dtype) -> tuple[Hsic, Hsic]:
+        # One allocation for all layers: many smaller ones stay with the process when they are freed.
+        room = features.new_empty(len(features), len(index), features.shape[2], dtype=dtype)
+        return _hsic((layer[index] for layer in features), first, debiased, dtype, room)
 
     if features.dtype != torch.float64:
-        found = _hsic(ordered(), first, debiased, torch.float32)
-        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in found):
-            return found
-    return _hsic(ordered(), first, debiased, torch.float64)
+        quick = found(torch.float32)
+        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in quick):
+            return quick
+    return found(torch.float64)
 
 
 def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = torch.float64) -> Hsic:
@@ -76,22 +79,28 @@ def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = tor
     return _hsic(features, 0, debiased, dtype)[0]
 
 
-def _hsic(features: Iterable[Tensor], first: int, debiased: bool, dtype: torch.dtype) -> tuple[Hsic, Hsic]:
-    """Over all tokens and without the `first` ones, with products in the precision `dtype`."""
-    layers = [_layer(layer, first, dtype) for layer in features]
+def _hsic(
+    features: Iterable[Tensor], first: int, debiased: bool, dtype: torch.dtype, room: Tensor | None = None
+) -> tuple[Hsic, Hsic]:
+    """Over all tokens and without the `first` ones, with products in the precision `dtype`.
+
+    The centred features are written to `room`, `[S, N, D]`, if it is given.
+    """
+    rooms: Iterable[Tensor | None] = repeat(None) if room is None else room
+    layers = [_layer(layer, first, dtype, out) for layer, out in zip(features, rooms, strict=False)]
     total = len(layers[0].features)
     rest = _products(layers, first, total)
     whole = rest if not first else rest + _products(layers, 0, first)
     return _assemble(whole, layers, 0, debiased), _assemble(rest, layers, first, debiased)
 
 
-def _layer(features: Tensor, first: int, dtype: torch.dtype) -> Layer:
+def _layer(features: Tensor, first: int, dtype: torch.dtype, out: Tensor | None) -> Layer:
     """Centre, scale and round: HSIC is the same for any centre, and Gram matrices lose fewer digits.
 
     A centre may be rounded, because the difference of close numbers is exact.
     """
     features = features.to(torch.promote_types(dtype, features.dtype))
-    x = features - features.mean(0, dtype=torch.float64).to(features)
+    x = torch.sub(features, features.mean(0, dtype=torch.float64).to(features), out=out)
     squares = _squares(x)
     rounding = torch.finfo(torch.float32 if dtype == torch.float32 else features.dtype).eps
     noise = squares <= (4 * rounding) ** 2 * _squares(features)
@@ -99,7 +108,7 @@ def _layer(features: Tensor, first: int, dtype: torch.dtype) -> Layer:
     if bool(squares.max() > LOUD * middle > 0):
         # Outliers move the mean far from all other tokens.
         weights = 1 / (squares + middle)
-        x = x - (weights @ x.double() / weights.sum()).to(x)
+        x -= (weights @ x.double() / weights.sum()).to(x)
         squares = _squares(x)
     x, squares = x.masked_fill_(noise[:, None], 0.0), squares.masked_fill_(noise, 0.0)
     scale = squares.mean()

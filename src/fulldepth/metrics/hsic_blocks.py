@@ -54,7 +54,14 @@ class HsicBlocks(Accumulator):
             self.add(name, (self.groups, *shape), device=setup.device)
         slots = SLOTS if self.together > 1 else 0
         room = self.together * longest
-        self.add("features", (slots, room, layers, setup.width), dtype=torch.float32, reduce="cat", device=setup.device)
+        self.add(
+            "features",
+            (slots, room, layers, setup.width),
+            dtype=torch.float32,
+            fill=None,
+            reduce="cat",
+            device=setup.device,
+        )
         self.add("keys", (slots, room), dtype=torch.int64, reduce="cat", device=setup.device)
         for name, fill in (("numbers", FREE), ("seen", 0), ("held", 0)):
             self.add(name, (slots,), dtype=torch.int64, fill=fill, reduce="cat")

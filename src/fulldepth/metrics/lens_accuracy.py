@@ -39,7 +39,8 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
 class LensMean(Measure):
     """Mean over positions of one lens statistic, with its standard error over sequences, for layers 0..L.
 
-    A subclass picks the statistic in `reading`.
+    Site `attention_output`, if the lens reads it, is the stream between the attention and the MLP of layers 1..L. A
+    subclass picks the statistic in `reading`.
     """
 
     needs = frozenset({"targets"})
@@ -48,32 +49,41 @@ class LensMean(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_grouped("sums", setup.num_layers + 1)
+        inner = setup.num_layers if "attention_output" in setup.lens_sites else 0
+        self.places = [("residual", layer) for layer in range(setup.num_layers + 1)]
+        self.places += [("attention_output", layer) for layer in range(1, inner + 1)]
+        self.add_grouped("sums", len(self.places))
         self.add_grouped("count", dtype=torch.int64)
 
     @abstractmethod
     def reading(self, lens: Readout) -> Tensor:
-        """[L+1, M] values to average."""
+        """[L+1, M] (after attention [L, M]) values to average."""
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        values = self.reading(observation.lens).to(self.sums.device)
+        lens = observation.lens
+        values = self.reading(lens)
+        if len(self.places) > len(values):
+            if lens.inner is None:
+                raise ValueError("this observation has no readout after attention, which the setup names")
+            values = torch.cat([values, self.reading(lens.inner)])
+        values = values.to(self.sums.device)
         group = observation.lens_groups(len(self.sums)).to(values.device)
         self.sums.index_add_(0, group, values.double().T)
         self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
-        """[L+1] means, [L+1] standard errors over sequences, and the number of positions."""
+        """Means and standard errors over sequences at each of `places`, and the number of positions."""
         errors = ratio_error(self.sums, self.count[:, None], self.setup.group_sizes)
         return self.sums.sum(0) / self.count.sum(), errors, int(self.count.sum())
 
     def rows(self) -> list[Row]:
-        """Two rows for each layer 0..L; no standard error for a single sequence."""
+        """Two rows for each layer of each site; no standard error for a single sequence."""
         means, errors, count = self.compute()
         return [
             row
-            for layer, (mean, error) in enumerate(zip(means.tolist(), errors.tolist(), strict=True))
-            for row in self.rows_of({"mean": mean, "standard_error": error}, count, layer)
+            for (site, layer), mean, error in zip(self.places, means.tolist(), errors.tolist(), strict=True)
+            for row in self.rows_of({"mean": mean, "standard_error": error}, count, layer, site)
         ]
 
 
@@ -84,5 +94,5 @@ class LensAccuracy(LensMean):
     units = dict.fromkeys(("mean", "standard_error"), "1")
 
     def reading(self, lens: Readout) -> Tensor:
-        """[L+1, M] whether the top prediction is the target."""
+        """Whether the top prediction is the target."""
         return lens.correct

@@ -45,5 +45,5 @@ class LensLoss(LensMean):
     units = dict.fromkeys(("mean", "standard_error"), "nats")
 
     def reading(self, lens: Readout) -> Tensor:
-        """[L+1, M] nats."""
+        """Cross-entropy in nats."""
         return lens.loss

@@ -32,8 +32,12 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+CHUNK = 128
+"""Tokens that are copied at a time."""
+
+
 class Sample:
-    """The tokens of a reservoir, in the order of the data.
+    """The tokens of a reservoir, in the order of the data. They are the reservoir's own, until it is updated.
 
     Not a tuple, because torchmetrics squeezes one-element tensors in tuples that `compute` returns.
 
@@ -69,7 +73,7 @@ class Reservoir(Accumulator):
         if capacity < 1:
             raise ValueError(f"a reservoir keeps at least one token, got capacity {capacity}")
         self.capacity, self.shape, self.seed = capacity, tuple(shape), seed
-        self.add("features", (capacity, *shape), dtype=torch.float32, reduce="cat", device=device)
+        self.add("features", (capacity, *shape), dtype=torch.float32, fill=None, reduce="cat", device=device)
         for name, fill in (("keys", 0), ("labels", 0), ("priorities", EMPTY)):
             self.add(name, (capacity,), dtype=torch.int64, fill=fill, reduce="cat", device=device)
         self.add("seen", (), dtype=torch.int64, device=device)
@@ -88,7 +92,8 @@ class Reservoir(Accumulator):
         new = offered[stays[self.capacity :]]
         slots = slots[: len(new)]
         source = new.to(features.device)
-        self.features[slots] = features[source].to(self.features)
+        for some, tokens in zip(slots.split(CHUNK), source.split(CHUNK), strict=True):
+            self.features[some] = features[tokens].to(self.features)
         self.keys[slots] = keys[source.to(keys.device)].to(self.keys)
         self.labels[slots] = IGNORE if labels is None else labels[source.to(labels.device)].to(self.labels)
         self.priorities[slots] = ranks[new]
@@ -107,10 +112,21 @@ class Reservoir(Accumulator):
         self._last = None
 
     def compute(self) -> Sample:
-        """The sample over all processes, sorted by key, so that later sums do not depend on the split of the data."""
+        """The sample over all processes, sorted by key, so that later sums do not depend on the split of the data.
+
+        The tokens are sorted where they are, as a copy may be as large as everything else that a run holds.
+        """
         ranks, keys = self.priorities.flatten(), self.keys.flatten()
         best = ranks.argsort()[: self.capacity]
         best = best[ranks[best] < EMPTY]
         best = best[keys[best].argsort()]
-        features = self.features.flatten(0, -len(self.shape) - 1)[best]
-        return Sample(features, keys[best], self.labels.flatten()[best], int(self.seen))
+        features = self.features.flatten(0, -len(self.shape) - 1)  # [tokens of all processes, *shape]
+        with torch.inference_mode(features.is_inference()):
+            for part in features.unbind(1) if self.shape else (features,):
+                part[: len(best)] = part[best]
+            for state in (self.keys, self.labels, self.priorities):
+                flat = state.view(-1)
+                flat[: len(best)] = flat[best]
+            self.priorities.view(-1)[len(best) :] = EMPTY
+        kept = slice(len(best))
+        return Sample(features[kept], self.keys.flatten()[kept], self.labels.flatten()[kept], int(self.seen))

@@ -22,7 +22,7 @@ class MeasureSettings(LoadingSettings):
         "What to measure": ("measures", "tokens", "words", "reference"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "lens_precision", "seed", "split", "truncate"),
+            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate"),
         ),
         "Loading the model": (
             *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),
@@ -57,6 +57,9 @@ class MeasureSettings(LoadingSettings):
     lens_precision: Literal["model", "bfloat16"] = "model"
     """Precision of the lens's products with the head. bfloat16 is about three times faster on CPUs that have it; its
     error is measured on 128 positions and printed."""
+    lens_sites: list[Literal["residual", "attention_output"]] = Field(default=["residual"], min_length=1)
+    """Comma-separated places that the lens reads. residual: the embeddings and the output of every layer;
+    attention_output: also the stream between attention and MLP of every layer, in twice the time."""
     grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid."""
     seed: Seed = 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
+from fulldepth.errors import unknown
 from fulldepth.settings.layers import Settings
 from fulldepth.settings.loading import Count, Length, Rate, Seed
+from fulldepth.settings.penalties import METHODS, PENALTIES
 
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
 Batch = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -67,6 +70,18 @@ class ObjectiveSettings(Settings):
 
     energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        """Check the names of terms and options; `fulldepth.training` checks their values too."""
+        for name, given in self.__pydantic_extra__.items():
+            if name not in PENALTIES:
+                known = [f"objective.{key}" for key in (*PENALTIES, "energy_warmup")]
+                raise unknown("setting", f"objective.{name}", known)
+            for option in given if isinstance(given, Mapping) else ():
+                if option not in PENALTIES[name]:
+                    raise unknown(f"option of {name}", option, PENALTIES[name])
+        return self
 
     @property
     def terms(self) -> dict[str, float | dict[str, Any]]:
@@ -185,6 +200,13 @@ class TrainSettings(Settings):
     """Steps between the training losses that `report_to` receives; it receives every evaluation."""
     report_to: list[str] = Field(default_factory=list)
     """Comma-separated trackers: wandb, tensorboard, mlflow, trackio, or any other of transformers' Trainer."""
+
+    @pydantic.field_validator("method")
+    @classmethod
+    def _known(cls, method: str) -> str:
+        if method not in METHODS:
+            raise unknown("method", method, METHODS)
+        return method
 
     @property
     def warmup_length(self) -> int:

@@ -129,7 +129,7 @@ def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:
         _sharded_model(checkpoint).save_pretrained(part)
         for path in sorted(part.iterdir()):
             if path.suffix == ".safetensors" or not (checkpoint / path.name).exists():
-                with path.open("rb") as file:
+                with path.open("r+b") as file:  # Windows flushes only what is open for writing
                     os.fsync(file.fileno())
                 path.replace(checkpoint / path.name)
     finally:

@@ -22,6 +22,7 @@ from transformers import (
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import find_gguf, load_checkpoint, load_config
+from fulldepth.training.causality import reads_later_tokens
 from fulldepth.training.initial import draw_weights
 from fulldepth.training.settings import ModelSettings, TrainSettings
 
@@ -188,7 +189,7 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
 
 
 def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: int | None) -> None:
-    if getattr(config, "is_decoder", True) is False:
+    if reads_later_tokens(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
         )

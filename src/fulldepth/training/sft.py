@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
@@ -36,13 +37,13 @@ READ = {"input_ids", "labels", "attention_mask", "assistant_masks", "completion_
 
 
 def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
-    """`{"train": ..., "validation": ...}`: conversations, a seeded share of them held out.
+    """`{"train": ..., "validation": ...}`: conversations, a seeded share of them held out, see `held_out_rows`.
 
     A tokenizer without a chat template gets `TEMPLATE`. If the template does not mark the assistant's turns, each
     response becomes an example of its own, so that the loss can be restricted to it.
 
     Raises:
-        FulldepthError: if the data hold fewer than two conversations, or the chat template fails.
+        FulldepthError: if the data hold fewer than two different conversations, or the chat template fails.
     """
     data = settings.data
     if not tokenizer.chat_template:
@@ -52,9 +53,59 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
     if len(rows) < 2:
         raise FulldepthError(f"{data.name} holds {len(rows)} conversations; training and validation need two.")
     encode_prompt(tokenizer, rows[0].get("messages") or rows[0]["prompt"], f"{data.name} row 1")  # the template works
-    held_out = min(max(1, round(len(rows) * data.validation_share)), data.validation_sequences)
-    parts = rows.train_test_split(test_size=held_out, seed=settings.seed)
-    return {"train": parts["train"], "validation": parts["test"]}
+    most = min(max(1, round(len(rows) * data.validation_share)), data.validation_sequences)
+    held_out = held_out_rows(rows, most, settings.seed)
+    if held_out is None:
+        raise FulldepthError(f"The {len(rows)} conversations of {data.name} are one; training and validation need two.")
+    return {"train": rows.select(np.flatnonzero(~held_out)), "validation": rows.select(np.flatnonzero(held_out))}
+
+
+def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
+    """[rows] bool: the rows held out for validation, at most `most` of them if that is possible.
+
+    Rows are held out by content: conversations that begin with the same messages, up to the first answer, are in the
+    same part, so no row is in both, however often it is repeated, and neither are two responses of one chat. If all
+    begin alike, only whole conversations are compared. The choice depends on content and seed, not on the rows' order.
+
+    Args:
+        rows: from `conversations`.
+        most: rows to hold out; the smallest group of equal beginnings is held out if it has more.
+        seed: of the choice.
+
+    Returns:
+        None if all rows are the same conversation.
+    """
+    for whole in (False, True):
+        keys = np.array([_key(row, seed, whole) for row in rows], np.uint64)
+        groups, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)  # in the order of their hashes
+        if len(groups) < 2:
+            continue
+        chosen = np.zeros(len(groups), bool)
+        room = most
+        for number, size in enumerate(sizes.tolist()):
+            if size <= room:
+                chosen[number], room = True, room - size
+            if not room:
+                break
+        if not chosen.any():
+            chosen[sizes.argmin()] = True
+        elif chosen.all():
+            chosen[sizes.argmax()] = False
+        held_out: np.ndarray = chosen[group]
+        return held_out
+    return None
+
+
+def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
+    """A hash of a conversation, or of its messages up to the first answer."""
+    content = row["messages"] if "messages" in row else [row["prompt"], row["completion"]]
+    if not whole and "messages" not in row and isinstance(row["prompt"], list):
+        content = row["prompt"] + row["completion"]
+    if not whole and isinstance(content[0], dict):
+        answers = [place for place, message in enumerate(content) if message["role"] == "assistant"]
+        content = content[: answers[0] + 1] if answers else content
+    described = json.dumps([seed, content], sort_keys=True)
+    return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8])
 
 
 def sft_arguments(settings: TrainSettings, folder: Path, data: Any) -> Any:

@@ -36,6 +36,9 @@ MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 class ShuffledSampler(Sampler[int]):
     """Yields the indices 0..`size` - 1 in pseudo-random order, each once per epoch, in another order every epoch.
 
+    Every iteration is the next pass of `length` positions, also in a loop that never calls `set_epoch`, which chooses
+    the next pass.
+
     Position p of this endless sequence is item `permutation(p mod size)` of epoch `p // size`; it depends on `size`,
     `seed` and p alone, not on processes, library versions or the global random state. Any position is computed without
     those before it, and memory does not grow with `size`.
@@ -63,7 +66,7 @@ class ShuffledSampler(Sampler[int]):
         self.passes = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the number of the next pass: positions from `epoch * length` on."""
+        """Make `epoch` the number of the next pass, from 0: positions from `epoch * length` on."""
         self.passes = epoch
 
     def indices(self, start: int, stop: int) -> np.ndarray:
@@ -82,6 +85,7 @@ class ShuffledSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         first = self.passes * self.length
+        self.passes += 1
         stop = first + self.length
         blocks = range(first + self.start, stop, BLOCK)
         return chain.from_iterable(self.indices(start, min(start + BLOCK, stop)).tolist() for start in blocks)

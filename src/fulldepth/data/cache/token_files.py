@@ -28,6 +28,8 @@ SHARD_DOCUMENTS = 2**22
 """Most documents in a file."""
 OPEN_FILES = 64
 """Files that a reader keeps open."""
+BINARY = getattr(os, "O_BINARY", 0)
+"""Windows: without it, a handle of the operating system converts line ends."""
 LENGTH = np.dtype("<u4")
 Count = Annotated[int, Field(ge=0, le=2**48)]
 
@@ -140,10 +142,10 @@ class Shards:
         if key not in self._files:
             if len(self._files) >= OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
-            self._files[key] = os.open(self.path(*key), os.O_RDONLY)
+            self._files[key] = os.open(self.path(*key), os.O_RDONLY | BINARY)
         self._files.move_to_end(key)
         blocks = []
-        while count and (block := os.pread(self._files[key], count, offset)):
+        while count and (block := _read_at(self._files[key], count, offset)):
             blocks.append(block)
             offset, count = offset + len(block), count - len(block)
         if count:
@@ -157,6 +159,14 @@ class Shards:
             digest.update(self.ids(shard, start, min(start + 2**22, tokens)).tobytes())
         digest.update(lengths.astype(LENGTH).tobytes())
         return f"sha256:{digest.hexdigest()}"
+
+
+def _read_at(handle: int, count: int, offset: int) -> bytes:
+    """Up to `count` bytes at `offset`. Without `os.pread` (Windows) the handle's position moves: one thread only."""
+    if hasattr(os, "pread"):
+        return os.pread(handle, count, offset)
+    os.lseek(handle, offset, os.SEEK_SET)
+    return os.read(handle, count)
 
 
 class EncodedDocuments:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -43,7 +44,10 @@ def convert(folder: Path, converter: Path, target: Path) -> None:
 def without_vocabulary(folder: Path, links: Path, converter: Path) -> Iterator[None]:
     """Let the converter write a model without vocabulary, from links to its files in `links`."""
     for path in folder.absolute().iterdir():
-        (links / path.name).symlink_to(path)
+        try:
+            (links / path.name).symlink_to(path)
+        except OSError:  # Windows allows links to administrators and developers only
+            shutil.copy(path, links / path.name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = config["vocab_size"]
     tokenizer = {"model": {"vocab": {str(token): token for token in range(size)}}, "added_tokens": []}
