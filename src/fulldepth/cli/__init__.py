@@ -7,6 +7,7 @@ from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.data import prepare_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
+from fulldepth.cli.generate import generate_command
 from fulldepth.cli.assessment import bench_command, curve_command, quantise_command
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "compare_command",
     "curve_command",
     "demo_command",
+    "generate_command",
     "main",
     "measure_command",
     "prepare_command",
