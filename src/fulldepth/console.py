@@ -116,6 +116,24 @@ def line(text: str) -> None:
     Console().print(text, **PLAIN)
 
 
+def note(text: str) -> None:
+    """Print one plain line to stderr."""
+    Console(stderr=True).print(text, **PLAIN)
+
+
+def texts(chunk: str, *, end: str = "\n") -> None:
+    """Write generated text to stdout as it is; with `--json` the document holds it."""
+    if not _is_json["on"]:
+        sys.stdout.write(chunk + end)
+        sys.stdout.flush()
+
+
+def answer(value: Any) -> None:
+    """With `--json`: the value to print."""
+    if _is_json["on"]:
+        _document.append(value)
+
+
 def loading() -> None:
     """Print a line before torch is imported, which may take seconds."""
     if is_main() and "torch" not in sys.modules:

@@ -9,6 +9,7 @@ from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
 from fulldepth.cli.assessment import bench_command, curve_command, quantise_command
 from fulldepth.cli.exit import exit_command
+from fulldepth.cli.generate import generate_command
 from fulldepth.cli.evaluate import evaluate_command
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "demo_command",
     "evaluate_command",
     "exit_command",
+    "generate_command",
     "main",
     "measure_command",
     "prepare_command",

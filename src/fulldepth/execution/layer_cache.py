@@ -134,6 +134,13 @@ class LayerCache(DynamicCache):
                 own = [min(lengths[0], layer.get_seq_length())] * len(layer.keys)
                 self._cut(index, layer, lengths if differ else own)
 
+    def crop_after(self, layer: int, length: int) -> None:
+        """Remove all positions from `length` on of the layers after a 1-based layer; 0 = of all layers."""
+        for index in range(layer, len(self.layers)):
+            entry = self._layer(index)
+            if entry.is_initialized:
+                self._cut(index, entry, [min(length, entry.get_seq_length())] * len(entry.keys))
+
     def drop_first(self, count: int) -> None:
         """Remove the first positions of every layer, which are padding in all sequences; later ones move to the left.
 

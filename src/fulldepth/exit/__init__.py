@@ -1,8 +1,21 @@
 """Leaves a model early: sweeps over rules and thresholds, checkpoints with fewer layers, self-speculative decoding."""
 
-from fulldepth.execution.decoding import Decoder, Generation, generate
+from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, generate
 from fulldepth.exit.elastic import LayersExport, export_layers
+from fulldepth.exit.generation import Written, generate_texts
 from fulldepth.exit.run import sweep, sweep_with
 from fulldepth.settings.exit import ExitSettings
 
-__all__ = ["Decoder", "ExitSettings", "Generation", "LayersExport", "export_layers", "generate", "sweep", "sweep_with"]
+__all__ = [
+    "Decoder",
+    "DraftPlan",
+    "ExitSettings",
+    "Generation",
+    "LayersExport",
+    "Written",
+    "export_layers",
+    "generate",
+    "generate_texts",
+    "sweep",
+    "sweep_with",
+]

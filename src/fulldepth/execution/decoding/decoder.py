@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.execution.decoding.choice import Choice
-from fulldepth.execution.decoding.options import Options
+from fulldepth.execution.decoding.options import DraftPlan, Options
 from fulldepth.execution.decoding.sequences import Sequences, Stop
 from fulldepth.execution.decoding.session import Session
 from fulldepth.execution.decoding.stats import Stats
@@ -120,6 +120,7 @@ class Decoder:
         exit_layer: int | None = None,
         speculate_from: int | str | None = None,
         draft_length: int | str = "auto",
+        plan: DraftPlan | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
@@ -135,6 +136,7 @@ class Decoder:
             exit_layer=exit_layer,
             speculate_from=speculate_from,
             draft_length=draft_length,
+            plan=plan,
         )
         prepared = {
             "logits_processor": logits_processor,
@@ -215,6 +217,7 @@ def generate(
     exit_layer: int | None = None,
     speculate_from: int | str | None = None,
     draft_length: int | str = "auto",
+    plan: DraftPlan | None = None,
     do_sample: bool = False,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -227,8 +230,8 @@ def generate(
     """Continue prompts, with fewer layers where that is possible.
 
     With `speculate_from`, the first layers draft tokens and the others confirm them: greedy output equals that of
-    `model.generate(do_sample=False)`, sampled output has the distribution of `do_sample=True`. With `threshold` alone or
-    `exit_layer`, tokens leave early, and the prediction of the exit layer is the output. Without these, decoding is
+    `model.generate(do_sample=False)`, sampled output has the distribution of `do_sample=True`. With `threshold` alone
+    or `exit_layer`, tokens leave early, and the prediction of the exit layer is the output. Without these, decoding is
     plain. The model's generation configuration applies (end tokens, suppressed tokens, penalties).
 
     Args:
@@ -236,7 +239,14 @@ def generate(
         input_ids: `[B, P]` prompts, padded on the left.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
-        threshold: see `Options`, as the next six.
+        threshold: see `Options`.
+        rule: see `Options`.
+        policy: see `Options`.
+        min_layer: see `Options`.
+        exit_layer: see `Options`.
+        speculate_from: see `Options`.
+        draft_length: see `Options`.
+        plan: see `Options`.
         do_sample: draw tokens; else take the most probable.
         temperature: above 0, for sampling.
         top_p: nucleus in (0, 1], for sampling.
@@ -251,7 +261,7 @@ def generate(
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer, "exit_layer": exit_layer}
-    drafts = {"speculate_from": speculate_from, "draft_length": draft_length}
+    drafts = {"speculate_from": speculate_from, "draft_length": draft_length, "plan": plan}
     sampling = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     ends: dict[str, Any] = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}
     options = exits | drafts | sampling | ends

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution.decoding.rules import RULES
+from fulldepth.hf import Scalars
 
 POLICIES = ("recompute", "propagate")
 AUTO = "auto"
 MOST_DRAFTS = 64
+
+
+class DraftPlan(NamedTuple):
+    """Parts of layers that the drafting model skips."""
+
+    layers: Collection[int]
+    """1-based."""
+    granularity: str = "attention"
+    """`attention`, `mlp` or `layer`."""
+    scalars: Scalars | None = None
+    """Factors of what remains, see `hf.Switches`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,12 @@ class Options:
     draft_length: int | str = AUTO
     """K, largest number of drafts per round; `auto`: chosen by measurement, plain decoding where none pays."""
 
+    plan: DraftPlan | None = None
+    """The model without these parts drafts, instead of the first layers alone."""
+
     def __post_init__(self) -> None:
+        if self.plan is not None and (self.speculate_from is not None or self.exit_layer is not None):
+            raise FulldepthError("A plan's model drafts; it excludes speculate_from and exit_layer.")
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise FulldepthError(f"The threshold is {self.threshold}; expected a number in (0, 1] (1 = all layers).")
         if self.rule not in RULES:
@@ -70,11 +89,11 @@ class Options:
     @property
     def mode(self) -> str:
         """`plain`, `speculative` or `early-exit`."""
-        if self.speculate_from is not None:
+        if self.speculate_from is not None or self.plan is not None:
             return "speculative"
         return "plain" if self.threshold is None and self.exit_layer is None else "early-exit"
 
     @property
     def measures(self) -> bool:
         """Whether E or K is chosen by measurement, so that decoding may also be plain."""
-        return AUTO in (self.speculate_from, self.draft_length)
+        return self.plan is None and AUTO in (self.speculate_from, self.draft_length)

@@ -6,12 +6,15 @@ layers E+1..L run on the stored states of all drafts at once. Keys, values and s
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulldepth.execution.decoding.session import Session
+from fulldepth.hf import Scalars, Switches
 
 
 class Round(NamedTuple):
@@ -27,7 +30,28 @@ class Round(NamedTuple):
     """New tokens."""
 
 
-def speculate(session: Session, early: int, length: int, threshold: float | None = None) -> Round:
+class Skipper(NamedTuple):
+    """Turns the skipped parts of a drafting model off for drafts, and on for their confirmation."""
+
+    switches: Switches
+    layers: Collection[int]
+    scalars: Scalars | None
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """While open, the layers' parts are skipped."""
+        self.switches.skip(self.layers)
+        self.switches.scalars = self.scalars
+        try:
+            yield
+        finally:
+            self.switches.scalars = None
+            self.switches.skip(())
+
+
+def speculate(
+    session: Session, early: int, length: int, threshold: float | None = None, skipper: Skipper | None = None
+) -> Round:
     """One round: draft up to `length` tokens for every active sequence, and confirm them.
 
     Args:
@@ -35,13 +59,18 @@ def speculate(session: Session, early: int, length: int, threshold: float | None
         early: E, layers that draft.
         length: K, maximum number of drafts.
         threshold: drafting ends where the largest probability of the next draft of every sequence is below it.
+        skipper: drafts come from all layers without some parts, the first of which is after layer `early` (from 0);
+            later layers read the keys and values that the full model has of known tokens.
     """
     sequences, stats = session.sequences, session.stats
     ids, mask = sequences.window()
     start = ids.shape[1] - 1
     length = min(length, sequences.room - 1)
     draft = _Draft(session, early, ids, mask)
-    draft.extend(length, threshold)
+    with nullcontext() if skipper is None else skipper.drafting():
+        draft.extend(length, threshold, later=range(early + 1, session.num_layers + 1) if skipper else ())
+    if skipper is not None:
+        session.cache.crop_after(early, start)
     ids, mask = draft.ids[:, : start + len(draft.states)], draft.mask[:, : start + len(draft.states)]
     session.begin(ids, mask, start)
     states = session.run(range(early + 1, session.num_layers + 1), torch.cat(draft.states, dim=1))
@@ -81,8 +110,8 @@ class _Draft:
         self.scores: list[Tensor] = []
         """[A, V] of which each draft was chosen."""
 
-    def extend(self, length: int, threshold: float | None) -> None:
-        """Draft up to `length` tokens."""
+    def extend(self, length: int, threshold: float | None, later: Sequence[int] = ()) -> None:
+        """Draft up to `length` tokens; `later`: further layers that a draft runs through."""
         sequences, choice = self._session.sequences, self._session.choice
         ended = [False] * len(self.ids)
         while True:
@@ -91,6 +120,7 @@ class _Draft:
             self.states.append(state)
             if len(self.scores) >= length:
                 return
+            state = self._session.run(later, state)
             scores = choice.scores(self._session.runner.finish(state)[:, -1], len(self.scores))
             if threshold is not None and float(scores.softmax(-1).amax(-1).max()) < threshold:
                 return

@@ -22,6 +22,8 @@ class Stats:
     sequences: int = 0
     prompt_tokens: int = 0
     """Tokens of all prompts, without padding."""
+    new_tokens: list[int] = field(default_factory=list)
+    """[B] new tokens of each sequence."""
     tokens: int = 0
     """New tokens of all sequences."""
     prompt_seconds: float = 0.0

@@ -5,9 +5,13 @@ from __future__ import annotations
 from fulldepth.execution.decoding.choosing import LENGTHS, Probe, candidates, choose
 from fulldepth.execution.decoding.control import Control
 from fulldepth.execution.decoding.early_exit import exiting_step
-from fulldepth.execution.decoding.options import AUTO, Options
+from fulldepth.execution.decoding.options import AUTO, DraftPlan, Options
 from fulldepth.execution.decoding.session import Session
-from fulldepth.execution.decoding.speculation import speculate
+from fulldepth.execution.decoding.speculation import Skipper, speculate
+from fulldepth.hf import Switches
+
+DRAFTS = 4
+"""Drafts in a round of a plan's model if no number is given."""
 
 
 def decode(session: Session, options: Options) -> None:
@@ -35,18 +39,36 @@ def decode(session: Session, options: Options) -> None:
     while session.sequences.active:
         step()
     stats.seconds = session.clock() - begun
-    stats.tokens = sum(session.sequences.lengths) - session.sequences.prompt_length * len(session.sequences.lengths)
+    stats.new_tokens = [length - session.sequences.prompt_length for length in session.sequences.lengths]
+    stats.tokens = sum(stats.new_tokens)
 
 
 def _speculate(session: Session, options: Options) -> None:
     """Draft and confirm until every sequence has ended."""
-    early, length, stats = options.speculate_from, options.draft_length, session.stats
+    stats, plan = session.stats, options.plan
+    length = DRAFTS if options.draft_length == AUTO else int(options.draft_length)
+    if plan is not None:
+        _speculate_with_plan(session, plan, length, options.threshold)
+        return
+    early = options.speculate_from
     assert isinstance(early, int)
-    assert isinstance(length, int)
     stats.speculate_from, stats.draft_length = early, length
     stats.reason = f"Layers 1 to {early} draft up to {length} tokens a round, as asked."
     while session.sequences.active:
         speculate(session, early, length, options.threshold)
+
+
+def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, threshold: float | None) -> None:
+    """Draft with the model without the plan's parts; the layers before the first of them run once for each draft."""
+    stats = session.stats
+    early, count = min(plan.layers, default=stats.num_layers) - 1, len(set(plan.layers))
+    stats.speculate_from, stats.draft_length = max(1, early), length
+    stats.reason = (
+        f"The model without {count} {plan.granularity} blocks drafts up to {length} tokens a round, as asked."
+    )
+    with Switches(session.runner.anatomy, plan.granularity) as switches:
+        while session.sequences.active:
+            speculate(session, early, length, threshold, Skipper(switches, plan.layers, plan.scalars))
 
 
 def _speculate_if_it_pays(session: Session, options: Options, probe: Probe) -> None:

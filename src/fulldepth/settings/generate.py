@@ -1,0 +1,80 @@
+"""Settings of `fulldepth generate`; defaults < command line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from fulldepth.errors import FulldepthError
+from fulldepth.settings.loading import Length, LoadingSettings, Seed
+
+AUTO = "auto"
+
+
+class GenerateSettings(LoadingSettings):
+    """Everything that determines a generation; saved with its results."""
+
+    options: ClassVar = {
+        "Text": ("max_new_tokens", "temperature", "top_p", "top_k", "seed"),
+        "Speculation": ("speculate_from", "draft_length"),
+        "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer"),
+        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+    }
+
+    max_new_tokens: Length = 64
+    """Largest number of new tokens for each prompt."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Sample with this temperature; 0 = greedy. None = greedy, or 1 with --top-p below 1."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most probable tokens that together have this probability."""
+    top_k: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Sample from this number of most probable tokens; 0 = all."""
+    seed: Seed = 0
+    """Seed of the sampling."""
+    chat: bool | None = None
+    """Put each prompt into the tokenizer's chat template; None = if it has one."""
+    speculate_from: int | str | None = None
+    """Draft tokens with the first E layers and confirm them with the others: E, or auto (E by measured acceptance and
+    layer times; plain decoding where none pays). None = no speculation."""
+    draft_length: int | str = AUTO
+    """Largest number of drafts in a round: K, or auto (by measurement; plain decoding where none pays)."""
+    threshold: float | None = None
+    """In (0, 1]. With --speculate-from: a round's drafting ends where the model's largest probability is below it.
+    Without: a token leaves at the first layer at which --rule exceeds it; 1 = the full model."""
+    exit_layer: Length | None = None
+    """Layer at which every token leaves; None = by --threshold, else none."""
+    rule: Literal["confidence", "margin", "entropy", "patience"] = "confidence"
+    """When a token leaves: confidence (largest probability), margin (largest minus second), entropy (1 minus relative
+    entropy) or patience (layers with the same prediction, as a share of all layers)."""
+    policy: Literal["recompute", "propagate"] = "recompute"
+    """What layers that a token did not visit know of it: recompute (exact: they run when a later token needs them) or
+    propagate (approximate: keys and values from the state at the exit)."""
+    min_layer: Length = 1
+    """First layer at which a token may leave."""
+
+    @field_validator("speculate_from", "draft_length", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.isdecimal() and len(value) < 10:
+            return int(value)
+        if isinstance(value, str) and value != AUTO:
+            raise ValueError("expected a whole number or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerateSettings:
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise FulldepthError(f"The threshold is {self.threshold}; expected a number in (0, 1] (1 = all layers).")
+        if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
+            raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
+        for name in ("speculate_from", "draft_length"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise FulldepthError(f"{name} is {value}; expected 1 or more, or auto.")
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; else the most probable is taken."""
+        return self.temperature != 0 and (self.temperature is not None or self.top_p < 1 or self.top_k > 0)

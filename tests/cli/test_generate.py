@@ -1,0 +1,118 @@
+"""`fulldepth generate`: text on stdout, statistics on stderr, results, and mistakes that end with 2."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny_models
+from fulldepth.results import Results
+from skip import word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate") / "model"
+    tiny_models.build("llama").save_pretrained(folder)
+    word_tokenizer.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(main):
+    """The program: its output, after a check of the exit code."""
+
+    def call(*arguments, code=0):
+        found, stdout, stderr = main(*arguments)
+        assert found == code, stderr
+        return SimpleNamespace(stdout=stdout, stderr=stderr)
+
+    return call
+
+
+PROMPT = word_tokenizer.words(3, 14, 15, 9, 26)
+
+
+def text_of(folder, new: int) -> str:
+    """The continuation by transformers alone."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    given = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    return tokenizer.decode(given[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--speculate-from", "2", "--draft-length", "3"), ("--speculate-from", "auto")]
+)
+def test_text_is_that_of_transformers(run, checkpoint, options):
+    result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", *options)
+    assert result.stdout.strip() == text_of(checkpoint, 9).strip()
+    assert "9 tokens in" in result.stderr
+
+
+def test_results_hold_text_statistics_and_grid(run, checkpoint, tmp_path):
+    output = tmp_path / "out"
+    result = run(
+        *("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--speculate-from", "2"),
+        *("--draft-length", "3", "--output", output, "--json"),
+    )
+    assert json.loads(result.stdout)["texts"] == [text_of(checkpoint, 9)]
+    meta = Results.load(output).meta
+    assert meta["kind"] == "generation"
+    assert meta["generation"]["prompts"] == [PROMPT]
+    assert meta["generation"]["texts"] == [text_of(checkpoint, 9)]
+    assert meta["speculation"]["speculate_from"] == 2
+    assert meta["speculation"]["layer_positions"] == meta["generation"]["stats"]["layer_positions"]
+    (sample,) = meta["lens_grid"]["samples"]
+    assert [row[0] for row in sample["grid"][-1]] == sample["targets"]  # greedy: the last layer's top tokens
+    assert len(sample["exits"]) == len(sample["targets"])
+    assert run("generate", checkpoint, "--prompt", PROMPT, "--output", output, code=2).stderr.count("already holds")
+
+
+def test_exits_are_in_the_grid(run, checkpoint, tmp_path):
+    run(
+        *("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "6", "--exit-layer", "1"),
+        *("--output", tmp_path / "out"),
+    )
+    results = Results.load(tmp_path / "out")
+    (sample,) = results.meta["lens_grid"]["samples"]
+    assert sample["exits"] == [1] * len(sample["exits"])
+    assert [row[0] for row in sample["grid"][1]] == sample["targets"]
+    assert results.meta["generation"]["stats"]["theoretical_speedup"] == 3.0
+
+
+def test_streamed_text_is_the_same(run, checkpoint):
+    result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--stream")
+    assert result.stdout.strip() == text_of(checkpoint, 9).strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--threshold", "0"), "expected a number in (0, 1]"),
+        (("--threshold", "1.01"), "expected a number in (0, 1]"),
+        (("--speculate-from", "3"), "expected a layer from 1 to 2 or auto"),
+        (("--speculate-from", "0"), "expected 1 or more"),
+        (("--speculate-from", "some"), "whole number or auto"),
+        (("--exit-layer", "3"), "expected a layer from 1 to 2"),
+        (("--max-new-tokens", "600"), "positions; generate"),
+        (("--chat",), "no chat template"),
+        (("--rule", "confidance"), "confidence"),
+    ],
+)
+def test_mistakes_end_with_two(run, checkpoint, options, message):
+    result = run("generate", checkpoint, "--prompt", PROMPT, *options, code=2)
+    assert message in " ".join(result.stderr.split())
+
+
+def test_empty_and_long_prompts_and_encoders_are_refused(run, checkpoint, tmp_path):
+    assert "prompt is empty" in run("generate", checkpoint, "--prompt", " ", code=2).stderr
+    long = word_tokenizer.words(*range(80))
+    assert "shorten the prompt" in run("generate", checkpoint, "--raw", "--prompt", long, code=2).stderr
+    tiny_models.build("bert").save_pretrained(tmp_path / "bert")
+    word_tokenizer.tokenizer().save_pretrained(tmp_path / "bert")
+    assert "no causal language model" in run("generate", tmp_path / "bert", "--prompt", PROMPT, code=2).stderr

@@ -1,0 +1,167 @@
+"""Sampled speculation has the distribution of plain sampling; rounds with plans, custom loops, automatic choices."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import transformers as tf
+
+import tiny_models as tm
+from execution import decoders
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.decoding import Decoder, DraftPlan
+from fulldepth.execution.decoding.choosing import Times, candidates, estimates, tokens_per_round
+from fulldepth.execution.decoding.control import Control
+from fulldepth.execution.decoding.speculation import Round
+
+VOCAB = 6
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A model of six tokens, whose drafts agree sometimes."""
+    torch.manual_seed(3)
+    config = tf.LlamaConfig(**{**tm.DECODER, "vocab_size": VOCAB, "pad_token_id": None, "eos_token_id": None})
+    model = tf.LlamaForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def warped(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+    """Probabilities with temperature and nucleus, in plain float64."""
+    p = np.exp((logits - logits.max()) / temperature)
+    p /= p.sum()
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= top_p]] = 0
+    return p / p.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+def test_sampled_tokens_have_the_models_distribution(small, temperature, top_p):
+    """Three tokens after one prompt, 4,000 times: a chi-square test against probabilities computed here."""
+    prompt, draws = torch.tensor([[1, 4, 2]]), 4000
+    expected: dict[tuple, float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, chance in expected.items():
+            ids = torch.cat([prompt, torch.tensor([tokens], dtype=torch.long)], dim=1)
+            p = warped(small(ids).logits[0, -1].numpy(), temperature, top_p)
+            longer |= {(*tokens, token): chance * p[token] for token in range(VOCAB) if p[token] > 0}
+        expected = longer
+    decoder, found, accepted = Decoder(small), Counter(), 0
+    for seed in range(4):
+        given = decoder.generate(
+            prompt.expand(draws // 4, -1), max_new_tokens=3, speculate_from=1, draft_length=2, seed=seed,
+            do_sample=True, temperature=temperature, top_p=top_p,
+        )  # fmt: skip
+        found.update(map(tuple, given.sequences[:, 3:].tolist()))
+        accepted += given.stats.accepted
+    assert set(found) <= set(expected)
+    assert accepted > draws / 10
+    common = [tokens for tokens, chance in expected.items() if chance * draws >= 5]
+    counts = [*(found[tokens] for tokens in common), draws - sum(found[tokens] for tokens in common)]
+    chances = [*(expected[tokens] for tokens in common), 1 - sum(expected[tokens] for tokens in common)]
+    keep = [index for index, chance in enumerate(chances) if chance * draws > 1]
+    observed, wanted = (np.array(values, dtype=float)[keep] for values in (counts, chances))
+    assert scipy.stats.chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > 1e-3
+
+
+def test_seeds_repeat_and_plain_sampling_is_that_of_generate(small):
+    prompt, decoder = torch.tensor([[1, 4, 2]]), Decoder(small)
+    options = {"max_new_tokens": 12, "do_sample": True, "top_k": 0}
+    torch.manual_seed(5)
+    expected = small.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    torch.manual_seed(5)
+    assert torch.equal(decoder.generate(prompt, **options).sequences, expected)
+    runs = [decoder.generate(prompt, speculate_from=1, draft_length=3, seed=7, **options).sequences for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+def test_a_decoder_is_a_loop_for_generate():
+    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(2)
+    decoder = Decoder(model)
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.3}
+    expected = model.generate(**prompts, **options)
+    found = model.generate(**prompts, **options, custom_generate=decoder, speculate_from=2, draft_length=3)
+    assert torch.equal(found, expected)
+    assert decoder.last.stats.drafted > 0
+    with pytest.raises(FulldepthError, match="another model"):
+        decoders.build("llama").generate(**prompts, **options, custom_generate=decoder)
+    with pytest.raises(FulldepthError, match="cannot follow num_beams"):
+        model.generate(**prompts, max_new_tokens=3, num_beams=2, custom_generate=decoder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("granularity", ["attention", "layer"])
+def test_a_model_with_skipped_blocks_drafts(name, granularity):
+    """Greedy output stays that of the full model, which is intact afterwards."""
+    model = decoders.build(name, late=0.2)
+    model.generation_config.eos_token_id = None
+    decoder, accepted = Decoder(model), 0
+    for rows in (1, 3):
+        prompts = decoders.prompts(rows)
+        expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
+        for layers in ([2], [3], [2, 3]):
+            found = decoder.generate(**prompts, max_new_tokens=16, plan=DraftPlan(layers, granularity), draft_length=3)
+            assert torch.equal(found.sequences, expected)
+            accepted += found.stats.accepted
+        assert torch.equal(model.generate(**prompts, max_new_tokens=16, do_sample=False), expected)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculate_from": "auto"}, {"speculate_from": 2}, {"speculate_from": "auto", "draft_length": 2}]
+)
+@pytest.mark.parametrize("late", [0.05, 1.0])
+def test_automatic_choices_keep_the_output_and_say_why(options, late):
+    model = decoders.build("llama", late=late)
+    model.generation_config.eos_token_id = None
+    for rows in (1, 3):
+        prompts = decoders.prompts(rows)
+        expected = model.generate(**prompts, max_new_tokens=40, do_sample=False)
+        found = Decoder(model).generate(**prompts, max_new_tokens=40, **options)
+        assert torch.equal(found.sequences, expected)
+        stats = found.stats
+        assert stats.chosen_by == "measured"
+        assert stats.paid is not None
+        assert (stats.mode == "speculative") == stats.paid
+        assert ("Plain decoding" in stats.reason) != stats.paid
+        assert all(0 <= entry["acceptance"] <= 1 for entry in stats.candidates)
+
+
+def test_the_predicted_speedup_against_its_formula():
+    times = Times(plain=10.0, begin=0.5, layer=0.3, head=1.0, growth=0.1)
+    (one,) = estimates(times, 30, 10, 0.8, [3])
+    tokens = sum(0.8**k for k in range(4))
+    seconds = 4 * (0.5 + 10 * 0.3) + 3 * 1.0 + 0.5 + (20 * 0.3 + 1.0) * 1.3
+    assert one.tokens_per_round == pytest.approx(tokens)
+    assert one.predicted_speedup == pytest.approx(tokens * 10 / seconds)
+    assert tokens_per_round(1.0, 3) == 4
+    times.fit(30, 10, 3, seconds + 2.1)
+    assert times.round(30, 10, 3) == pytest.approx(seconds + 2.1)
+    assert candidates(30) == [20, 15, 10, 8, 5]
+    assert candidates(2) == [1]
+
+
+def test_speculation_ends_where_rounds_are_slow_and_goes_on_where_they_are_fast():
+    times = Times(plain=1.0, begin=0.01, layer=0.05, head=0.1)
+    (promising,) = estimates(times, 16, 4, 0.9, [4])
+    slow, fast = (Control(Times(**vars(times)), 16, promising, [2, 4]) for _ in range(2))
+    assert slow.pays
+    for _ in range(8):
+        slow.note(Round(1, 4, 1, 1, 2), 2.2)  # 0.9 times as fast as plain
+        fast.note(Round(1, 4, 4, 0, 5), 2.5)
+    assert not slow.pays
+    assert "Plain decoding after a trial" in slow.reason
+    assert fast.pays
+    assert "2.00 times as fast" in fast.reason
