@@ -32,8 +32,9 @@ class TaskCurve(NamedTuple):
 
     @property
     def earliest(self) -> int:
-        """The first exit layer within one standard error of the whole model."""
-        return next(layer for layer, score in zip(self.layers, self.scores, strict=True) if self.is_close(score))
+        """The first exit layer from which on all are within one standard error of the whole model."""
+        worse = [layer for layer, score in zip(self.layers, self.scores, strict=True) if not self.is_close(score)]
+        return next(layer for layer in self.layers if layer > max(worse, default=0))
 
     @property
     def best(self) -> int:
@@ -98,12 +99,13 @@ def _earliest(curve: TaskCurve) -> Finding:
     depth, earliest, best = curve.layers[-1], curve.earliest, curve.best
     if earliest == depth:
         sentence = (
-            f"{curve.task}: every earlier exit layer is worse than the whole model by more than one standard error"
+            f"{curve.task}: stopping at the exit layer before the last is worse than the whole model by more than one "
+            "standard error"
         )
     else:
         sentence = (
-            f"{curve.task}: stopping at layer {earliest} of {depth} stays within one standard error of the whole model "
-            f"({_shown(curve.at(earliest))} against {_shown(curve.full)} {curve.metric})"
+            f"{curve.task}: stopping at layer {earliest} of {depth} or later stays within one standard error of the "
+            f"whole model ({curve.metric} {_shown(curve.at(earliest))} there, {_shown(curve.full)} with all)"
         )
     if best != depth:
         sentence += f"; the best score is that of layer {best} ({_shown(curve.at(best))})"

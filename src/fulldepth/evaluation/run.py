@@ -14,15 +14,19 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.outcome import findings, task_entries
-from fulldepth.evaluation.scoring import ANSWERS, Scored, catalogue_of, rows_of, score_tasks, units_of
+from fulldepth.evaluation.quality import quality_findings, score_quality
+from fulldepth.evaluation.scoring import catalogue_of, rows_of, score_tasks, units_of
 from fulldepth.evaluation.subject import SkipPlan, Subject, opened
+from fulldepth.execution.harness import Catalogue, Unit
 from fulldepth.files import locked
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, holder, provenance, tabulate
 from fulldepth.settings import layer as layered
-from fulldepth.settings.evaluate import EvaluateSettings
+from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 
 KIND = "evaluation"
+ANSWERS = "answers"
+"""Folder of a result folder for the answers of an unfinished evaluation."""
 
 
 def evaluate(
@@ -79,8 +83,8 @@ def evaluate(
         fingerprint = _fingerprint(subject, resolved)
         results = None if folder is None or overwrite or not resume else _stored(folder, fingerprint)
         if results is None:
-            scored = score_tasks(subject, units, catalogue, resolved, folder, watcher or Watcher())
-            results = _results(subject, scored, resolved, fingerprint)
+            results = _evaluated(subject, units, catalogue, resolved, folder, watcher or Watcher())
+            results.meta["fingerprint"] = fingerprint
             if folder is not None:
                 results.save(folder, page=False)
                 shutil.rmtree(folder / ANSWERS, ignore_errors=True)
@@ -128,17 +132,29 @@ def _fingerprint(subject: Subject, settings: EvaluateSettings) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 
-def _results(subject: Subject, scored: Scored, settings: EvaluateSettings, fingerprint: str) -> Results:
+def _evaluated(
+    subject: Subject,
+    units: list[Unit],
+    catalogue: Catalogue | None,
+    settings: EvaluateSettings,
+    folder: Path | None,
+    watcher: Watcher,
+) -> Results:
+    """Score generated text and tasks, and put the numbers together."""
+    parse_layers(settings.exit_layers, subject.num_layers, [])
+    answers, quality = None if folder is None else folder / ANSWERS, []
+    if settings.generation_quality is not None:
+        quality = score_quality(subject, settings, answers, watcher)
+    scored = score_tasks(subject, units, catalogue, settings, answers, watcher)
     document = {
-        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, "lm-eval")),
-        "fingerprint": fingerprint,
+        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if units else []))),
         "model": subject.document,
         "tasks": task_entries(scored),
         "skipped": None if subject.plan is None else _skipped_blocks(subject.plan),
         "warnings": list(subject.checkpoint.warnings) + scored.warnings,
-        "headline": findings(scored),
+        "headline": findings(scored) | quality_findings(quality, subject.num_layers),
     }
-    return Results(tabulate(list(rows_of(scored))), dict(finite(document)))
+    return Results(tabulate([*rows_of(scored), *quality]), dict(finite(document)))
 
 
 def _skipped_blocks(plan: SkipPlan) -> dict[str, Any]:

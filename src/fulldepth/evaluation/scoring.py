@@ -30,8 +30,6 @@ from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 
-ANSWERS = "answers"
-"""Folder of a result folder for the answers of an unfinished evaluation."""
 EXIT_BOOTSTRAP = 1000
 """Most resamples for standard errors at exit layers before the last."""
 
@@ -83,20 +81,19 @@ def score_tasks(
         units: what is scored.
         catalogue: their tasks; None if there are none.
         settings: of the evaluation.
-        folder: result folder, for the answers of an interrupted run; None = they are kept in memory.
+        folder: of the answers of an interrupted run; None = they are kept in memory.
         watcher: receives progress.
 
     Raises:
         FulldepthError: if a task cannot be loaded or run, or an exit layer does not exist.
     """
     scored = Scored(units=[unit.name for unit in units])
-    parse_layers(settings.exit_layers, subject.num_layers, [])
     for unit in units:
         assert catalogue is not None
         loaded = catalogue.load(unit.name, settings.seed)
         layers, notes = _layers_of(unit, loaded, subject, settings)
         scored.warnings += notes
-        path = None if folder is None else folder / ANSWERS / f"{_file_name(unit.name)}.jsonl"
+        path = None if folder is None else folder / f"{_file_name(unit.name)}.jsonl"
         identity = _identity(subject, unit, loaded, layers, settings)
         with Answers(path, identity, len(layers)) as answers:
             if answers.reused:

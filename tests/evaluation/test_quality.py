@@ -1,0 +1,132 @@
+"""Quality of generated text against the formulas of the paper, written again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from evaluation import small_world
+from evaluation.small_world import LAYERS
+from fulldepth.errors import FulldepthError
+from fulldepth.evaluation import evaluate
+from fulldepth.evaluation.text_quality import diversity, mean_of
+
+PREFIX, NEW, PROMPTS = 8, 12, 6
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The sun saw a river, and the river saw a stone. " * 20)
+    return str(path)
+
+
+@pytest.fixture
+def embedder(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=259, max_position_embeddings=64, **sizes)).save_pretrained(tmp_path / "embedder")
+    small_world.tokenizer().save_pretrained(tmp_path / "embedder")
+    return str(tmp_path / "embedder")
+
+
+def test_diversity_is_the_product_of_the_shares_of_distinct_ngrams():
+    assert diversity("a b a b a b") == pytest.approx(2 / 5 * 2 / 4 * 2 / 3)
+    assert diversity("a b c d e") == 1
+    assert diversity("a a a a") == pytest.approx(1 / 3 * 1 / 2)
+    assert diversity("a b c") is None
+    assert mean_of([1.0, None, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)), 3)
+    assert mean_of([None]) is None
+
+
+def values(results):
+    rows = results.table[results.table.measure == "generation_quality"]
+    return {(row.site, row.layer, row.statistic): row.value for row in rows.itertuples()}
+
+
+def nats(model, ids, start):
+    """Losses of the tokens from `start` on, and whether each is the most likely one, in float64."""
+    with torch.no_grad():
+        predicted = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    places = range(start, len(ids))
+    return [-float(predicted[at - 1, ids[at]]) for at in places], [
+        int(predicted[at - 1].argmax()) == ids[at] for at in places
+    ]
+
+
+def test_quality_of_data_and_of_generated_text_at_exit_layers(text, embedder, tmp_path):
+    model, judge, tokens = small_world.model(), small_world.model(seed=3), small_world.tokenizer()
+    judge.save_pretrained(tmp_path / "judge")
+    tokens.save_pretrained(tmp_path / "judge")
+    options = {"prompts": PROMPTS, "prefix_tokens": PREFIX, "new_tokens": NEW, "seed": 7, "batch_size": 4}
+    judging = {"judge": str(tmp_path / "judge"), "embedder": embedder}
+    results = evaluate(
+        model, tokenizer=tokens, output=tmp_path / "out", generation_quality=text, exit_layers="2", **options, **judging
+    )
+    got = values(results)
+    ids = tokens(Path(text).read_text())["input_ids"]
+    windows = [ids[at : at + PREFIX + NEW] for at in range(0, PROMPTS * (PREFIX + NEW), PREFIX + NEW)]
+    for layer in (2, LAYERS):
+        first = small_world.first_layers(model, layer)
+        losses, hits = map(sum, zip(*(nats(first, window, 1) for window in windows), strict=True), [[], []])
+        assert got["data", layer, "perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+        assert got["data", layer, "accuracy"] == pytest.approx(sum(hits) / len(hits))
+        sequences = generated(first, windows)
+        assert got["full model", layer, "perplexity"] == pytest.approx(mean_perplexity(model, sequences), rel=1e-4)
+        texts = [tokens.decode(sequence[PREFIX:], skip_special_tokens=True) for sequence in sequences]
+        prefixes = [tokens.decode(window[:PREFIX]) for window in windows]
+        judged = [tokens(prefix + text)["input_ids"] for prefix, text in zip(prefixes, texts, strict=True)]
+        assert got[judging["judge"], layer, "perplexity"] == pytest.approx(mean_perplexity(judge, judged), rel=1e-4)
+        known = [share for share in map(diversity, texts) if share is not None]
+        assert got.get(("full model", layer, "diversity")) == (
+            pytest.approx(sum(known) / len(known)) if known else None
+        )
+        cosines = [cosine(embedder, *pair) for pair in zip(prefixes, texts, strict=True) if pair[1].strip()]
+        assert got["full model", layer, "coherence"] == pytest.approx(sum(cosines) / len(cosines), rel=1e-4)
+    assert got["full model", 2, "perplexity"] != got["full model", LAYERS, "perplexity"]
+    assert {"generated_perplexity", "generated_coherence"} <= set(results.headline)
+
+
+def generated(model, windows):
+    """Sequences that the model samples, in batches of four, up to the end of each text."""
+    torch.manual_seed(7)
+    sequences = []
+    for at in range(0, PROMPTS, 4):
+        prefixes = torch.tensor([window[:PREFIX] for window in windows[at : at + 4]])
+        sampling = {"do_sample": True, "top_p": 0.95, "top_k": 0, "max_new_tokens": NEW, "pad_token_id": 0}
+        for row in model.generate(prefixes, attention_mask=torch.ones_like(prefixes), **sampling).tolist():
+            ends = [place + 1 for place, token in enumerate(row) if token == 2 and place >= PREFIX]
+            sequences.append(row[: min(ends, default=len(row))])
+    return sequences
+
+
+def mean_perplexity(model, sequences):
+    losses = [loss for sequence in sequences for loss in nats(model, sequence, PREFIX)[0]]
+    return math.exp(sum(losses) / len(losses))
+
+
+def cosine(folder, prefix, text):
+    """Cosine of the means of the encoder's states, one text at a time."""
+    model, tokens = BertModel.from_pretrained(folder).eval(), small_world.tokenizer()
+    with torch.no_grad():
+        one, other = (
+            model(**tokens(t, return_tensors="pt")).last_hidden_state[0].double().mean(0) for t in (prefix, text)
+        )
+    return float(one @ other / (one.norm() * other.norm()))
+
+
+def test_refusals(text, tmp_path):
+    model, options = small_world.model(), {"tokenizer": small_world.tokenizer()}
+    with pytest.raises(FulldepthError, match="more than the model's 2048 positions"):
+        evaluate(model, generation_quality=text, prefix_tokens=2040, **options)
+    with pytest.raises(FulldepthError, match="has no text of 1300 tokens"):
+        evaluate(model, generation_quality=text, prefix_tokens=1000, new_tokens=300, **options)
+    with pytest.raises(FulldepthError, match="--judge is used by --generation-quality"):
+        evaluate(model, ["arc_easy_local"], judge="x", **options)
+    small_world.model().save_pretrained(tmp_path / "decoder")
+    with pytest.raises(FulldepthError, match="holds no tokenizer"):
+        evaluate(model, generation_quality=text, embedder=str(tmp_path / "decoder"), **options)
