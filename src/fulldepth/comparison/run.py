@@ -139,7 +139,7 @@ def _common_kind(loaded: list[Results], labels: list[str]) -> str:
         kinds.setdefault(str(results.meta["kind"]), []).append(label)
     if len(kinds) == 1:
         return next(iter(kinds))
-    listed = "; ".join(f"{', '.join(names)} {_is(names, KINDS[kind])}" for kind, names in kinds.items())
+    listed = ", ".join(f"{', '.join(names)} {_is(names, KINDS[kind])}" for kind, names in kinds.items())
     measure = " Measure the runs first: fulldepth measure RUN --data ... --output ..." if "training" in kinds else ""
     raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{measure}")
 

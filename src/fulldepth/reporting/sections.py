@@ -140,6 +140,12 @@ OF_EXIT = (
 OF_GENERATION = (
     Section("texts", "Texts", first=True),
     Section(
+        "generating",
+        "Early exit",
+        "A token leaves after the first layer whose prediction the rule accepts.",
+        after=True,
+    ),
+    Section(
         "speculation",
         "Speculation",
         "The first layers draft tokens, the whole model checks them. It pays where drafts are good and few layers "
