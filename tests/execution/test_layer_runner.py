@@ -11,6 +11,7 @@ import transformers as tf
 from torch import Tensor
 
 import tiny_models as tm
+from execution.decoders import DECODERS, FLOAT32, MODELS
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.decoding_proof import decoding_runner
@@ -18,22 +19,6 @@ from fulldepth.execution.layer_cache import LayerCache
 from fulldepth.execution.layer_runner import LayerRunner, positions
 from fulldepth.hf import anatomy_candidates
 
-MODELS = {
-    "mistral-window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tm.DECODER, num_local_experts=4)),
-    "bloom": lambda: tf.BloomForCausalLM(
-        tf.BloomConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, n_layer=tm.LAYERS, n_head=tm.HEADS)
-    ),
-    "mamba": lambda: tf.MambaForCausalLM(
-        tf.MambaConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, num_hidden_layers=tm.LAYERS)
-    ),
-}
-DECODERS = [
-    *("llama", "qwen2", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "opt", "phi3", "granite", "olmo2"),
-    *("cohere", "falcon", "depth_llama", "depth_llama-hyper", "mistral-window", "mixtral", "bloom"),
-]
-FLOAT32 = ("gemma2", "bloom", "mixtral")
-"""Stock models that fail in float64: NaN from padding in eager attention, or no product of experts."""
 NEW = 14
 ROWS, PROMPT, PADDED = 2, 9, 3
 

@@ -18,6 +18,10 @@ KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold nothing but keys and values, of all positions or of a window."""
 
 
+class KeysWritten(Exception):  # noqa: N818 (ends a forward pass on purpose)
+    """Raised by `update` within `writing`, after keys and values were stored."""
+
+
 class LayerCache(DynamicCache):
     """The keys and values of a decoder, `[B, heads, positions, channels]` in each layer.
 
@@ -46,6 +50,7 @@ class LayerCache(DynamicCache):
             )
         self.activate_past_recording()
         self._start: int | None = None
+        self._only_writes = False
 
     @property
     def lengths(self) -> list[int]:
@@ -64,6 +69,15 @@ class LayerCache(DynamicCache):
             yield
         finally:
             self._start = before
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """While open, `update` stores keys and values and then raises `KeysWritten`, which ends the layer's pass."""
+        self._only_writes = True
+        try:
+            yield
+        finally:
+            self._only_writes = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions in a 0-based layer; within `starting_at`, its start."""
@@ -89,7 +103,10 @@ class LayerCache(DynamicCache):
                 f"Layer {layer_idx + 1} has {length} positions in the cache, but the tokens start at position "
                 f"{self._start}; run the layer on the tokens between, or crop the cache."
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._only_writes:
+            raise KeysWritten
+        return visible
 
     def crop(self, length: int | Sequence[int]) -> None:
         """Remove all positions from `length` on; layers that hold fewer are unchanged.
@@ -116,6 +133,22 @@ class LayerCache(DynamicCache):
             if layer.is_initialized:
                 own = [min(lengths[0], layer.get_seq_length())] * len(layer.keys)
                 self._cut(index, layer, lengths if differ else own)
+
+    def drop_first(self, count: int) -> None:
+        """Remove the first positions of every layer, which are padding in all sequences; later ones move to the left.
+
+        Args:
+            count: number of positions, no more than any layer has seen.
+        """
+        for index in range(len(self.layers)):
+            layer = self._layer(index)
+            if not layer.is_initialized:
+                continue
+            length = layer.get_seq_length() - count
+            beyond = max(0, layer.keys.shape[-2] - length)
+            layer.keys, layer.values = layer.keys[:, :, beyond:], layer.values[:, :, beyond:]
+            if layer.is_sliding:
+                layer.cumulative_length = length
 
     def _cut(self, index: int, layer: Any, ends: Sequence[int]) -> None:
         """Crop one layer, so that sequence b ends with position `ends[b] - 1`."""

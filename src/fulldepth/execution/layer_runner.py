@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
-from fulldepth.execution.layer_cache import LayerCache
+from fulldepth.execution.layer_cache import KeysWritten, LayerCache
 from fulldepth.execution.stream import check_close
-from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf import Anatomy, Classifier, is_offloaded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
@@ -112,6 +112,49 @@ class LayerRunner:
             output = self.anatomy.blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
+    def write(self, layers: Sequence[int], states: Tensor) -> None:
+        """Add keys and values of layers to the cache as if each read these states, and compute nothing else.
+
+        Each layer's pass ends where it has stored its keys and values. Weights that are offloaded are only released by
+        a whole pass, so there the layers run.
+
+        Args:
+            layers: 1-based.
+            states: `[B, T, D]`, of the tokens passed to `begin` with a cache.
+
+        Raises:
+            FulldepthError: if a layer stores nothing.
+        """
+        if self._cache is None or is_offloaded(self.anatomy.model):
+            for layer in layers:
+                self.run(layer, states)
+            return
+        for layer in layers:
+            try:
+                with self._cache.writing():
+                    self.run(layer, states)
+            except KeysWritten:
+                continue
+            raise FulldepthError(f"Layer {layer} of {type(self.anatomy.model).__name__} stores no keys and values.")
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
+        """The model's own forward pass: `[B, V]` logits of the last token; every layer adds the tokens to the cache.
+
+        Args:
+            batch: as for `begin`.
+            cache: all layers of which hold the positions before these tokens.
+        """
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        start = inputs["attention_mask"].shape[1] - inputs["input_ids"].shape[1]
+        options = self._options
+        if "position_ids" in options:
+            inputs["position_ids"] = positions(inputs["attention_mask"])[:, start:]
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in options else {}
+        with cache.starting_at(start):
+            logits: Tensor = self.anatomy.model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
+        return logits[:, -1]
+
     def finish(self, states: Tensor) -> Tensor:
         """[B, T, V] logits of the final norm and the head for states `[B, T, D]` of any layer.
 
@@ -134,6 +177,11 @@ class LayerRunner:
         if not classifier.per_token:
             raise FulldepthError(f"{type(self.anatomy.model).__name__} does not predict at every position.")
         return classifier
+
+    @cached_property
+    def _options(self) -> frozenset[str]:
+        """Names of the parameters of the model's forward."""
+        return frozenset(inspect.signature(self.anatomy.model.forward).parameters)
 
     @cached_property
     def _takes_positions(self) -> bool:

@@ -31,9 +31,9 @@ class ExitSettings(LoadingSettings):
     }
 
     rule: list[Rule] = Field(default=["confidence"], min_length=1)
-    """Comma-separated rules: confidence (the largest probability), margin (its distance to the second), entropy
-    (1 minus the normalised entropy) reach the threshold; patience (the prediction is the same in threshold x L
-    layers in a row)."""
+    """Comma-separated rules; what has to exceed the threshold: confidence (the largest probability), margin (its
+    distance to the second), entropy (1 minus the normalised entropy), patience (layers in a row that predict the same,
+    divided by all layers)."""
     thresholds: list[Threshold] = Field(default=[0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0], min_length=1, max_length=1000)
     """Comma-separated thresholds above 0 and at most 1; 1 is the full model."""
     min_layer: Count = 1

@@ -1,0 +1,8 @@
+"""Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
+
+from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
+from fulldepth.execution.decoding.options import POLICIES
+from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty
+from fulldepth.execution.decoding.stats import Stats
+
+__all__ = ["POLICIES", "RULES", "Decoder", "ExitRule", "Generation", "Stats", "certainty", "generate"]

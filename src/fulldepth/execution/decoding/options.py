@@ -1,0 +1,80 @@
+"""Options of `generate` that choose layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution.decoding.rules import RULES
+
+POLICIES = ("recompute", "propagate")
+AUTO = "auto"
+MOST_DRAFTS = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options, see `generate`.
+
+    Raises:
+        FulldepthError: for values out of range, and options that exclude each other.
+    """
+
+    num_layers: int
+    """L."""
+    threshold: float | None = None
+    """In (0, 1]. With `speculate_from`: drafting ends where the largest probability of the next draft is below it.
+    Without: a token leaves where the value of `rule` exceeds it, so that 1 is the full model."""
+    rule: str = "confidence"
+    """`confidence`, `margin`, `entropy` or `patience`, see `decoding.rules`."""
+    policy: str = "recompute"
+    """What layers that a token did not visit know of it. `recompute`: they are run when a later token needs them, which
+    is exact; `propagate`: their keys and values are computed from the state at the exit, cheap and approximate."""
+    min_layer: int = 1
+    """First layer at which a token may leave."""
+    exit_layer: int | None = None
+    """Layer 1..L-1 at which every token leaves."""
+    speculate_from: int | str | None = None
+    """E in 1..L-1; `auto`: chosen by measured acceptance and layer times, plain decoding where none pays."""
+    draft_length: int | str = AUTO
+    """K, largest number of drafts per round; `auto`: chosen by measurement, plain decoding where none pays."""
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise FulldepthError(f"The threshold is {self.threshold}; expected a number in (0, 1] (1 = all layers).")
+        if self.rule not in RULES:
+            raise unknown("rule", self.rule, RULES)
+        if self.policy not in POLICIES:
+            raise unknown("policy", self.policy, POLICIES)
+        self._check_layers()
+        length = self.draft_length
+        if length != AUTO and not (isinstance(length, int) and 1 <= length <= MOST_DRAFTS):
+            raise FulldepthError(f"draft_length is {length!r}; expected 1 to {MOST_DRAFTS}, or 'auto'.")
+        if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
+            raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
+
+    def _check_layers(self) -> None:
+        last = self.num_layers - 1
+        if not 1 <= self.min_layer <= self.num_layers:
+            raise FulldepthError(f"min_layer is {self.min_layer}; expected a layer from 1 to {self.num_layers}.")
+        for name in ("exit_layer", "speculate_from"):
+            value = getattr(self, name)
+            if value is None or (name == "speculate_from" and value == AUTO):
+                continue
+            if not isinstance(value, int) or not 1 <= value <= last:
+                raise FulldepthError(
+                    f"{name} is {value!r}; expected a layer from 1 to {last}"
+                    f"{' or auto' if name == 'speculate_from' else ''} (the model has {self.num_layers} layers)."
+                )
+
+    @property
+    def mode(self) -> str:
+        """`plain`, `speculative` or `early-exit`."""
+        if self.speculate_from is not None:
+            return "speculative"
+        return "plain" if self.threshold is None and self.exit_layer is None else "early-exit"
+
+    @property
+    def measures(self) -> bool:
+        """Whether E or K is chosen by measurement, so that decoding may also be plain."""
+        return AUTO in (self.speculate_from, self.draft_length)

@@ -1,0 +1,80 @@
+"""Rules by which a token leaves at a layer, from the predictions of the layers so far."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fulldepth.errors import unknown
+
+RULES = ("confidence", "margin", "entropy", "patience")
+
+
+def certainty(logits: Tensor, rule: str) -> Tensor:
+    """[...] how sure a prediction is, in [0, 1], from `logits: [..., V]`.
+
+    - `confidence`: largest probability (Teerapittayanon et al. 2016 and later work on early exit);
+    - `margin`: largest minus second largest probability (Schuster et al. 2022, CALM);
+    - `entropy`: `1 - H / ln V`, with the entropy H in nats.
+
+    Raises:
+        FulldepthError: for another rule.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if rule == "entropy":
+        logs = logits.log_softmax(-1)
+        entropy = -(logs.exp() * logs).nan_to_num(0.0).sum(-1)  # 0 * -inf = nan where a probability is 0
+        return 1 - entropy / math.log(max(2, logits.shape[-1]))
+    if rule == "margin":
+        top = logits.softmax(-1).topk(min(2, logits.shape[-1]), dim=-1).values
+        return top[..., 0] - top[..., -1]
+    if rule == "confidence":
+        return logits.softmax(-1).amax(-1)
+    raise unknown("rule", rule, RULES)
+
+
+class ExitRule:
+    """Decides for N tokens, layer by layer, which of them leave; for one step.
+
+    A token leaves at the first layer at which its certainty exceeds the threshold, so that nothing leaves early at 1.
+    `patience` has the certainty `r / L`: r is the number of consecutive layers, up to this one, with the same
+    prediction (Zhou et al. 2020, PABEE, with r in units of the depth L).
+
+    Args:
+        rule: one of `RULES`.
+        threshold: in (0, 1].
+        num_layers: L.
+    """
+
+    def __init__(self, rule: str, threshold: float, num_layers: int) -> None:
+        self._rule, self._threshold, self._num_layers = rule, threshold, num_layers
+        self._predicted: Tensor | None = None
+        self._same: Tensor | None = None
+
+    def leaves(self, logits: Tensor) -> Tensor:
+        """[N] bool: whether each token may leave at this layer, from its `logits: [N, V]`; call once per layer."""
+        sure = None if self._rule == "patience" else certainty(logits, self._rule)
+        return self.decide(sure, logits.argmax(-1))
+
+    def decide(self, sure: Tensor | None, predicted: Tensor) -> Tensor:
+        """`leaves`, from what was read of the logits before.
+
+        Args:
+            sure: `[N]` their certainty; not read by `patience`.
+            predicted: `[N]` their largest entries.
+        """
+        if self._rule != "patience" and sure is not None:
+            return sure.double() > self._threshold
+        if self._predicted is None or self._same is None:
+            self._same = torch.ones_like(predicted)
+        else:
+            self._same = torch.where(predicted == self._predicted, self._same + 1, 1)
+        self._predicted = predicted
+        return self._same.double() / self._num_layers > self._threshold
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these tokens only: indices, or a mask over `[N]`."""
+        if self._predicted is not None and self._same is not None:
+            self._predicted, self._same = self._predicted[rows], self._same[rows]

@@ -1,0 +1,95 @@
+"""What a generation did: counts of layers, positions and drafts, and times."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and times of one generation.
+
+    The pass of the prompt, which runs every layer on every position, is not counted in `layer_positions`,
+    `layer_calls` and `seconds`.
+    """
+
+    num_layers: int
+    mode: str = "plain"
+    """`plain`, `speculative` or `early-exit`: how most tokens were decoded."""
+    reason: str = "Every layer runs for every token."
+    """Why this mode was used, in one sentence."""
+    sequences: int = 0
+    prompt_tokens: int = 0
+    """Tokens of all prompts, without padding."""
+    tokens: int = 0
+    """New tokens of all sequences."""
+    prompt_seconds: float = 0.0
+    """Time of the pass of the prompts, which also gives the first token of each."""
+    seconds: float = 0.0
+    """Time of all later tokens."""
+    layer_positions: list[int] = field(default_factory=list)
+    """[L] positions (of all sequences) that ran through each layer."""
+    layer_calls: list[int] = field(default_factory=list)
+    """[L] how often each layer ran, on any number of positions at once."""
+    projected: list[int] = field(default_factory=list)
+    """[L] positions of which a layer computed nothing but keys and values (policy `propagate`)."""
+    rounds: int = 0
+    """Rounds of drafting and verification."""
+    drafted: int = 0
+    """Draft tokens of all sequences."""
+    accepted: int = 0
+    """Draft tokens that the full model confirmed."""
+    speculate_from: int | None = None
+    """E: drafts come from the first E layers."""
+    draft_length: int | None = None
+    """K: number of draft tokens per round, at most (of the last round, if it was chosen automatically)."""
+    chosen_by: str = "given"
+    """`given` or `measured`: where E and K come from."""
+    paid: bool | None = None
+    """Whether speculation was faster than plain decoding would have been; None if that was not measured."""
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+    """Measured candidates: `layer`, `draft_length`, `acceptance`, `tokens_per_round`, `predicted_speedup`."""
+    exits: list[int] | None = None
+    """[L] number of tokens that left at each layer (early exit)."""
+    exit_layers: list[list[int]] | None = None
+    """For each sequence the exit layer of each new token (early exit)."""
+
+    def __post_init__(self) -> None:
+        for name in ("layer_positions", "layer_calls", "projected"):
+            if not getattr(self, name):
+                setattr(self, name, [0] * self.num_layers)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the draft tokens that the full model confirmed; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens after the first of each sequence, per second; None if there are none."""
+        later = self.tokens - self.sequences
+        return later / self.seconds if later > 0 and self.seconds > 0 else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Mean number of tokens that a round of speculation adds to a sequence; None without rounds."""
+        return self.added / self.sequence_rounds if self.sequence_rounds else None
+
+    added: int = 0
+    """Tokens that rounds of speculation added."""
+    sequence_rounds: int = 0
+    """Rounds, each counted once for every sequence in it."""
+
+    @property
+    def theoretical_speedup(self) -> float | None:
+        """`sum_i L m_i / sum_i i m_i` of the exit layers; None without early exit."""
+        if not self.exits or not sum(self.exits):
+            return None
+        spent = sum(layer * count for layer, count in enumerate(self.exits, start=1))
+        return self.num_layers * sum(self.exits) / spent
+
+    def as_dict(self) -> dict[str, Any]:
+        """All entries and derived values, as plain values for JSON."""
+        derived = ("acceptance", "tokens_per_second", "tokens_per_round", "theoretical_speedup")
+        return asdict(self) | {name: getattr(self, name) for name in derived}

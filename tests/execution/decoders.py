@@ -1,0 +1,49 @@
+"""Tiny decoders that can be run layer by layer, besides those of `tiny_models`."""
+
+from __future__ import annotations
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+import tiny_models as tm
+
+MODELS = {
+    "mistral-window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tm.DECODER, num_local_experts=4)),
+    "bloom": lambda: tf.BloomForCausalLM(
+        tf.BloomConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, n_layer=tm.LAYERS, n_head=tm.HEADS)
+    ),
+    "mamba": lambda: tf.MambaForCausalLM(
+        tf.MambaConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, num_hidden_layers=tm.LAYERS)
+    ),
+}
+DECODERS = [
+    *("llama", "qwen2", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "opt", "phi3", "granite", "olmo2"),
+    *("cohere", "falcon", "depth_llama", "depth_llama-hyper", "mistral-window", "mixtral", "bloom"),
+]
+FLOAT32 = ("gemma2", "bloom", "mixtral")
+"""Stock models that fail in float64: NaN from padding in eager attention, or no product of experts."""
+
+
+def build(name: str, *, late: float = 1.0, seed: int = 0) -> tf.PreTrainedModel:
+    """A decoder in float64 where possible; `late` < 1 shrinks the layers after the first, so that drafts agree."""
+    torch.manual_seed(seed)
+    model = tm.build(name, seed=seed, dtype=torch.float32 if name in FLOAT32 else torch.float64)
+    blocks = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    with torch.no_grad():
+        for block in blocks[1:]:
+            for part, parameter in block.named_parameters():
+                if parameter.ndim > 1 or part.endswith("bias"):
+                    parameter.mul_(late)
+    return model
+
+
+def prompts(rows: int = 2, length: int = 9, padded: int = 3, seed: int = 2) -> dict[str, Tensor]:
+    """Prompts of different lengths: row b is padded on the left by `b * padded` positions."""
+    ids = torch.randint(3, tm.VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : min(row * padded, length - 1)] = 0
+    ids[mask == 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
