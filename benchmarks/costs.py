@@ -17,9 +17,9 @@ import torch
 
 from fulldepth.distributed import Processes
 from fulldepth.execution import lens as lens_module
+from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings, passes
-from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.passes import run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
 from fulldepth.measurement.run import make_setup

@@ -16,8 +16,8 @@ import torch
 
 from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.passes import Clock, observe, weigh
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.run import make_setup

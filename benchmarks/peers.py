@@ -27,8 +27,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement.batching import model_inputs
 from fulldepth.measurement.passes import Clock, feed, observe
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.run import make_setup

@@ -19,7 +19,7 @@ import torch
 import costs
 from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
-from fulldepth.measurement.batching import model_inputs
+from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.reading import LensReader

@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path):
-    data = ["--data", checkpoint / "text.txt", "--sequence-length", 16]
+    data = ["--data", checkpoint / "text.txt", "--sequence-length", 16, "--new-tokens", 2]
     arguments = ["exit", checkpoint, *data, "--output", tmp_path / "out", "--thresholds", "0.5,1"]
     code, out, _ = main(*arguments, "--rule", "confidence,patience", "--target-accuracy-drop", "0.1", "--json")
     assert code == 0

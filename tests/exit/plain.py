@@ -29,11 +29,12 @@ def leave(layers, rule, threshold, min_layer):
         return last
     for layer in range(min_layer, last):
         if rule == "patience":
-            needed = math.ceil(round(threshold * last, 9))
-            run = predictions[max(min_layer - 1, layer - needed) : layer]
-            if len(run) == needed and len(set(run)) == 1:
+            run = 1
+            while layer - run >= min_layer and predictions[layer - run - 1] == predictions[layer - 1]:
+                run += 1
+            if run / last > threshold:
                 return layer
-        elif certainty(layers[layer - 1], rule) >= threshold:
+        elif certainty(layers[layer - 1], rule) > threshold:
             return layer
     return last
 

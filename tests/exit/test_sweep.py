@@ -92,9 +92,8 @@ def _sequences(folder, data):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_decoder_with_the_true_tokens(texts, name):
     model = sharpened(name, 6.0)
-    results = exit.sweep(
-        model, texts, rule=RULES, thresholds=THRESHOLDS, sequence_length=8, tokenizer=tokenizer(), lens_tokens=None
-    )
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "lens_tokens": None, "prompts": 0}
+    results = exit.sweep(model, texts, rule=RULES, thresholds=THRESHOLDS, **options)
     body, norm = (model.model, model.model.norm) if name == "llama" else (model.transformer, model.transformer.ln_f)
     samples, targets = [], []
     joined = [t for text in texts for t in (*tokenizer()(text).input_ids, 2)][:-1]  # documents end with [EOS]
@@ -152,12 +151,35 @@ def test_other_classifiers_run_and_are_timed(name, labelled, pictures, tmp_path)
 
 def test_the_sample_of_positions_and_masked_models(texts):
     model = tiny_models.build("llama")
-    options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5]}
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
     few = exit.sweep(model, texts, lens_tokens=50, batch_size=2, **options)
     again = exit.sweep(model, texts, lens_tokens=50, batch_size=5, **options)
     assert few.meta["exits"][0]["samples"] == 50
     assert few.meta["exits"][0]["exits"] == again.meta["exits"][0]["exits"]
     assert few.meta["exits"][0]["loss"] == pytest.approx(again.meta["exits"][0]["loss"], rel=1e-6)
+
+
+@torch.no_grad()
+def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
+    model = sharpened("llama", 4.0)
+    options = {"thresholds": [0.3, 1.0], "sequence_length": 16, "prompts": 3, "new_tokens": 6, "rounds": 1}
+    results = exit.sweep(model, texts, tokenizer=tokenizer(), **options)
+    rows = results.meta["generation"]
+    assert [(row["threshold"], row["policy"]) for row in rows] == [
+        (threshold, policy) for threshold in (0.3, 1.0) for policy in ("recompute", "propagate")
+    ]
+    joined = [t for text in texts for t in (*tokenizer()(text).input_ids, 2)]
+    prompts = torch.tensor([joined[start : start + 8] for start in (0, 16, 32)])
+    plain = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=6, eos_token_id=95 + 1)
+    for row in rows:
+        assert sum(row["exits"]) == row["tokens"] == 18
+        assert row["measured_speedup"] > 0
+        when = {"threshold": row["threshold"], "policy": row["policy"], "eos_token_id": 96, "pad_token_id": 0}
+        alone = exit.generate(model, prompts, torch.ones_like(prompts), max_new_tokens=6, **when)
+        assert row["exits"] == alone.stats.exits
+        assert row["agreement"] == pytest.approx(float((alone.sequences == plain)[:, 8:].double().mean()))
+    assert [row["agreement"] for row in rows[2:]] == [1.0, 1.0]
+    assert min(row["agreement"] for row in rows) < 1
 
 
 def test_results_are_saved_and_read(labelled, tmp_path):

@@ -41,7 +41,7 @@ def exit_command(
     """Leave a model early: accuracy, agreement, exits per layer and speed, over rules and thresholds.
 
     The model's own final norm and head are applied after every layer; a sample leaves at the first layer where the rule
-    reaches the threshold. Classifiers of texts and images run with samples removed as they leave, timed against the
+    exceeds the threshold. Classifiers of texts and images run with samples removed as they leave, timed against the
     model's own forward pass. With --target-accuracy-drop a threshold is chosen on one part of the data and reported on
     the other.
 

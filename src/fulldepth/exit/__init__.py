@@ -1,4 +1,4 @@
-"""Leaves a model early: sweeps over rules and thresholds, checkpoints with fewer layers, self-speculative decoding."""
+"""Early exit, checkpoints with fewer layers, and self-speculative decoding."""
 
 from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, generate
 from fulldepth.exit.elastic import LayersExport, export_layers

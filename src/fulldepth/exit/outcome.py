@@ -114,13 +114,13 @@ def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
     """Thresholds that a calibration tries, in (0, 1]: quantiles of the values that occur, or every patience."""
     layers = readings.num_layers
     if rule == "patience":
-        return {number / layers for number in range(1, layers + 1)}
+        return {1.0, *((number - 0.5) / layers for number in range(1, layers))}
     values = readings.certainty[rule][min_layer:layers].flatten()
     found = {1.0, *given}
     if len(values):
         at = (torch.arange(1, CANDIDATES, dtype=torch.float64) / CANDIDATES * (len(values) - 1)).long()
         quantiles = values.sort().values[at].tolist()
-        found |= {math.ceil(value * 1e4) / 1e4 for value in quantiles}
+        found |= {math.floor(value * 1e4) / 1e4 for value in quantiles}
     return {threshold for threshold in found if 0 < threshold <= 1}
 
 

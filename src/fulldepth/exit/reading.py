@@ -11,7 +11,7 @@ from torch import Tensor
 from fulldepth.data import Batch, Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
-from fulldepth.exit.rules import certainty
+from fulldepth.execution.decoding import certainty
 from fulldepth.exit.subject import Subject
 from fulldepth.hf import Classifier
 from fulldepth.metrics.reservoir import priority
@@ -34,7 +34,7 @@ class Readings:
     loss: Tensor
     """[L+1, N] float64 cross-entropy of the target in nats."""
     certainty: dict[Rule, Tensor]
-    """Rule -> [L+1, N] value that is compared with a threshold."""
+    """Rule -> [L+1, N] value that is compared with a threshold; `patience` reads the predictions."""
     target: Tensor
     """[N] int64."""
     sequence: Tensor
@@ -104,7 +104,7 @@ def read(
     return Readings(
         torch.cat([part.prediction for part in parts], dim=1),
         torch.cat([part.loss for part in parts], dim=1),
-        {rule: torch.cat([part.certainty[rule] for part in parts], dim=1) for rule in rules},
+        {rule: torch.cat([part.certainty[rule] for part in parts], dim=1) for rule in parts[0].certainty},
         torch.cat([part.target for part in parts]),
         torch.cat([part.sequence for part in parts]),
     )
@@ -134,7 +134,7 @@ def _read_batch(
         else:
             layers.append(_read_tokens(classifier, classifier.prepare(state[where]), target, rules))
     predictions, losses, values = zip(*layers, strict=True)
-    columns = {rule: torch.stack([value[rule] for value in values]) for rule in rules}
+    columns = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
     return Readings(torch.stack(predictions), torch.stack(losses), columns, target, batch.sequence[rows])
 
 
@@ -146,7 +146,7 @@ def _read_tokens(classifier: Classifier, prepared: Tensor, target: Tensor, rules
     """`_read_logits` of prepared states `[N, D']`, a part at a time."""
     if not len(prepared):
         empty = torch.zeros(0, dtype=torch.float64)
-        return target, empty, dict.fromkeys(rules, empty)
+        return target, empty, {rule: empty for rule in rules if rule != "patience"}
     classes = classifier.logits(prepared[:1]).shape[-1]
     size = max(1, CHUNK_ELEMENTS // classes)
     parts = [
@@ -156,7 +156,7 @@ def _read_tokens(classifier: Classifier, prepared: Tensor, target: Tensor, rules
     return (
         torch.cat([part[0] for part in parts]),
         torch.cat([part[1] for part in parts]),
-        {rule: torch.cat([part[2][rule] for part in parts]) for rule in rules},
+        {rule: torch.cat([part[2][rule] for part in parts]) for rule in parts[0][2]},
     )
 
 
@@ -166,7 +166,8 @@ def _read_logits(logits: Tensor, target: Tensor, rules: Sequence[Rule]) -> _Read
     logits = logits if logits.dtype == torch.float64 else logits.float()
     picked = logits.gather(-1, target.to(logits.device)[:, None])[:, 0]
     loss = (logits.logsumexp(-1) - picked).double().cpu()
-    return prediction.cpu(), loss, {rule: certainty(logits, rule).double().cpu() for rule in rules}
+    values: dict[Rule, Tensor] = {rule: certainty(logits, rule).double().cpu() for rule in rules if rule != "patience"}
+    return prediction.cpu(), loss, values
 
 
 def sample_limit(sequences: Sequences, limit: int | None, seed: int) -> int | None:

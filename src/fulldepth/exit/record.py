@@ -60,7 +60,6 @@ def document(
     parts: Mapping[str, Readings],
     rows: Sequence[Row],
     seconds: float | None,
-    settings: ExitSettings,
 ) -> dict[str, Any]:
     """The entries of `results.json` about model, data and exits."""
     sequences, report = subject.sequences, parts["report"]

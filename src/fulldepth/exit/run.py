@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import machine
+from fulldepth.exit.generated import generation_rows, runs_of
 from fulldepth.exit.outcome import Mean, Outcome, calibrated, layer_means, outcome, splits
 from fulldepth.exit.reading import Readings, read
 from fulldepth.exit.record import Row, document, headline
@@ -104,10 +106,12 @@ def sweep_with(
         seconds = None
         if subject.classifies and settings.rounds:
             rows, seconds = _timed(subject, rows, parts["report"], settings, watcher)
+        generation = _generated(subject, rows, settings, watcher) if subject.anatomy.task == "causal-lm" else None
     table = tabulate([row for entry in layer_means(readings) for row in _table_rows(*entry, readings)])
     content = {
         **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
-        **document(subject, parts, rows, seconds, settings),
+        **document(subject, parts, rows, seconds),
+        **({} if generation is None else generation),
         "timings": {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start},
         "headline": headline(subject, readings, rows, settings),
     }
@@ -147,6 +151,22 @@ def _timed(
     )
     by_exit: dict[Exit, Timed] = dict(zip(chosen, found, strict=True))
     return [replace(row, timed=by_exit[row.outcome.exit]) if row.split == "report" else row for row in rows], seconds
+
+
+def _generated(
+    subject: Subject, rows: Sequence[Row], settings: ExitSettings, watcher: Watcher
+) -> dict[str, Any] | None:
+    """The entry `generation`, or a warning if the decoder cannot be run token by token; None if not asked for."""
+    if not settings.prompts:
+        return None
+    exits = list(dict.fromkeys(row.outcome.exit for row in rows if row.split == "report"))
+    watcher.begin("Generating with early exit", runs_of(exits, settings))
+    try:
+        return {"generation": generation_rows(subject, exits, settings, watcher.advance)}
+    except FulldepthError as error:
+        message = f"Nothing was generated with early exit: {error}"
+        watcher.say(message)
+        return {"warnings": [*subject.warnings, message]}
 
 
 def _table_rows(measure: str, layer: int, mean: Mean, unit: str, readings: Readings) -> list[tuple[Any, ...]]:

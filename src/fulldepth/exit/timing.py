@@ -15,7 +15,7 @@ from fulldepth.execution.latency import order
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.exit.outcome import Outcome
 from fulldepth.exit.reading import Readings
-from fulldepth.exit.rules import Exit, Queue, certainty
+from fulldepth.exit.rules import Exit
 from fulldepth.exit.subject import Subject
 
 MOST_CHANGED = {torch.float32: 0.01, torch.float64: 0.01}
@@ -58,17 +58,17 @@ class EarlyExit:
         states = runner.begin(inputs)
         rows = torch.arange(len(states), device=states.device)
         prediction, left = torch.zeros_like(rows), torch.full_like(rows, last)
-        queue = Queue(exit)
+        rule = exit.decision()
         for layer in range(1, last + 1):
             states = runner.run(layer, states)
-            if layer < last and (layer < exit.min_layer or exit.threshold >= 1):
+            if layer < last and (layer < exit.min_layer or exit.is_full):
                 continue
             logits = self._logits(anatomy.stream(states), inputs)
             predicted = logits.argmax(-1)
             if layer == last:
                 prediction[rows] = predicted
                 break
-            leaves = queue.leaving(certainty(_precise(logits), exit.rule), predicted)
+            leaves = rule.leaves(logits)
             if not bool(leaves.any()):
                 continue
             prediction[rows[leaves]], left[rows[leaves]] = predicted[leaves], layer
@@ -77,7 +77,7 @@ class EarlyExit:
                 break
             rows, states = rows[stays], states[stays]
             inputs = {name: value[stays] for name, value in inputs.items()}
-            queue.keep(stays)
+            rule.keep(stays)
             runner.begin(inputs)
         return prediction, left
 
@@ -92,10 +92,6 @@ class EarlyExit:
         if mask is None:
             mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
         return self.subject.classifier.sequences(states, mask)
-
-
-def _precise(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def timed(

@@ -26,14 +26,15 @@ class ExitSettings(LoadingSettings):
         "Data": (
             *("max_sequences", "sequence_length", "batch_size", "rounds", "lens_tokens", "seed", "split", "truncate"),
         ),
+        "Generation of language models": ("policy", "prompts", "new_tokens"),
         "A checkpoint with fewer layers": EXPORTS,
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
     rule: list[Rule] = Field(default=["confidence"], min_length=1)
-    """Comma-separated rules: confidence (the largest probability), margin (its distance to the second), entropy
-    (1 minus the normalised entropy) reach the threshold; patience (the prediction is the same in threshold x L
-    layers in a row)."""
+    """Comma-separated rules; what has to exceed the threshold: confidence (the largest probability), margin (its
+    distance to the second), entropy (1 minus the normalised entropy), patience (layers in a row that predict the same,
+    divided by all layers)."""
     thresholds: list[Threshold] = Field(default=[0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0], min_length=1, max_length=1000)
     """Comma-separated thresholds above 0 and at most 1; 1 is the full model."""
     min_layer: Count = 1
@@ -50,8 +51,8 @@ class ExitSettings(LoadingSettings):
     batch_size: Count | None = None
     """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
     rounds: int = Field(default=3, ge=0, le=10_000)
-    """Timed passes over the data of the full model and of every threshold, in alternation; classifiers only, 0 =
-    nothing is timed."""
+    """Timed passes over the data (of classifiers) or generations (of language models) of the full model and of every
+    threshold, in alternation; 0 = nothing is timed."""
     lens_tokens: Count | None = 4096
     """Positions in the seeded sample that a language model's lens is applied to; None = all that have a target."""
     seed: Seed = 0
@@ -60,6 +61,13 @@ class ExitSettings(LoadingSettings):
     """Split of a Hub data set or an image folder."""
     truncate: bool = False
     """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
+    policy: list[Literal["recompute", "propagate"]] = Field(default=["recompute", "propagate"], min_length=1)
+    """Comma-separated policies for the layers that a token did not visit: recompute (exact), propagate (its state at
+    the exit is passed on)."""
+    prompts: int = Field(default=4, ge=0, le=10_000)
+    """Sequences whose beginnings are continued, beside the sweep; 0 = nothing is generated."""
+    new_tokens: Length = 24
+    """Tokens of each continuation."""
     export_layers: Count | None = None
     """Write a checkpoint of the same class with this many first layers, the final norm and the head."""
     memory_budget: str | None = None
