@@ -55,12 +55,26 @@ class ExitRule:
 
     def leaves(self, logits: Tensor) -> Tensor:
         """[N] bool: whether each token may leave at this layer, from its `logits: [N, V]`; call once per layer."""
-        if self._rule != "patience":
-            return certainty(logits, self._rule) > self._threshold
-        predicted = logits.argmax(-1)
+        sure = None if self._rule == "patience" else certainty(logits, self._rule)
+        return self.decide(sure, logits.argmax(-1))
+
+    def decide(self, sure: Tensor | None, predicted: Tensor) -> Tensor:
+        """`leaves`, from what was read of the logits before.
+
+        Args:
+            sure: `[N]` their certainty; not read by `patience`.
+            predicted: `[N]` their largest entries.
+        """
+        if self._rule != "patience" and sure is not None:
+            return sure.double() > self._threshold
         if self._predicted is None or self._same is None:
             self._same = torch.ones_like(predicted)
         else:
             self._same = torch.where(predicted == self._predicted, self._same + 1, 1)
         self._predicted = predicted
-        return self._same / self._num_layers > self._threshold
+        return self._same.double() / self._num_layers > self._threshold
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these tokens only: indices, or a mask over `[N]`."""
+        if self._predicted is not None and self._same is not None:
+            self._predicted, self._same = self._predicted[rows], self._same[rows]
