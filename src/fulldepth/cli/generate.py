@@ -72,6 +72,7 @@ def generate_command(
     console.loading()
     from fulldepth import reporting
     from fulldepth.exit import generate_texts
+    from fulldepth.skip import draft_plan
 
     settings = settings.model_copy(update={} if chat is None else {"chat": chat})
     with bars.watching() as watcher:
@@ -79,7 +80,7 @@ def generate_command(
             model,
             prompt,
             output=output,
-            plan=None if plan is None else _drafts_by(plan),
+            plan=None if plan is None else draft_plan(plan),
             streams=stream,
             show=_show,
             watcher=watcher,
@@ -97,22 +98,6 @@ def generate_command(
 
 def _show(text: str, last: bool) -> None:
     console.texts(text, end="\n" if last else "")
-
-
-def _drafts_by(path: Path) -> Any:
-    """The function that gives the plan in a file, checked against the loaded model."""
-    from fulldepth.execution import find_anatomy
-    from fulldepth.exit import DraftPlan
-    from fulldepth.skip import Plan
-    from fulldepth.skip.plan import plan_scalars
-
-    plan = Plan.load(path)
-
-    def drafts(model: Any) -> DraftPlan:
-        plan.check_model(model)
-        return DraftPlan(plan.blocks, plan.granularity, plan_scalars(plan, find_anatomy(model)))
-
-    return drafts
 
 
 def _numbers(stats: Any) -> list[str]:

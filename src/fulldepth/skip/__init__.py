@@ -11,6 +11,7 @@ from fulldepth.skip.assessment.curve import Curve, curve
 from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.assessment.quantise import quantise
 from fulldepth.skip.assessment.quantisers import METHODS
+from fulldepth.skip.drafting import draft_plan
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
@@ -42,6 +43,7 @@ __all__ = [
     "batches",
     "bench",
     "curve",
+    "draft_plan",
     "estimate",
     "export",
     "fit_scales",

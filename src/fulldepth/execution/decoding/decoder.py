@@ -229,13 +229,12 @@ def generate(
 ) -> Generation:
     """Continue prompts, with fewer layers where that is possible.
 
-    With `speculate_from`, the first layers draft tokens and the others confirm them: greedy output equals that of
-    `model.generate(do_sample=False)`, sampled output has the distribution of `do_sample=True`. With `threshold` alone
-    or `exit_layer`, tokens leave early, and the prediction of the exit layer is the output. Without these, decoding is
-    plain. The model's generation configuration applies (end tokens, suppressed tokens, penalties).
+    With `speculate_from` or `plan`, drafts are confirmed by the full model: greedy output equals that of
+    `model.generate`, sampled output has its distribution. With `threshold` alone or `exit_layer`, tokens leave early.
+    Without these, decoding is plain. The model's generation configuration applies (end tokens, penalties).
 
     Args:
-        model: a decoder, which is verified first; or a `Decoder`, which was verified already.
+        model: a decoder, which is verified first; or a `Decoder`, verified already.
         input_ids: `[B, P]` prompts, padded on the left.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
@@ -254,17 +253,16 @@ def generate(
         eos_token_id: token or tokens that end a sequence; None = the model's.
         pad_token_id: fills sequences that ended early; None = the model's.
         seed: of the sampling; None = torch's global random numbers.
-        streamer: of transformers, receives tokens of a single sequence as they are known.
+        streamer: of transformers, receives tokens of a single sequence.
 
     Raises:
-        FulldepthError: for models that are no decoders or cannot be run layer by layer, and values out of range.
+        FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
     """
-    decoder = model if isinstance(model, Decoder) else Decoder(model)
     exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer, "exit_layer": exit_layer}
     drafts = {"speculate_from": speculate_from, "draft_length": draft_length, "plan": plan}
     sampling = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    ends: dict[str, Any] = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}
-    options = exits | drafts | sampling | ends
+    ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}
+    decoder, options = model if isinstance(model, Decoder) else Decoder(model), exits | drafts | sampling | ends
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
 
