@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tiny_models as tm
 from execution.decoders import DECODERS, FLOAT32, MODELS
+from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.execution.decoding_proof import decoding_runner
@@ -193,3 +194,23 @@ def test_what_does_not_fit_the_cache_is_refused():
     cache.crop(0)  # not cropped before: everything is there still
     assert cache.lengths == [0, 0, 0]
     assert torch.equal(runner.run((1, 2), begin(runner, ids, mask, 0, cache)), after)
+
+
+def test_a_model_whose_own_decoding_differs_is_refused_for_that_reason() -> None:
+    """Moshi's cache keeps a window of positions, and its attention reads all."""
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for window, refused in ((8, True), (64, False)):
+        torch.manual_seed(0)
+        model = tf.MoshiForCausalLM(zoo.config_for("moshi", sliding_window=window)).eval()
+        with torch.no_grad():
+            whole = model(**batch, use_cache=False).logits[:, -1]
+            cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+            decoded = model(**batch | {"input_ids": ids[:, -1:]}, past_key_values=cache).logits[:, -1]
+        assert torch.allclose(whole, decoded, atol=1e-5) is not refused
+        anatomy = verify(anatomy_candidates(model), batch, optional=("branches",)).anatomy
+        if refused:
+            with pytest.raises(FulldepthError, match=r"its own decoding .* keeps a window of 8 positions"):
+                decoding_runner(anatomy, batch)
+        else:
+            decoding_runner(anatomy, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import DynamicCache
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
 from fulldepth.execution.layer_runner import LayerRunner, positions
-from fulldepth.execution.stream import check_close
+from fulldepth.execution.stream import check_close, is_close
 from fulldepth.execution.trace import reason_of
 from fulldepth.hf import Anatomy
 
@@ -49,8 +50,21 @@ def decoding_runner(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> LayerRunne
         for inputs in (pair, {name: tensor[:1] for name, tensor in pair.items()}):  # masks of ones may be dropped
             _prove(runner, inputs)
     except Exception as error:
-        raise FulldepthError(f"{kind} cannot be decoded layer by layer: {one_line(reason_of(error))}") from error
+        reason = _contradiction(anatomy, batch) or one_line(reason_of(error))
+        raise FulldepthError(f"{kind} cannot be decoded layer by layer: {reason}") from error
     return runner
+
+
+def _contradiction(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> str | None:
+    """The reason if the model's own decoding differs from its own pass over all tokens; None if it does not."""
+    with suppress(Exception):
+        inputs = {name: tensor[:1] for name, tensor in _pair(batch).items()}
+        whole = anatomy.model(**inputs, use_cache=False).logits[0]
+        if not is_close(_decode(anatomy, inputs), whole):
+            window = getattr(anatomy.config, "sliding_window", None)
+            cause = f" (its cache keeps a window of {window} positions, and its attention reads more)" if window else ""
+            return f"its own decoding with a cache gives other logits than its forward pass over all tokens{cause}"
+    return None
 
 
 def _prove(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> None:

@@ -65,8 +65,9 @@ def read_layers(
 
 def _as_readout(columns: Sequence[Tensor], row: Tensor, inner: int) -> Readout:
     """`agrees`, `correct` and `loss`, whose first `inner` rows are those of further states, as a readout."""
-    further = Readout(*(column[:inner] for column in columns), row) if inner else None
-    return Readout(*(column[inner:] for column in columns), row, further)
+    agrees, correct, loss = columns
+    further = Readout(agrees[:inner], correct[:inner], loss[:inner], row) if inner else None
+    return Readout(agrees[inner:], correct[inner:], loss[inner:], row, further)
 
 
 def read_and_show(

@@ -132,7 +132,12 @@ def _cosines(features: Tensor, center: bool, index: Tensor | None = None) -> tup
         return iter(by_sample.split(size)) if index is None else (by_sample[some] for some in index.split(size))
 
     count = samples if index is None else len(index)
-    mean = sum(part.double().sum(0) for part in parts()) / count if center and count else None
+    mean = None
+    if center and count:
+        mean = features.new_zeros(layers, width, dtype=torch.float64)
+        for part in parts():
+            mean += part.double().sum(0)
+        mean /= count
     sums = features.new_zeros(layers, layers, dtype=torch.float64)
     counts = torch.zeros_like(sums)
     to_last = []

@@ -23,17 +23,17 @@ def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedMod
         config: of the model.
         model_class: its class.
     """
-    return getattr(config, FLAG, True) is False and _obeys_flag(model_class)
+    return getattr(config, FLAG, True) is False and _obeys_flag(model_class.__module__, model_class.__name__)
 
 
 @cache
-def _obeys_flag(model_class: type[PreTrainedModel]) -> bool:
+def _obeys_flag(module: str, name: str) -> bool:
     """Whether the code of a class reads `config.is_decoder`, and the class does not set it."""
     try:
-        code = ast.parse(inspect.getsource(sys.modules[model_class.__module__]))
+        code = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, SyntaxError):
         return True
-    own = [node for node in code.body if isinstance(node, ast.ClassDef) and node.name == model_class.__name__]
+    own = [node for node in code.body if isinstance(node, ast.ClassDef) and node.name == name]
     return _uses(ast.walk(code), ast.Load) and not any(_uses(ast.walk(node), ast.Store) for node in own)
 
 

@@ -189,7 +189,8 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
 
 
 def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: int | None) -> None:
-    if reads_later_tokens(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if reads_later_tokens(config, model_class):
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
         )
