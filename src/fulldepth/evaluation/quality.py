@@ -220,8 +220,8 @@ def _row(site: str, layer: int, statistic: str, value: float, count: int) -> Row
 def _mean_rows(layer: int, statistic: str, mean: Mean | None) -> list[Row]:
     if mean is None:
         return []
-    rows = [_row(FULL, layer, statistic, mean.value, mean.count)]
-    return rows if mean.error is None else [*rows, _row(FULL, layer, f"{statistic}_stderr", mean.error, mean.count)]
+    rows = [_row(FULL, layer, statistic, mean.value, mean.texts)]
+    return rows if mean.error is None else [*rows, _row(FULL, layer, f"{statistic}_stderr", mean.error, mean.texts)]
 
 
 def _ends(model: PreTrainedModel) -> list[int]:

@@ -19,7 +19,7 @@ class Mean(NamedTuple):
     value: float
     error: float | None
     """Standard error; None for one text."""
-    count: int
+    texts: int
 
 
 def diversity(text: str) -> float | None:
