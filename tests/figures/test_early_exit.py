@@ -66,6 +66,16 @@ def test_the_histogram_is_the_counts_and_theory_follows_from_them():
         assert point.half_by == early[math.ceil(len(early) / 2) - 1]
 
 
+def test_a_histogram_of_many_thresholds_keeps_the_chosen_one():
+    results = folders.classifier_exit()
+    report = [entry for entry in results.meta["exits"] if entry["split"] == "report" and entry["rule"] == "confidence"]
+    more = [{**report[0], "threshold": 0.51 + at / 100, "exits": [1, *report[0]["exits"][1:]]} for at in range(30)]
+    results.meta["exits"] = [*report, *more]
+    names = [bar.name for bar in results.figures()["exit_histogram"].data]
+    assert len(names) == 4
+    assert {"confidence 0.5", "confidence 0.9"} <= set(names)
+
+
 def test_a_decoder_has_the_runs_that_generate_and_what_was_not_timed_is_in_theory():
     results = folders.decoder_exit()
     drawn = results.figures()

@@ -30,8 +30,12 @@ from fulldepth.figures.style import (
 
 LABELLED = 8
 """Number of points up to which each is labelled with its threshold."""
-MOST_BARS = 8
+MOST_BARS = 4
 """Maximum number of thresholds in one histogram."""
+WIDE = 4.0
+"""Speed-up from which the axis is logarithmic."""
+TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Ticks of a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def tradeoff(groups: Sequence[Group], scale: Scale, title: str = "") -> go.Figur
         title=title or f"{scale.title.removesuffix(' (nats)')} against speed-up",
         subtitle=f"{'Lower' if scale.key == 'loss' else 'Higher'} right is better. {how}",
         alt=_in_words(drawn, scale),
-        xaxis=axis("Speed-up over the full model", ticksuffix="×"),
+        xaxis=_across([point for _, its_points in drawn for point in its_points]),
         yaxis=axis(scale.title, **scale.settings()),
         variant=scale.title.removesuffix(" (nats)"),
         hovermode="closest",
@@ -123,6 +127,17 @@ def tradeoff(groups: Sequence[Group], scale: Scale, title: str = "") -> go.Figur
         showlegend=True,
     )
     return shown.add_vline(1, line={"color": MUTED, "width": 1, "dash": "dot"})
+
+
+def _across(every: Sequence[Point]) -> dict[str, Any]:
+    """The axis of speed-ups; logarithmic where some are so large that those near 1 would fall together."""
+    title, values = (
+        "Speed-up over the full model",
+        [one for point in every for one in (point.theory, point.measured) if one],
+    )
+    if max(values) < WIDE or min(values) < TICKS[0]:
+        return axis(title, ticksuffix="×")
+    return axis(title, type="log", tickvals=list(TICKS), ticktext=[f"{tick:g}×" for tick in TICKS])
 
 
 def _drawable(group: Group, scale: Scale) -> list[Point]:
@@ -265,8 +280,7 @@ def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
     drawn = [point for point in drawn if point.early] or drawn  # one at which nothing leaves hides the others
     if not drawn:
         return None
-    kept = sorted({round(at * (len(drawn) - 1) / (MOST_BARS - 1)) for at in range(MOST_BARS)})
-    drawn = drawn if len(drawn) <= MOST_BARS else [drawn[at] for at in kept]
+    drawn = _some(drawn)
     layers = len(drawn[0].counts)
     shades = [SEQUENTIAL[3 + round(7 * at / max(len(drawn) - 1, 1))] for at in range(len(drawn))]
     traces = []
@@ -295,6 +309,17 @@ def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
         bargap=0.25,
         showlegend=True,
     )
+
+
+def _some(every: list[Point]) -> list[Point]:
+    """Up to `MOST_BARS` points, with the chosen one, from the lowest threshold to the highest."""
+    if len(every) <= MOST_BARS:
+        return every
+    kept = {round(at * (len(every) - 1) / (MOST_BARS - 1)) for at in range(MOST_BARS)}
+    chosen = {index for index, point in enumerate(every) if point.calibrated}
+    middle = [index for index in sorted(kept - chosen) if 0 < index < len(every) - 1]
+    kept = (kept - set(middle[: len(chosen - kept)])) | chosen
+    return [every[index] for index in sorted(kept)[-MOST_BARS:]]
 
 
 def _most(point: Point) -> str:
@@ -352,7 +377,7 @@ FIGURES = (
         _histograms,
         kinds=(EXIT,),
         title="Where it stops",
-        subtitle="Share that leaves after each layer; at the last layer: what ran through all of them",
+        subtitle="Share that leaves after each layer; the rest runs through all of them",
     ),
     Figure("generation_tradeoff", "generating", _of_generation, kinds=(EXIT,)),
     Figure(

@@ -60,6 +60,8 @@ def _is_used(entry: Entry, stated: Entry) -> bool:
 
 def _acceptance(source: Source) -> Figures:
     entries = speculation(source.meta).get("acceptance") or []
+    if len(entries) < 2:
+        return {}  # nothing was compared
     return readings((scale.key, _curves(source, entries, scale)) for scale in SCALES)
 
 

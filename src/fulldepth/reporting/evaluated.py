@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fulldepth.figures.curves import number, select
@@ -11,12 +12,15 @@ from fulldepth.figures.evaluation import QUALITIES, QUALITY, Task, tasks_of
 from fulldepth.figures.evaluation import tasks as every_task
 from fulldepth.figures.record import Source
 from fulldepth.reporting import measured
+from fulldepth.reporting.findings import Shown, in_order
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.phrases import NOTHING, dotted, listed, model_line, short
 from fulldepth.reporting.tables import Table, by_subject, settings_table
 
 MOST_NAMED = 3
 """Maximum number of tasks in the opening paragraph."""
+OF_TASKS = ("score ", "earliest_exit ")
+"""Beginnings of the names of findings on single tasks."""
 CHOICES = 12
 """Maximum number of layers in the table of all scores."""
 
@@ -35,6 +39,14 @@ def about(source: Source) -> Pairs:
     """Pairs on the model, the machine and the run."""
     subjects = measured.about(source.meta)
     return [*subjects[:2], ("Machine", listed(source.meta.get("machine") or {})), *subjects[2:]]
+
+
+def findings(entry: Meta, source: Source) -> list[Shown]:
+    """The findings; those on single tasks have no cards, since the table of tasks has their numbers."""
+    return [
+        replace(shown, card=None) if name.startswith(OF_TASKS) else shown
+        for name, shown in zip(in_order(entry.get("headline") or {}), measured.findings(entry, source), strict=True)
+    ]
 
 
 def tables(source: Source) -> dict[str, list[Table]]:

@@ -22,6 +22,8 @@ CLOSE = 0.9
 """Share of the theoretical speed-up below which the measured one is called lower."""
 FASTER = 1.02
 """Speed-up from which a model is called faster."""
+LITTLE = 1.1
+"""Speed-up up to which one is called small."""
 CLASSIFIERS = ("text-classification", "image-classification")
 
 Story = dict[str, Any]
@@ -126,13 +128,25 @@ def _of_theory(point: Point) -> float | None:
     return point.measured / point.theory if point.measured is not None and point.theory else None
 
 
-def best(every: Sequence[Point], full: Mapping[str, Any]) -> Point | None:
-    """The calibrated threshold, or else the fastest one whose accuracy is at most `CHEAP` below the full model's."""
+def best(every: Sequence[Point], full: Mapping[str, Any], target: float | None = None) -> Point | None:
+    """The calibrated threshold, or else the fastest one that costs at most `CHEAP`; None if there is none.
+
+    Of several calibrated ones (one for each rule), the fastest that keeps the `target`, or else the cheapest.
+    """
     base = number(full.get("accuracy"))
     timed = [point for point in every if point.speedup is not None]
     chosen = [point for point in timed if point.calibrated]
-    cheap = [point for point in timed if (drop := _drop(point, base)) is not None and drop <= CHEAP + 1e-9]
-    return max(chosen or cheap, key=lambda point: point.speedup or 0.0, default=None)
+    allowed = CHEAP if target is None or not chosen else target
+    cheap = [point for point in chosen or timed if (lost := _drop(point, base)) is not None and lost <= allowed + 1e-9]
+    if chosen and not cheap:
+        return min(chosen, key=lambda point: _drop(point, base) or 0.0)
+    return max(cheap, key=lambda point: point.speedup or 0.0, default=None)
+
+
+def _target(meta: Meta) -> float | None:
+    """The largest drop of accuracy for which thresholds were chosen."""
+    stated = (meta.get("settings") or {}).get("target_accuracy_drop")
+    return float(stated) if isinstance(stated, int | float) and not isinstance(stated, bool) else None
 
 
 def _drop(point: Point, base: float | None) -> float | None:
@@ -146,21 +160,22 @@ def _drop(point: Point, base: float | None) -> float | None:
 def story(source: Source) -> Story | None:
     """The opening paragraph: what leaves early and what it costs, whether time falls, where all could stop."""
     meta = source.meta
-    every, full = points(meta.get("exits")), meta.get("full") or {}
+    every = points(meta.get("exits"))
     layer, drop = cheap_layer(source)
     sentences = [
-        *_threshold_sentences(every, full, subject(meta)),
+        *_threshold_sentences(every, meta),
         *_layer_sentences(layer, drop, source.layers),
         *_generation_sentences(meta),
     ]
     return {"sentences": sentences, "next": _next(meta, layer, source.layers)} if sentences else None
 
 
-def _threshold_sentences(every: Sequence[Point], full: Mapping[str, Any], what: str) -> list[str]:
+def _threshold_sentences(every: Sequence[Point], meta: Meta) -> list[str]:
     """What the best threshold does; if none is cheap, what the most careful one costs."""
     if not every:
         return []
-    point = best(every, full)
+    full, what = meta.get("full") or {}, subject(meta)
+    point = best(every, full, _target(meta))
     if point is None:
         careful = [point for point in every if _drop(point, number(full.get("accuracy"))) is not None]
         if not careful:
@@ -196,12 +211,15 @@ def _did(point: Point, full: Mapping[str, Any], what: str) -> str:
 def _speed(point: Point) -> str:
     theory = f" ({point.theory:.2f} in theory)" if point.theory is not None else ""
     if point.measured is None:
-        return f"a speed-up of {point.theory:.2f} in theory, not timed" if point.theory is not None else "not timed"
+        only = "only " if (point.theory or 0) < LITTLE else ""
+        return (
+            f"a speed-up of {only}{point.theory:.2f} in theory (not timed)" if point.theory is not None else "not timed"
+        )
     if point.measured < FASTER and point.measured > 1 / FASTER:
         return f"no measurable speed-up{theory}"
     if point.measured < 1:
         return f"slower, at {point.measured:.2f} times the full model’s speed{theory},"
-    return f"a speed-up of {point.measured:.2f}{theory}"
+    return f"a speed-up of {'only ' if point.measured < LITTLE else ''}{point.measured:.2f}{theory}"
 
 
 def _cost(point: Point, full: Mapping[str, Any]) -> str:

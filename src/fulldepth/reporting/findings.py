@@ -28,7 +28,9 @@ HEADLINES = {
     "best_threshold": ("Best threshold", "of those given"),
     "speedup": ("Speed-up", "over the full model"),
     "acceptance": ("Accepted drafts", "share of drafted tokens"),
-    "tokens_per_second": ("Tokens per second", ""),
+    "tokens": ("New tokens", ""),
+    "tokens_per_second": ("Tokens per second", "after the prompt"),
+    "theoretical_speedup": ("Speed-up in theory", "by layers"),
 }
 """Name in `results.json` -> title and symbol (or subtitle) of the card; in the order of the cards."""
 
@@ -54,10 +56,17 @@ def in_order(headline: Mapping[str, Entry]) -> dict[str, Entry]:
 
 def with_cards(headline: Mapping[str, Entry], layers: object = None) -> list[Shown]:
     """All findings with their cards; unknown names are shown as they are. `layers` is L of the model."""
-    return [
-        Shown(entry, (*HEADLINES.get(name, (short(name, 60), "")), *figure_of(entry, layers)))
-        for name, entry in in_order(headline).items()
-    ]
+    return [Shown(entry, (*_titled(name), *figure_of(entry, layers))) for name, entry in in_order(headline).items()]
+
+
+def _titled(name: str) -> tuple[str, str]:
+    """Title and symbol of a card; `NAME_OTHER` is the number `NAME` of something else, such as a rule."""
+    if name in HEADLINES:
+        return HEADLINES[name]
+    base = next((known for known in HEADLINES if name.startswith(f"{known}_")), None)
+    if base is None:
+        return short(name, 60).replace("_", " "), ""
+    return HEADLINES[base][0], short(name.removeprefix(f"{base}_"), 60)
 
 
 def cards(findings: Sequence[Shown]) -> list[dict[str, str]]:

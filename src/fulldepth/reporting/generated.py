@@ -115,6 +115,11 @@ def _speculated(meta: Meta, layers: int) -> list[str]:
     return [f"{drafts[:1].upper()}{drafts[1:]}.{by}"]
 
 
+def _first_layers(entry: Mapping[str, Any], layers: int) -> str:
+    """The layers that draft."""
+    return f"the first of {layers} layers" if entry["layer"] == 1 else f"the first {entry['layer']} of {layers} layers"
+
+
 def _at_best(entry: Mapping[str, Any] | None, layers: int) -> str:
     """What the most promising drafts would have given."""
     if entry is None:
@@ -123,7 +128,7 @@ def _at_best(entry: Mapping[str, Any] | None, layers: int) -> str:
     clauses = (
         []
         if accepted is None
-        else [f"{100 * accepted:.0f} % of the drafts of the first {entry['layer']} of {layers} layers are accepted"]
+        else [f"{100 * accepted:.0f} % of the drafts of {_first_layers(entry, layers)} are accepted"]
     )
     clauses += [] if faster is None else [f"{faster:.2f} times plain decoding’s speed is predicted"]
     return f": at best, {' and '.join(clauses)}" if clauses else ""
@@ -136,7 +141,7 @@ def _drafts(entry: Mapping[str, Any], layers: int) -> str:
     )
     length = entry.get("draft_length")
     drafted = f" {length} token{'' if length == 1 else 's'} at a time" if length else ""
-    opening = f"the first {entry['layer']} of {layers} layers draft{drafted}"
+    opening = f"{_first_layers(entry, layers)} draft{'s' if entry['layer'] == 1 else ''}{drafted}"
     clauses = []
     if accepted is not None:
         clauses.append(f"{100 * accepted:.0f} % of the drafts are accepted")
@@ -159,7 +164,7 @@ def _exits(meta: Meta, layers: int) -> list[str]:
     total = sum(count for _, count in pairs)
     early = sum(count for layer, count in pairs if layer < layers)
     if not early:
-        return []
+        return ["No token leaves before the last layer."] if counts else []
     mean = sum(layer * count for layer, count in pairs) / total
     theory = stats(meta).get("theoretical_speedup")
     faster = f": {theory:.2f} times fewer layers" if theory is not None else ""

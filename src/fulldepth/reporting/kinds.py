@@ -165,6 +165,7 @@ PAGES = {
         "Evaluation by layer",
         evaluated.byline,
         evaluated.about,
+        evaluated.findings,
         opening=evaluated.story,
         tables=evaluated.tables,
         about_title="What was evaluated",

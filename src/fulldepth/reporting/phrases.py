@@ -55,7 +55,8 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
     if unit in SCALES:
         digits, _, shown = SCALES[unit](value).partition(" ")
         return digits, shown
-    return f"{value:.3f}", "" if unit == "1" else short(unit, 16)
+    digits = f"{value:.4g}" if 0.9995 <= abs(value) < 1 else f"{value:.3f}"
+    return digits, "" if unit == "1" else short(unit, 16)
 
 
 def plus_minus(entry: Mapping[str, Any]) -> str:
