@@ -176,17 +176,24 @@ def curve(subject: Subject, kind: str, choose: str, rows: Sequence[Example], mos
     return "\n".join([*lines, "", json.dumps(found.document() | {"shares": None})])
 
 
-def methods(subject: Subject, choose: str, rows: Sequence[Example], sizes: Sequence[int], seeds: Sequence[int]) -> str:
+def methods(
+    subject: Subject,
+    choose: str,
+    rows: Sequence[Example],
+    sizes: Sequence[int],
+    seeds: Sequence[int],
+    searches: Sequence[str],
+) -> str:
     """A table of the searches: mean over seeds and standard deviation, standard error over rows in brackets."""
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
     for seed in seeds:
-        for name in SEARCHES:
+        for name in searches:
             blocks = subject.plan(choose, "gsm8k", name, seed, max(sizes))["blocks"]
             for size in sizes:
                 without = subject.loss("gsm8k", rows, blocks[:size])
                 found[name, seed, size] = added(subject.loss("gsm8k", rows, ()), without)
     table = ["| search | " + " | ".join(f"k = {size}" for size in sizes) + " |", "|---|" + "---|" * len(sizes)]
-    for name in SEARCHES:
+    for name in searches:
         cells = []
         for size in sizes:
             values = [found[name, seed, size] for seed in seeds]
@@ -245,6 +252,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="bfloat16 takes a third of the time on a CPU that has it")
     parser.add_argument("--sizes", default="4,8", help="numbers of blocks that methods are compared for")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--searches", default=",".join(SEARCHES))
     parser.add_argument("--most", type=int, default=CURVE, help="most blocks of a curve")
     parser.add_argument("--plan", type=Path, help="folder of a plan with scalars, for the stage healed")
     args = parser.parse_args()
@@ -262,7 +270,7 @@ def main() -> None:
         print(curve(subject, "gsm8k", choose, rows, args.most))
     if "methods" in stages:
         sizes, seeds = ([int(number) for number in given.split(",")] for given in (args.sizes, args.seeds))
-        print(methods(subject, choose, rows, sizes, seeds))
+        print(methods(subject, choose, rows, sizes, seeds, args.searches.split(",")))
     if "wikitext" in stages:
         text = args.wikitext.read_text(encoding="utf-8")
         halves = {"choose": text[: len(text) // 2], "read": text[len(text) // 2 :]}

@@ -82,8 +82,8 @@ class SearchSettings(ReadingSettings):
     format: Annotated[str, AfterValidator(known_format)] | None = None
     """Format of `skip apply` that the plan is for: folded, fast, decilm or layer; checked before the search."""
     chunks: Batch = 32
-    """Chunks of the held-out data, after each of which candidates may be dropped; at most one for each sequence. The
-    first chunks are joined until they hold eight sequences, because no candidate is dropped before that."""
+    """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
+    searches read few data in chunks of four sequences, or of a batch if that is smaller."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Confidence of the bounds by which candidates are dropped, for each round."""
     budget: Budget | str | None = None

@@ -15,7 +15,7 @@ from fulldepth.distributed import Processes
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import Batch
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.selection.elimination import compare, eliminate, is_worse
+from fulldepth.skip.selection.elimination import _tests, compare, eliminate, is_worse
 from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.skip.selection.problem import split
 from fulldepth.skip.selection.search import search
@@ -126,11 +126,18 @@ def test_a_race_loses_its_best_candidate_no_more_often_than_it_says(windows, siz
     assert max(scored) <= most < len(chunks)
 
 
-@pytest.mark.parametrize(
-    ("heldout", "sizes"),
-    [(32, [8] + [1] * 24), (256, [8] * 32), (100, [8, 4, 4] + [3] * 28), (9, [8, 1]), (3, [3])],
-)
-def test_no_candidate_can_be_dropped_before_the_first_chunk_ends(heldout, sizes):
-    """The first chunk holds the sequences that every candidate needs; where data are few, each other one is a chunk."""
+@pytest.mark.parametrize(("heldout", "sizes"), [(32, [1] * 32), (256, [8] * 32), (100, [4] * 4 + [3] * 28), (1, [1])])
+def test_greedy_reads_few_data_one_sequence_at_a_time(heldout, sizes):
+    """So that every candidate is dropped as soon as it can be; others store their progress after four sequences."""
     chunks = split(plain.examples(heldout=heldout), SearchSettings(blocks=1, batch_size=8))
     assert [sum(len(batch.inputs["input_ids"]) for batch in chunk) for chunk in chunks] == sizes
+    exact = split(plain.examples(heldout=heldout), SearchSettings(blocks=1, batch_size=8, search="exact"))
+    assert len(exact) == max(1, min(32, heldout // 4))
+
+
+@pytest.mark.parametrize(
+    ("documents", "tests"),
+    [([[i] for i in range(32)], 24), ([[0, 1]] * 9, 0), ([[0, 1, 2, 3], [3, 4, 5], [6, 7], [8], [9]], 2), ([[0]], 0)],
+)
+def test_risk_is_shared_among_the_tests_that_can_happen(documents, tests):
+    assert _tests(documents) == tests

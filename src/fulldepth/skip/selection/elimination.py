@@ -162,8 +162,8 @@ def eliminate(
     """Remove blocks one by one, each time the one that costs least given those removed before.
 
     A round scores all candidates on the first chunk, the remaining ones on the next, and so on. A candidate is dropped
-    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x (chunks - 1))`;
-    nothing is dropped after the last chunk.
+    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x tests)`, where
+    `tests` counts the chunks after which one can be dropped: at least `LEAST` documents were read, and not all data.
 
     Args:
         loss_cache: computes losses of its criterion.
@@ -206,7 +206,7 @@ def _round(
     """The winner of the round after some picks, `Round.decided_by`, and the number of chunks scored."""
     variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
     chunks = range(len(loss_cache.chunks))
-    risk = (1 - confidence) / len(variants) / max(1, len(chunks) - 1)
+    risk = (1 - confidence) / len(variants) / max(1, _tests(loss_cache.documents))
     alive, leader = variants, variants[0]
     for chunk in chunks:
         if chunk and limit < math.inf:
@@ -222,6 +222,13 @@ def _round(
             break
     early = len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1
     return leader, "bounds" if early else "data", chunk + 1
+
+
+def _tests(documents: Sequence[Sequence[int]]) -> int:
+    """Number of chunks, the last one left out, after which at least `LEAST` documents were read."""
+    seen: set[int] = set()
+    counts = [len(seen := seen.union(chunk)) for chunk in documents[:-1]]
+    return sum(count >= LEAST for count in counts)
 
 
 def _limit(loss_cache: LossCache, picks: Sequence[int], later: int, budget: float) -> float:

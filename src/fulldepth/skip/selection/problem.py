@@ -24,13 +24,13 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
 from fulldepth.skip.scored_batches import make_batches
-from fulldepth.skip.selection.elimination import LEAST
 from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit, fit_options, refit_options
 from fulldepth.skip.selection.loss_cache import Chunk, Refit
 from fulldepth.skip.selection.rankings import check_given
 
-FIRST_CHUNK = LEAST
-"""Fewest sequences of the first chunk: with fewer documents no candidate can be dropped."""
+SMALL_CHUNK = 4
+"""Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.
+The greedy search, which may drop candidates after every chunk, goes down to single sequences."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def read_data(
 
 
 def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
-    """The held-out examples in chunks of batches: random parts of nearly equal size, except for a larger first one.
+    """The held-out examples in chunks of batches: random parts of nearly equal size.
 
     Raises:
         FulldepthError: if there are none.
@@ -175,10 +175,9 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     if not heldout:
         raise FulldepthError("The held-out data are empty.")
     order = np.random.default_rng(settings.seed).permutation(len(heldout))
-    parts = np.array_split(order, min(settings.chunks, len(heldout)))
-    while len(parts) > 1 and len(parts[0]) < FIRST_CHUNK:
-        parts[:2] = [np.concatenate(parts[:2])]
-    return [make_batches([heldout[i] for i in part], settings.batch_size) for part in parts]
+    size = 1 if settings.search == "greedy" else min(settings.batch_size, SMALL_CHUNK)
+    count = max(1, min(settings.chunks, len(heldout) // size))
+    return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
 
 
 def _check_blocks(settings: SearchSettings, depth: int) -> None:
