@@ -89,9 +89,8 @@ def aligned_loss(
     Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass: the head is
     called twice, and `[L, B, T, V]` never exists.
 
-    With `positions` below 1 each layer reads random positions of its own: of n labelled ones `ceil(positions * n)`,
-    without replacement, from torch's global generator. Value and gradients are unbiased estimates of those of all
-    positions.
+    With `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, its own random ones
+    from torch's global generator. Value and gradients are unbiased estimates of those of all positions.
 
     Args:
         hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
@@ -104,24 +103,22 @@ def aligned_loss(
         positions: share of the labelled positions that each layer reads, above 0 and at most 1.
 
     Returns:
-        Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
-        ignored, 0 with zero gradients.
+        Scalar in nats, float32 (float64 for float64 states), on the last state's device. If all positions are ignored,
+        0 with zero gradients.
 
     Raises:
-        FulldepthError: for an empty list of states, mismatched shapes, invalid labels or weights, or a head whose
-            output has another shape.
+        FulldepthError: for no states, mismatched shapes, invalid labels or weights, or a head of another output shape.
 
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
     check_states(hidden_states, None, least=1)
-    _check_labels(labels, hidden_states[-1], chunk)
-    if not 0 < positions <= 1:
-        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")
+    _check_labels(labels, hidden_states[-1], chunk, positions)
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
+    labels = labels.to(device)
     if positions < 1 and bool((labels != ignore_index).any()):
-        return _sampled(hidden_states, head, labels.to(device), shares, ignore_index, chunk, positions)
-    chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
+        return _sampled(hidden_states, head, labels, shares, ignore_index, chunk, positions)
+    chosen = [_counted(part, ignore_index) for part in labels.flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
 
     total = torch.zeros((), dtype=dtype, device=device)
@@ -211,7 +208,7 @@ def _sampled(
     return total
 
 
-def _check_labels(labels: Tensor, state: Tensor, chunk: int) -> None:
+def _check_labels(labels: Tensor, state: Tensor, chunk: int, positions: float) -> None:
     if labels.shape != state.shape[:-1] or labels.is_floating_point():
         raise FulldepthError(
             f"labels must be integers of shape {tuple(state.shape[:-1])}, one per position of the hidden states "
@@ -219,3 +216,5 @@ def _check_labels(labels: Tensor, state: Tensor, chunk: int) -> None:
         )
     if chunk < 1:
         raise FulldepthError(f"chunk must be at least 1 position, got {chunk}")
+    if not 0 < positions <= 1:
+        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")
