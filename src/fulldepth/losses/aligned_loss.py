@@ -103,8 +103,7 @@ def aligned_loss(
         positions: share of the labelled positions that each layer reads, above 0 and at most 1.
 
     Returns:
-        Scalar in nats, float32 (float64 for float64 states), on the last state's device. If all positions are ignored,
-        0 with zero gradients.
+        Scalar in nats, float32 (float64 for float64 states), on the last state's device; 0 if all labels are ignored.
 
     Raises:
         FulldepthError: for no states, mismatched shapes, invalid labels or weights, or a head of another output shape.
