@@ -68,12 +68,15 @@ def test_processes_share_each_batch_and_skip_alike(world: int) -> None:
     """accelerate's own sharding and skipping, one process after the other."""
     size, micro, steps, done = 31, 2, 10, 7
     data = TensorDataset(torch.arange(size))
-    sampler = ShuffledSampler(size, seed=4, length=steps * micro * world)
-    order = sampler.indices(0, steps * micro * world).reshape(steps, world, micro)
+
+    def sampler() -> ShuffledSampler:
+        return ShuffledSampler(size, seed=4, length=steps * micro * world)
+
+    order = sampler().indices(0, steps * micro * world).reshape(steps, world, micro)
     for rank in range(world):
         whole, rest = (
             prepare_data_loader(
-                DataLoader(data, batch_size=micro, sampler=sampler), num_processes=world, process_index=rank
+                DataLoader(data, batch_size=micro, sampler=sampler()), num_processes=world, process_index=rank
             )
             for _ in range(2)
         )
