@@ -26,6 +26,14 @@ def optimism(plan: Plan) -> str | None:
     return f"{' and '.join(decided)} on the same sequences" if decided else None
 
 
+def _kept(plan: Plan, fit: str) -> str:
+    """A remark if no epoch of a fit lowered the held-out loss, so that the scalars are 1."""
+    fits = plan.cost.get("fit")
+    record = fits.get(fit) if isinstance(fits, dict) else None
+    untrained = isinstance(record, dict) and record.get("epoch") == 0
+    return "; no epoch lowered the loss, the scalars stay 1" if untrained else ""
+
+
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
     """(name, value, remark) of the losses in the order of removal, of the healed model, and of the control."""
     base = plan.losses[0]
@@ -33,10 +41,12 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
     for number, (layer, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
         rows.append((f"{number}. layer {layer}", f"{loss:.4f} nats", f"{loss - base:+.4f}"))
     if plan.healed_loss is not None:
-        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", f"{plan.healed_loss - base:+.4f}"))
+        remark = f"{plan.healed_loss - base:+.4f}{_kept(plan, 'healed')}"
+        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", remark))
     if plan.control_loss is not None:
         control = plan.control_loss.scalars_only
-        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", f"{control - base:+.4f}"))
+        remark = f"{control - base:+.4f}{_kept(plan, 'control')}"
+        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", remark))
     if why := optimism(plan):
         rows.append(("optimistic", why, "skip bench --heldout reads others"))
     share = plan.cost.get("share_of_plain")
