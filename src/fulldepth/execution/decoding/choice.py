@@ -48,7 +48,7 @@ class Choice:
             logits: `[A, V]` of the active sequences.
             drafts: number of drafts after each sequence that the token follows.
         """
-        logits = logits.float()
+        logits = logits.to(self.sequences.tokens.device, torch.float32)
         if not self._processors:
             return logits
         sequences, groups = self.sequences, defaultdict(list)

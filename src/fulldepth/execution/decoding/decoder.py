@@ -87,14 +87,16 @@ class Decoder:
         """As the function `generate`."""
         self._check(input_ids, max_new_tokens, temperature, top_p)
         chosen = Options(num_layers=self.anatomy.num_layers, **options)
+        device = device_of(self.anatomy.model)
+        input_ids = input_ids.to(device)
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "num_beams": 1}
         if do_sample:
             settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         tokens = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         settings |= {name: value for name, value in tokens.items() if value is not None}
         if attention_mask is not None:
-            settings["attention_mask"] = attention_mask
-        generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
+            settings["attention_mask"] = attention_mask.to(device)
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
 
         def loop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor:
             return self._loop(input_ids, prepared, chosen, generator, streamer)
