@@ -17,11 +17,12 @@ from fulldepth.evaluation import SUITES, evaluate
 from fulldepth.evaluation.scoring import units_of
 from fulldepth.execution.harness.layered import LayeredAnswers
 from fulldepth.hf import anatomy_candidates
-from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
-from fulldepth.skip import Plan
+from fulldepth.skip import export
+from fulldepth.skip.plan import plan_scalars
+from skip import planned
 
 pytest.importorskip("lm_eval")
 TASKS = ["arc_easy_local", "lambada_local"]
@@ -126,28 +127,33 @@ def test_answers_of_other_runs_are_not_reused(change, checkpoint, data, tmp_path
 
 def test_a_plan_is_evaluated_with_its_blocks_skipped(data):
     model = small_world.model()
-    plan = Plan.of(
-        {
-            "schema_version": 1,
-            "model": {"name": "tiny", "class": "LlamaForCausalLM", "hash": model_hash(model)},
-            **{"granularity": "attention", "criterion": "loss", "search": "greedy", "blocks": [2]},
-            **{"losses": [5.0, 5.1], "healed_loss": None, "control_loss": None, "scalars": {}, "seed": 0},
-            **{"data": {"hash": "sha256:" + "0" * 64}, "versions": {}},
-            "cost": {"forwards": 1, "flops": 1, "seconds": 1},
-        }
-    )
+    plan = planned.plan(model, [2])
     options = {"tokenizer": small_world.tokenizer(), "task_data": [data], "limit": 6, "bootstrap_iters": 100}
-    planned = evaluate(model, TASKS, plan=plan, **options)
+    got = evaluate(model, TASKS, plan=plan, **options)
+    anatomy = anatomy_candidates(model)[0]
     for task in TASKS:
-        with skipping(anatomy_candidates(model)[0], [2]):
+        with skipping(anatomy, [2], scalars=plan_scalars(plan, anatomy)):
             expected = stock(model, task, data, limit=6, batch_size=8, bootstrap_iters=100)
-        assert ours(planned, task, small_world.LAYERS) == expected
-    assert not planned.table.value.equals(evaluate(model, TASKS, **options).table.value)
-    assert planned.meta["skipped"] == {"granularity": "attention", "blocks": [2], "healed": False}
+        assert ours(got, task, small_world.LAYERS) == expected
+    assert not got.table.value.equals(evaluate(model, TASKS, **options).table.value)
+    assert got.meta["skipped"] == {"granularity": "attention", "blocks": [2], "healed": True}
     with pytest.raises(FulldepthError, match="cannot be cut to its first layers"):
         evaluate(model, ["gsm8k_local"], plan=plan, exit_layers="2", **options)
     with pytest.raises(FulldepthError, match="for another"):
         evaluate(small_world.model(seed=1), TASKS, plan=plan, **options)
+
+
+@pytest.mark.slow
+def test_exports_are_evaluated_like_the_plan(data, tmp_path):
+    model = small_world.model()
+    model.name_or_path = "tiny"
+    plan = planned.plan(model, [2])
+    options = {"task_data": [data], "limit": 6, "bootstrap_iters": 100}
+    tokenizer = small_world.tokenizer()
+    expected = evaluate(model, TASKS, plan=plan, tokenizer=tokenizer, exit_layers="full", **options).table
+    export(plan, model, "fast", tmp_path / "fast", tokenizer=tokenizer)
+    got = evaluate(str(tmp_path / "fast"), TASKS, exit_layers="full", **options).table
+    assert list(got.value) == pytest.approx(list(expected.value), rel=1e-4)
 
 
 def test_suites_are_the_papers_tasks():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+import tiny_models
 from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.local_tasks import local_task
+from fulldepth.execution.harness import Answers, LayerReader, layered_model
+from fulldepth.execution.harness.layered import Session
+from fulldepth.execution.language_model import prove
+from fulldepth.hf.truncation import truncated
+from skip import word_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 SCORED = ["arc_easy_local", "lambada_local", "hellaswag_local", "piqa_local", "arc_challenge_local"]
@@ -21,26 +29,22 @@ def data(tmp_path_factory):
     return small_world.write_data(tmp_path_factory.mktemp("tasks"))
 
 
-@pytest.fixture(autouse=True)
-def _no_description_of_the_machine(monkeypatch):
-    """`simple_evaluate` adds seconds of it to every result."""
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-
-
-def stock(model, task, data, limit=LIMIT, batch_size=4, **options):
-    """lm-eval's own scores of a model: metric -> (value, standard error)."""
+def stock(model, task, data, replies=None, limit=LIMIT, batch_size=4, tokenizer=None, **options):
+    """lm-eval's own scores of a model: metric -> (value, standard error); its texts are added to `replies`."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     output = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=small_world.tokenizer(), batch_size=batch_size),
-        tasks=[local_task(task, [data])],
+        model=HFLM(pretrained=model, tokenizer=tokenizer or small_world.tokenizer(), batch_size=batch_size),
+        tasks=[local_task(task, [data]) if isinstance(task, str) else task],
         task_manager=TaskManager(include_defaults=False),
         limit=limit,
-        log_samples=False,
+        log_samples=replies is not None,
         **options,
     )
     (results,) = output["results"].values()
+    for name, samples in (output.get("samples") or {}).items():
+        replies.setdefault(name, []).extend(sample["resps"][0][0] for sample in samples)
     scores = {}
     for key, value in results.items():
         metric, comma, how = key.partition(",")
@@ -90,11 +94,76 @@ def test_one_pass_answers_all_layers(data):
     assert len(full) == len(each) > 0
 
 
-def test_generation_leaves_at_the_exit_layer(data):
-    model, task = small_world.model(), "gsm8k_local"
+def test_generation_leaves_at_the_exit_layer(data, monkeypatch):
+    model, task, texts = small_world.model(), "gsm8k_local", []
+    monkeypatch.setattr(Answers, "put", lambda self, new: (texts.extend(new.values()), self._answers.update(new)))
     options = {"tokenizer": small_world.tokenizer(), "task_data": [str(data)], "limit": LIMIT, "batch_size": 4}
     results = evaluate(model, [task], exit_layers="2", num_fewshot=2, **options)
-    assert ours(results, task, LAYERS) == stock(model, task, data, num_fewshot=2)
-    assert ours(results, task, 2) == stock(small_world.first_layers(model, 2), task, data, num_fewshot=2)
+    replies = {}
+    for layer in (2, LAYERS):
+        first = small_world.first_layers(model, layer)
+        assert ours(results, task, layer) == stock(first, task, data, replies, num_fewshot=2)
     assert set(ours(results, task, 2)) == {"exact_match:strict-match", "exact_match:flexible-extract"}
+    assert set(texts) == set(replies["gsm8k_local"])
+    assert len(set(texts)) == 2 * LIMIT
+    options["limit"] = 1
     assert evaluate(model, [task], **options).meta["warnings"][0].startswith("gsm8k_local generates text")
+
+
+def test_perplexities_of_whole_texts(data, tmp_path):
+    """Tasks of rolling log-likelihoods, with texts longer than the model's positions."""
+    model = small_world.model()
+    model.config.max_position_embeddings = 16
+    task = {
+        "task": "texts",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data / "gsm8k/test.jsonl")}},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}} {{answer}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    }
+    (tmp_path / "texts.yaml").write_text(json.dumps(task))
+    results = evaluate(model, ["texts"], tokenizer=small_world.tokenizer(), include_path=str(tmp_path), limit=LIMIT)
+    rows = results.table.set_index(["layer", "statistic"]).value
+    for layer in (2, LAYERS):
+        expected = stock(small_world.first_layers(model, layer), task, data)
+        for metric in ("word_perplexity", "bits_per_byte"):
+            assert rows[layer, metric] == pytest.approx(expected[metric][0], rel=1e-5)
+    assert rows[LAYERS, "bits_per_byte"] == stock(model, task, data)["bits_per_byte"][0]
+
+
+def test_requests_that_split_the_same_tokens_differently_are_read_at_their_own_positions():
+    model, tokens = small_world.model(), [50, 51, 52, 53, 54]
+    anatomy, classifier = prove(model, {"input_ids": torch.tensor([tokens])})
+    reader = LayerReader(anatomy, classifier, [2, LAYERS])
+    session = Session(reader, lambda layer: model, LAYERS, Answers(None, {}, 2))
+    lm = layered_model(model, small_world.tokenizer(), session, 4)
+    with torch.no_grad():
+        first = small_world.first_layers(model, 2)
+        pairs = ((2, first), (LAYERS, model))
+        said = {layer: one(torch.tensor([tokens[:3]])).logits[0].log_softmax(-1) for layer, one in pairs}
+    for layer in (2, LAYERS):
+        session.layer = layer
+        long, short = lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:4]), (None, tokens[:3], tokens[4:])])
+        assert long[0] == pytest.approx(float(said[layer][1, 52] + said[layer][2, 53]), rel=1e-5)
+        assert short[0] == pytest.approx(float(said[layer][2, 54]), rel=1e-5)
+
+
+FAMILIES = ["gpt2", "gemma2", "gemma3", "qwen3", "gpt_neox", "opt", "cohere", "granite", "depth_llama-hyper"]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "depth_llama-dynamic"])
+def test_families(name, tmp_path):
+    """Soft caps, scaled logits, parallel blocks, sliding windows, learned positions, several streams."""
+    words = word_tokenizer.words
+    rows = [
+        {"question": words(i, i + 3), "choices": [words(2, i), words(5), words(4)], "gold": i % 3} for i in range(4)
+    ]
+    (tmp_path / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tokenizer, task = tiny_models.build(name), word_tokenizer.tokenizer(), "arc_easy_local"
+    results = evaluate(model, [task], tokenizer=tokenizer, task_data=[str(tmp_path)], batch_size=4)
+    reader = {"replies": None, "tokenizer": tokenizer}
+    assert ours(results, task, 3) == stock(model, task, tmp_path, **reader)
+    assert ours(results, task, 2) == stock(truncated(model, 2), task, tmp_path, **reader)

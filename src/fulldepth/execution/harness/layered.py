@@ -107,6 +107,8 @@ class Session:
     answers: Answers = field(default_factory=lambda: Answers(None, {}, 0))
     watcher: Watcher = field(default_factory=Watcher)
     title: str = ""
+    encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = field(default_factory=dict)
+    """Texts of requests -> their tokens."""
     cut: int = 0
     """Requests that are longer than the model's positions and were cut on the left."""
 
@@ -128,6 +130,13 @@ class LayeredAnswers:
         """Log-probabilities of continuations at the session's exit layer."""
         with audible():
             return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context and its continuation; every exit layer asks for them again."""
+        encoded = self.session.encoded
+        if (pair := encoded.get((context, continuation))) is None:
+            pair = encoded[context, continuation] = super()._encode_pair(context, continuation)  # type: ignore[misc]
+        return pair
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
