@@ -73,6 +73,7 @@ function turnToPaper({ matches }) {
 }
 
 function start() {
+  const plotly = unpacked("plotly"); // while the rest of the page is made
   document.title = `${DATA.title} – fulldepth`;
   byId("kind").textContent = `· ${DATA.kind_name}`;
   byId("title").append(isolated(DATA.title));
@@ -94,7 +95,7 @@ function start() {
   drawLens();
   startNumbers();
   startContents();
-  loadPlotly();
+  loadPlotly(plotly);
   prefersDark.addEventListener("change", drawAll);
   let width = innerWidth;
   let waiting = 0;

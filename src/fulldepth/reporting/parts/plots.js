@@ -6,12 +6,11 @@ const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
 const slots = []; // { plots: [{ div, name, alt, box }] }
 let round = 0;
 
-/** Unpack plotly.js, which the page holds compressed, and draw. */
-async function loadPlotly() {
+/** Run plotly.js, which the page holds compressed, and draw; `unpacking` is the promise of its source. */
+async function loadPlotly(unpacking) {
   document.documentElement.dataset.ready = "no";
   try {
-    const source = await unpacked("plotly");
-    const script = el("script", {}, source);
+    const script = el("script", {}, await unpacking);
     document.head.append(script);
     script.remove();
   } catch {
