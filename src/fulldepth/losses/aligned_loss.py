@@ -88,10 +88,8 @@ def aligned_loss(
 
     Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass: the head is
     called twice, and `[L, B, T, V]` never exists.
-
-    With `positions` below 1 each layer reads random positions of its own: of n labelled ones `ceil(positions * n)`,
-    without replacement, from torch's global generator. Value and gradients are unbiased estimates of those of all
-    positions.
+    With `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, drawn without
+    replacement from torch's global generator: an unbiased estimate, of the gradients too.
 
     Args:
         hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
@@ -114,9 +112,7 @@ def aligned_loss(
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
     check_states(hidden_states, None, least=1)
-    _check_labels(labels, hidden_states[-1], chunk)
-    if not 0 < positions <= 1:
-        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")
+    _check_labels(labels, hidden_states[-1], chunk, positions)
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
     if positions < 1 and bool((labels != ignore_index).any()):
@@ -211,7 +207,7 @@ def _sampled(
     return total
 
 
-def _check_labels(labels: Tensor, state: Tensor, chunk: int) -> None:
+def _check_labels(labels: Tensor, state: Tensor, chunk: int, positions: float) -> None:
     if labels.shape != state.shape[:-1] or labels.is_floating_point():
         raise FulldepthError(
             f"labels must be integers of shape {tuple(state.shape[:-1])}, one per position of the hidden states "
@@ -219,3 +215,5 @@ def _check_labels(labels: Tensor, state: Tensor, chunk: int) -> None:
         )
     if chunk < 1:
         raise FulldepthError(f"chunk must be at least 1 position, got {chunk}")
+    if not 0 < positions <= 1:
+        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")
