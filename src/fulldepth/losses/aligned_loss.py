@@ -88,9 +88,8 @@ def aligned_loss(
 
     Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass: the head is
     called twice, and `[L, B, T, V]` never exists.
-
-    With `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, its own random ones
-    from torch's global generator. Value and gradients are unbiased estimates of those of all positions.
+    With `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, drawn without
+    replacement from torch's global generator: an unbiased estimate, of the gradients too.
 
     Args:
         hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
@@ -103,10 +102,12 @@ def aligned_loss(
         positions: share of the labelled positions that each layer reads, above 0 and at most 1.
 
     Returns:
-        Scalar in nats, float32 (float64 for float64 states), on the last state's device; 0 if all labels are ignored.
+        Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
+        ignored, 0 with zero gradients.
 
     Raises:
-        FulldepthError: for no states, mismatched shapes, invalid labels or weights, or a head of another output shape.
+        FulldepthError: for an empty list of states, mismatched shapes, invalid labels or weights, or a head whose
+            output has another shape.
 
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
@@ -114,10 +115,9 @@ def aligned_loss(
     _check_labels(labels, hidden_states[-1], chunk, positions)
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
-    labels = labels.to(device)
     if positions < 1 and bool((labels != ignore_index).any()):
-        return _sampled(hidden_states, head, labels, shares, ignore_index, chunk, positions)
-    chosen = [_counted(part, ignore_index) for part in labels.flatten().split(chunk)]
+        return _sampled(hidden_states, head, labels.to(device), shares, ignore_index, chunk, positions)
+    chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
 
     total = torch.zeros((), dtype=dtype, device=device)
