@@ -53,6 +53,7 @@ class LayerRunner:
         self._start = 0
         self._extras = [0] * anatomy.num_layers
         """Number of outputs of each block besides the state."""
+        self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
         self._tuple = [False] * anatomy.num_layers
         self._prove(batch)
 
@@ -104,7 +105,7 @@ class LayerRunner:
             return states
         args, kwargs = self._arguments[layers - 1]
         with self._at_start():
-            output = self.anatomy.blocks[layers - 1](states, *args, **kwargs)
+            output = self._blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     def write(self, layers: Sequence[int], states: Tensor) -> None:
@@ -145,6 +146,8 @@ class LayerRunner:
         options = self._options
         if "position_ids" in options:
             inputs["position_ids"] = positions(inputs["attention_mask"])[:, start:]
+        if bool(inputs["attention_mask"].all()):  # as in `generate`, which makes masks quicker
+            del inputs["attention_mask"]
         keep = {"logits_to_keep": 1} if "logits_to_keep" in options else {}
         with cache.starting_at(start):
             logits: Tensor = self.anatomy.model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
@@ -189,16 +192,16 @@ class LayerRunner:
     def _body(self, batch: Mapping[str, Tensor]) -> None:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         if self._cache is None:
-            self.anatomy.body(**body_inputs(self.anatomy, inputs))
+            self._module(**body_inputs(self.anatomy, inputs))
             return
         if self._takes_positions:
             inputs["position_ids"] = positions(inputs["attention_mask"])[:, self._start :]
-        self.anatomy.body(**inputs, past_key_values=self._cache, use_cache=True)
+        self._module(**inputs, past_key_values=self._cache, use_cache=True)
 
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:
         """Replace every block's forward by `_note`, and restore it on exit; other attributes of the blocks remain."""
-        blocks = list(self.anatomy.blocks)
+        blocks = self._blocks
         before = [block.__dict__.get("forward") for block in blocks]
         try:
             for index, block in enumerate(blocks):
@@ -223,7 +226,7 @@ class LayerRunner:
     def _prove(self, batch: Mapping[str, Tensor]) -> None:
         """Check the blocks, run one by one, against the states of the model's own pass."""
         kind = type(self.anatomy.model).__name__
-        hooks = [block.register_forward_hook(partial(self._form, i)) for i, block in enumerate(self.anatomy.blocks)]
+        hooks = [block.register_forward_hook(partial(self._form, i)) for i, block in enumerate(self._blocks)]
         try:
             with capture(self.anatomy, ["residual"]) as activations:
                 self._body(batch)
