@@ -56,7 +56,7 @@ class LayerRunner:
         self._first: Tensor | None = None
         self._cache: LayerCache | None = None
         self._start = 0
-        self._blocks = list(anatomy.blocks)
+        self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
         self._prove(batch)
@@ -109,7 +109,7 @@ class LayerRunner:
             return states
         args, kwargs = self._arguments[layers - 1]
         with self._at_start():
-            output = self.anatomy.blocks[layers - 1](states, *args, **kwargs)
+            output = self._blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     def write(self, layers: Sequence[int], states: Tensor) -> None:
@@ -150,6 +150,8 @@ class LayerRunner:
         options = self._options
         if "position_ids" in options:
             inputs["position_ids"] = positions(inputs["attention_mask"])[:, start:]
+        if bool(inputs["attention_mask"].all()):  # as in `generate`, which makes masks quicker
+            del inputs["attention_mask"]
         keep = {"logits_to_keep": 1} if "logits_to_keep" in options else {}
         with cache.starting_at(start):
             logits: Tensor = self.anatomy.model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
@@ -194,11 +196,11 @@ class LayerRunner:
     def _body(self, batch: Mapping[str, Tensor]) -> None:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
         if self._cache is None:
-            self.anatomy.body(**body_inputs(self.anatomy, inputs))
+            self._module(**body_inputs(self.anatomy, inputs))
             return
         if self._takes_positions:
             inputs["position_ids"] = positions(inputs["attention_mask"])[:, self._start :]
-        self.anatomy.body(**inputs, past_key_values=self._cache, use_cache=True)
+        self._module(**inputs, past_key_values=self._cache, use_cache=True)
 
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ class Session:
         if len(alive) < len(before):
             self.cache.batch_select_indices(torch.tensor(alive, device=sequences.tokens.device))
         kept = [width - 1 + counts[index] for index in alive]
-        if self._slides or min(kept) < max(self.cache.lengths):
+        if self._slides or min(kept) < self.cache.get_seq_length():
             self.cache.crop(kept if min(kept) < max(kept) else kept[0])
         if padding := max(kept) + 1 - sequences.width:
             self.cache.drop_first(padding)
