@@ -19,7 +19,7 @@ from fulldepth.measurement import MeasureSettings
 from fulldepth.settings import layers as recipes
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
-COMMANDS = ["measure", "train", "compare", "report", "demo", "skip"]
+COMMANDS = ["measure", "train", "compare", "report", "demo", "exit", "skip"]
 SKIP = ["search", "apply", "curve", "bench", "quantise"]
 
 

@@ -71,6 +71,8 @@ COMMANDS = {
     "apply": ["skip", "apply", "{home}/plan.json", "{model}"],
     "bench": ["skip", "bench", "{model}", "{model}", "--batches", "1", "--contexts", "4", "--repeats", "1"],
     "quantise": ["skip", "quantise", "{model}", "{home}/plan.json", "--data", "{home}/pairs.jsonl"],
+    "exit": ["exit", "{model}", "--data", "{home}/text.jsonl", "--prompts", "0"],
+    "exit export": ["exit", "{model}", "--export-layers", "1"],
     "train": ["train", "{model}.yaml"],
 }
 

@@ -194,9 +194,15 @@ TRAIN = {
     ),
     "train list": Scenario("train --list", "recipes/train.yaml", 0.3, writes="nothing", arguments=1.0),
 }
+EXIT = "--sequence-length 12 --max-sequences 4 --thresholds 0.5 --new-tokens 2 --prompts 1 --rounds 1"
+EXITS = {
+    "exit": Scenario(f"exit model --data data/text.txt --output new {EXIT}", "model data/text.txt", 2, arguments=0.4),
+    "exit again": Scenario(f"exit model --data data/text.txt --output out-a {EXIT}", "out-a", 0.5),
+    "exit export": Scenario("exit model --export-layers 1 --output new", "model", 1, writes="checkpoint"),
+}
 DEMO = {"demo": Scenario("demo --output new --steps 0", "", 1, writes="nothing", arguments=1.0)}
 
-SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **DEMO}
+SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **DEMO}
 
 ALWAYS = ["model", "data", "tokens", "recipes"]
 """Parts of the world that every case has, mutated or not."""
