@@ -89,14 +89,14 @@ def cut_to_first(config: PreTrainedConfig, layers: int, num_layers: int) -> None
         num_layers: L.
     """
     remaining = list(range(1, layers + 1))
-    renumbered = {
+    renumbered: dict[str, Any] = {
         name: [layer for layer in value if layer <= layers]
         for name in LAYERS_FROM_ONE
         if isinstance(value := getattr(config, name, None), list)
     }
     for first, name in enumerate(ENTRIES_BY_LAYER):
-        if isinstance(value := getattr(config, name, None), dict):
-            renumbered[name] = {key: entry for key, entry in value.items() if int(key) - first < layers}
+        if isinstance(entries := getattr(config, name, None), dict):
+            renumbered[name] = {key: entry for key, entry in entries.items() if int(key) - first < layers}
     if getattr(config, "decoder_layers", None) == num_layers:  # BART and its kin call the encoder's num_hidden_layers
         renumbered["decoder_layers"] = layers
     if isinstance(scale := getattr(config, "stream_scale", None), list):
