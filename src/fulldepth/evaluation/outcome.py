@@ -9,6 +9,9 @@ from fulldepth.evaluation.scoring import Scored
 from fulldepth.execution.harness import Score
 from fulldepth.results import Finding
 
+CLEAR = 2
+"""Standard errors by which a model is clearly better than random choices."""
+
 
 class TaskCurve(NamedTuple):
     """The main metric of a task by exit layer."""
@@ -28,7 +31,7 @@ class TaskCurve(NamedTuple):
     def is_close(self, score: Score) -> bool:
         """Whether a score is no worse than the whole model's by more than its standard error."""
         lost = self.full.value - score.value if self.higher_is_better else score.value - self.full.value
-        return lost <= (self.full.error or 0.0) + 1e-12
+        return lost <= (self.full.error or 0.0)
 
     @property
     def earliest(self) -> int:
@@ -81,7 +84,7 @@ def findings(scored: Scored) -> dict[str, Finding]:
     for curve in curves(scored):
         found[f"score {curve.task}"] = _score(curve, scored.chance.get(curve.task))
         if len(curve.layers) > 1:
-            found[f"earliest_exit {curve.task}"] = _earliest(curve)
+            found[f"earliest_exit {curve.task}"] = _earliest(curve, scored.chance.get(curve.task))
     return found
 
 
@@ -95,7 +98,7 @@ def _score(curve: TaskCurve, chance: float | None) -> Finding:
     return Finding(full.value, "1", sentence, standard_error=full.error)
 
 
-def _earliest(curve: TaskCurve) -> Finding:
+def _earliest(curve: TaskCurve, chance: float | None) -> Finding:
     depth, earliest, best = curve.layers[-1], curve.earliest, curve.best
     if earliest == depth:
         sentence = (
@@ -109,6 +112,9 @@ def _earliest(curve: TaskCurve) -> Finding:
         )
     if best != depth:
         sentence += f"; the best score is that of layer {best} ({_shown(curve.at(best))})"
+    guesses = chance is not None and curve.metric.startswith("acc")
+    if guesses and curve.full.value - (chance or 0.0) <= CLEAR * (curve.full.error or 0.0):
+        sentence += "; the whole model is not clearly better than random choices here, so layers cannot be told apart"
     why = "the layer of a threshold has no standard error"
     return Finding(float(earliest), "layers", f"{sentence}.", no_standard_error=why)
 

@@ -148,7 +148,8 @@ class Quality:
         model = subject.model if layer == subject.num_layers else truncated(subject.anatomy, layer)
         texts: list[str] = []
         likelihoods: list[float] = []
-        with torch.random.fork_rng():
+        device = subject.model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed or 0)
             for ids in self._batches():
                 sequences = self._continued(model, ids[:, :start])  # [B, prefix + new]
