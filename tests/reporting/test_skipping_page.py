@@ -301,6 +301,7 @@ def real(tmp_path_factory):
 
 
 def test_real_folders_fill_their_page(real):
+    assert all((real.place / name / "report.html").is_file() for name in ("out", "curve", "bench"))
     made = payload(together([real.place / name for name in ("out", "curve", "bench")]))
     assert [one["title"] for one in made["sections"]] == [one for one in SECTIONS if one != "With quantisation"]
     assert {"removal_loss", "added_loss", "kl", "scalars", "mmd", "spectral_norm", "pareto_prefill"} <= set(

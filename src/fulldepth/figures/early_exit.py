@@ -62,7 +62,7 @@ class Scale:
 
     def settings(self) -> dict[str, Any]:
         """Of the axis."""
-        return {"tickformat": ".0%"} if self.form.endswith("%") else {}
+        return {"tickformat": ".1~%"} if self.form.endswith("%") else {}
 
 
 ACCURACY = Scale("accuracy", "Accuracy", ".1%", ".1%")

@@ -264,15 +264,15 @@ def _generation_sentences(meta: Meta) -> list[str]:
     """The run that is most like plain generation among the faster ones, or else among all."""
     generation = meta.get("generation")
     runs = [one for one in points(generation if isinstance(generation, list) else None) if one.values.get("agreement")]
+    runs = [one for one in runs if one.early] or runs  # one at which nothing leaves says nothing
     if not runs:
         return []
-    faster = [one for one in runs if (one.measured or 0) >= FASTER]
-    run = max(faster or runs, key=lambda one: (one.values["agreement"] or 0.0, one.speedup or 0.0))
+    fast = [one for one in runs if (one.measured or 0) >= FASTER]
+    run = max(fast or runs, key=lambda one: (one.values["agreement"] or 0.0, one.speedup or 0.0))
     same = 100 * (run.values["agreement"] or 0.0)
     policy = f" ({plain(run.policy)})" if run.policy else ""
-    return [
-        f"While generating at {plain(run.name)}{policy}, {same:.0f} % of the tokens are plain greedy’s: {_speed(run)}."
-    ]
+    faster = _speed(run).rstrip(",")
+    return [f"While generating at {plain(run.name)}{policy}, {same:.0f} % of the tokens are plain greedy’s: {faster}."]
 
 
 def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
@@ -283,7 +283,10 @@ def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
     model = shlex.quote(short(name, 160))
     if layer is not None and layer < layers:
         command = f"fulldepth exit {model} --export-layers {layer} --output first-{layer}/"
-        return {"why": f"export the first {layer} layers as a checkpoint:", "command": command}
+        return {
+            "why": f"export the first {f'{layer} layers' if layer > 1 else 'layer'} as a checkpoint:",
+            "command": command,
+        }
     return None
 
 

@@ -108,7 +108,7 @@ def bench(
         reader = None if data is None and heldout is None else read
         results = _bench(entries, settings, watcher, reader, tokenizer, shorten=contexts is None)
     if output is not None:
-        results.save(output, page=False)
+        results.save(output)
     return results
 
 

@@ -124,7 +124,7 @@ def curve(
             read = _read(problem, plan, process, watcher)
         results = _results(plan, read, settings, limits, problem.scorer.costs.num_layers)
         if output is not None and process.is_main:
-            results.save(output, page=False)
+            results.save(output)
         process.wait()
     return Curve(plan, results)
 

@@ -71,7 +71,7 @@ def analyse(
     with prepared(owner, data, settings, process, **opened) as problem:
         results = outcome(plan, problem, reservoir_tokens=reservoir_tokens, watcher=watcher)
     if output is not None:
-        results.save(output, page=False)
+        results.save(output)
     return results
 
 

@@ -154,7 +154,7 @@ class _Run:
         """The results, saved if there is a folder."""
         results = Results(table_of(combinations), _document(combinations, examples, self, saver))
         if self.folder is not None:
-            results.save(self.folder, page=False)
+            results.save(self.folder)
         return results
 
     def quantised(
