@@ -31,6 +31,7 @@ from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement.passes import Clock, feed, observe
 from fulldepth.measurement.plan import make_plan
+from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.run import make_setup
 from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.metrics import displacement
@@ -104,7 +105,7 @@ class Ours:
             with capture(it.anatomy, plan.sites | {"residual"}) as activations:
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
                 states = {site: activations.stack(site) for site in plan.sites | {"residual"}}
-            feed(plan, observe(it, batch, states, states["residual"], None, 0), Clock())
+            feed(plan, observe(it, batch, states, states["residual"], LensReader(it, self.settings)), Clock())
         rows = [row for measure in plan.measures.values() for row in measure.rows()]
         return {(row.measure, row.layer, row.other, row.statistic): row.value for row in rows if row.site == "residual"}
 
