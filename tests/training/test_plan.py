@@ -126,7 +126,7 @@ def test_published_operations_of_the_four_models_of_lime() -> None:
     ("terms", "length"),
     [
         ({"aligned": {"schedule": "always"}}, 32),
-        ({"aligned": {"schedule": "always", "positions": 0.5}}, 33),
+        ({"aligned": {"schedule": "always", "positions": 0.5}}, 32),
         ({"orthogonality": {"layers": [1, 3]}}, 32),
         ({"orthogonality": {"layers": [0]}, "coherence": {"layers": [2]}}, 40),
         ({"jump": 1.0, "similarity": 0.5}, 32),
