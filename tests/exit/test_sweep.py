@@ -162,11 +162,17 @@ def test_the_sample_of_positions_and_masked_models(texts):
 @torch.no_grad()
 def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
     model = sharpened("llama", 4.0)
-    options = {"thresholds": [0.3, 1.0], "sequence_length": 16, "prompts": 3, "new_tokens": 6, "rounds": 1}
+    options = {
+        "thresholds": [0.1, 0.2, 0.3, 0.999999, 1.0],
+        "sequence_length": 16,
+        "prompts": 3,
+        "new_tokens": 6,
+        "rounds": 1,
+    }
     results = exit.sweep(model, texts, tokenizer=tokenizer(), **options)
     rows = results.meta["generation"]
     assert [(row["threshold"], row["policy"]) for row in rows] == [
-        (threshold, policy) for threshold in (0.3, 1.0) for policy in ("recompute", "propagate")
+        (threshold, policy) for threshold in (0.2, 0.3, 0.999999) for policy in ("recompute", "propagate")
     ]
     joined = [t for text in texts for t in (*tokenizer()(text).input_ids, 2)]
     prompts = torch.tensor([joined[start : start + 8] for start in (0, 16, 32)])
@@ -178,7 +184,7 @@ def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
         alone = exit.generate(model, prompts, torch.ones_like(prompts), max_new_tokens=6, **when)
         assert row["exits"] == alone.stats.exits
         assert row["agreement"] == pytest.approx(float((alone.sequences == plain)[:, 8:].double().mean()))
-    assert [row["agreement"] for row in rows[2:]] == [1.0, 1.0]
+    assert [row["agreement"] for row in rows[4:]] == [1.0, 1.0]
     assert min(row["agreement"] for row in rows) < 1
 
 

@@ -27,6 +27,9 @@ from fulldepth.results import Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.exit import ExitSettings, Rule
 
+MOST_GENERATED = 3
+"""Thresholds of each rule with which text is generated beside the sweep of a language model."""
+
 
 def sweep(
     model: str | Path | PreTrainedModel,
@@ -159,7 +162,7 @@ def _generated(
     """The entry `generation`, or a warning if the decoder cannot be run token by token; None if not asked for."""
     if not settings.prompts:
         return None
-    exits = list(dict.fromkeys(row.outcome.exit for row in rows if row.split == "report"))
+    exits = generated_exits([row for row in rows if row.split == "report"])
     watcher.begin("Generating with early exit", runs_of(exits, settings))
     try:
         return {"generation": generation_rows(subject, exits, settings, watcher.advance)}
@@ -167,6 +170,18 @@ def _generated(
         message = f"Nothing was generated with early exit: {error}"
         watcher.say(message)
         return {"warnings": [*subject.warnings, message]}
+
+
+def generated_exits(rows: Sequence[Row]) -> list[Exit]:
+    """At most `MOST_GENERATED` thresholds of each rule below 1: the one for the target accuracy, and the highest."""
+    exits: list[Exit] = []
+    for rule in dict.fromkeys(row.outcome.exit.rule for row in rows):
+        ranked = sorted(
+            (row for row in rows if row.outcome.exit.rule == rule and row.outcome.exit.threshold < 1),
+            key=lambda row: (not row.calibrated, -row.outcome.exit.threshold),
+        )
+        exits += list(dict.fromkeys(row.outcome.exit for row in ranked))[:MOST_GENERATED]
+    return sorted(exits, key=lambda exit: (exit.rule, exit.threshold))
 
 
 def _table_rows(measure: str, layer: int, mean: Mean, unit: str, readings: Readings) -> list[tuple[Any, ...]]:

@@ -343,10 +343,10 @@ RULES = Method(
     "Rules and thresholds",
     (),
     (
-        "Confidence: the probability of the top prediction exceeds the threshold. Margin: its lead over the second does. "
-        "Entropy: one minus the entropy of the prediction over its maximum does. Patience: the number of layers in a row "
-        "with the same top prediction, divided by L, does. At threshold 1 every sample takes all layers. A threshold "
-        "that was chosen for a target accuracy was chosen on other data than its numbers are of."
+        "Confidence: the probability of the top prediction exceeds the threshold. Margin: its lead over the second "
+        "does. Entropy: one minus the entropy of the prediction over its maximum does. Patience: the number of layers "
+        "in a row with the same top prediction, divided by L, does. At threshold 1 every sample takes all layers. A "
+        "threshold that was chosen for a target accuracy was chosen on other data than its numbers are of."
     ),
 )
 
