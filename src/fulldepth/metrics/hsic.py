@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,8 @@ BLOCK = 1 << 23
 """Gram matrix elements held at a time (all layers together)."""
 LOUD = 100.0
 """Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
+PART = 128
+"""Tokens that are converted to float64 at a time."""
 CANCELS = 1e-2
 """In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
 
@@ -65,7 +66,10 @@ def hsic_of_views(features: Tensor, later: Tensor, debiased: bool, index: Tensor
     def found(dtype: torch.dtype) -> tuple[Hsic, Hsic]:
         # One allocation for all layers: many smaller ones stay with the process when they are freed.
         room = features.new_empty(len(features), len(index), features.shape[2], dtype=dtype)
-        return _hsic((layer[index] for layer in features), first, debiased, dtype, room)
+        for copy, layer in zip(room, features, strict=True):
+            for some, tokens in zip(copy.split(PART), index.split(PART), strict=True):
+                some.copy_(layer[tokens])
+        return _hsic(room, first, debiased)
 
     if features.dtype != torch.float64:
         quick = found(torch.float32)
@@ -75,74 +79,81 @@ def hsic_of_views(features: Tensor, later: Tensor, debiased: bool, index: Tensor
 
 
 def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = torch.float64) -> Hsic:
-    """HSIC of every pair of representations of the same tokens, `[N, D]` each."""
-    return _hsic(features, 0, debiased, dtype)[0]
+    """HSIC of every pair of representations of the same tokens, `[N, D]` each, with products in `dtype` or better."""
+    return _hsic([layer.to(torch.promote_types(dtype, layer.dtype), copy=True) for layer in features], 0, debiased)[0]
 
 
-def _hsic(
-    features: Iterable[Tensor], first: int, debiased: bool, dtype: torch.dtype, room: Tensor | None = None
-) -> tuple[Hsic, Hsic]:
-    """Over all tokens and without the `first` ones, with products in the precision `dtype`.
-
-    The centred features are written to `room`, `[S, N, D]`, if it is given.
-    """
-    rooms: Iterable[Tensor | None] = repeat(None) if room is None else room
-    layers = [_layer(layer, first, dtype, out) for layer, out in zip(features, rooms, strict=False)]
+def _hsic(features: Sequence[Tensor] | Tensor, first: int, debiased: bool) -> tuple[Hsic, Hsic]:
+    """Over all tokens and without the `first` ones, with products in the features' precision; they are overwritten."""
+    layers = [_layer(layer, first) for layer in features]
     total = len(layers[0].features)
     rest = _products(layers, first, total)
     whole = rest if not first else rest + _products(layers, 0, first)
     return _assemble(whole, layers, 0, debiased), _assemble(rest, layers, first, debiased)
 
 
-def _layer(features: Tensor, first: int, dtype: torch.dtype, out: Tensor | None) -> Layer:
-    """Centre, scale and round: HSIC is the same for any centre, and Gram matrices lose fewer digits.
+def _layer(x: Tensor, first: int) -> Layer:
+    """Centre, scale and round in place: HSIC is the same for any centre, and Gram matrices lose fewer digits.
 
     A centre may be rounded, because the difference of close numbers is exact.
     """
-    features = features.to(torch.promote_types(dtype, features.dtype))
-    x = torch.sub(features, features.mean(0, dtype=torch.float64).to(features), out=out)
+    before = _squares(x)
+    x -= (_sum(x) / len(x)).to(x)
     squares = _squares(x)
-    rounding = torch.finfo(torch.float32 if dtype == torch.float32 else features.dtype).eps
-    noise = squares <= (4 * rounding) ** 2 * _squares(features)
+    noise = squares <= (4 * torch.finfo(x.dtype).eps) ** 2 * before
     middle = squares.median()
     if bool(squares.max() > LOUD * middle > 0):
         # Outliers move the mean far from all other tokens.
         weights = 1 / (squares + middle)
-        x -= (weights @ x.double() / weights.sum()).to(x)
+        x -= (_sum(x, weights) / weights.sum()).to(x)
         squares = _squares(x)
-    x, squares = x.masked_fill_(noise[:, None], 0.0), squares.masked_fill_(noise, 0.0)
-    scale = squares.mean()
+    x.masked_fill_(noise[:, None], 0.0)
+    scale = squares.masked_fill_(noise, 0.0).mean()
     scale = scale.where(scale > 0, 1.0)
     x *= scale.rsqrt()
-    exact = x.double()
-    later = exact[first:]
-    row_sums = (exact @ exact.sum(0), later @ later.sum(0))
-    return Layer(x, exact.square().sum(1), row_sums, scale)
+    row_sums = (_times(x, _sum(x)), _times(x[first:], _sum(x[first:])))
+    return Layer(x, _squares(x), row_sums, scale)
 
 
 def _squares(x: Tensor) -> Tensor:
     """[N] float64 squared norms."""
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
+    return torch.cat([part.double().square().sum(1) for part in x.split(PART)])
+
+
+def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[D] float64 sum over tokens, weighted by `[N]`."""
+    total = x.new_zeros(x.shape[1], dtype=torch.float64)
+    for number, part in enumerate(x.split(PART)):
+        part = part.double()
+        total += part.sum(0) if weights is None else weights[number * PART : (number + 1) * PART] @ part
+    return total
+
+
+def _times(x: Tensor, vector: Tensor) -> Tensor:
+    """[N] float64 products of the tokens with a vector `[D]`."""
+    return torch.cat([part.double() @ vector for part in x.split(PART)])
 
 
 def _products(layers: Sequence[Layer], start: int, stop: int) -> Tensor:
     """`[S, S]` float64 sums of `K_ij L_ij` over `i != j` for all pairs of Gram matrices, with the smaller of `i, j` in
     start..stop.
 
-    Only a block of rows of all Gram matrices, right of the diagonal, exists at a time. Products are summed in float64
-    over rows, because float32 loses a digit over millions of them.
+    Only a block of rows of all Gram matrices, right of the diagonal, exists at a time, in memory that all blocks share:
+    blocks of different sizes would stay with the process when they are freed. Products are summed in float64 over rows,
+    because float32 loses a digit over millions of them.
     """
     features = [layer.features for layer in layers]
     samples, count = len(features[0]), len(features)
     total = features[0].new_zeros(count, count, dtype=torch.float64)
+    room = features[0].new_empty(max(BLOCK, count * samples))
     while start < stop:
-        rows = min(stop - start, max(1, BLOCK // (count * (samples - start))))
-        block = features[0].new_empty(count, rows, samples - start)
-        for x, gram in zip(features, block, strict=True):
-            torch.mm(x[start : start + rows], x[start:].T, out=gram)
-        block[..., :rows].triu_(1)
-        by_row = block.transpose(0, 1)  # [rows, S, N - start]
-        total += torch.bmm(by_row, by_row.mT).sum(0, dtype=torch.float64)
+        width = samples - start
+        rows = min(stop - start, max(1, BLOCK // (count * width)))
+        block = room[: rows * count * width].view(rows, count, width)
+        for number, x in enumerate(features):
+            torch.mm(x[start : start + rows], x[start:].T, out=block[:, number])
+        block[..., :rows].transpose(0, 1).triu_(1)
+        total += torch.bmm(block, block.mT).sum(0, dtype=torch.float64)
         start += rows
     return 2 * total
 
