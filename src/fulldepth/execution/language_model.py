@@ -38,7 +38,7 @@ def check_task(anatomy: Anatomy) -> Anatomy:
     """
     if anatomy.task != "causal-lm":
         raise FulldepthError(
-            f"{type(anatomy.model).__name__} is no causal language model (a decoder that predicts the next token), by "
-            "whose loss blocks are scored."
+            f"{type(anatomy.model).__name__} is no causal language model: it does not predict the next token at every "
+            "position."
         )
     return anatomy
