@@ -173,6 +173,6 @@ FIGURES = (
         _positions,
         kinds=(GENERATION,),
         title="Work of each layer",
-        subtitle="Positions that each layer ran; rejected drafts make the draft layers run more than the last one",
+        subtitle="Positions that each layer ran: tokens and drafts, also those that were not kept",
     ),
 )
