@@ -59,7 +59,8 @@ def test_measure_help_gives_the_defaults_of_the_settings(main):
         option = f"--{name.replace('_', '-')}"
         if option not in described or field.default in (None, False) or field.default_factory:
             continue
-        assert f"[default: {field.default}" in described[option], option
+        default = ",".join(field.default) if isinstance(field.default, list) else field.default
+        assert f"[default: {default}" in described[option], option
     assert "[default: all" in described["--measures"]
     assert "[default: 256, or the model's positions if fewer]" in described["--sequence-length"]
 

@@ -17,7 +17,7 @@ import yaml
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.results import Results
 
-STEPS = 200
+STEPS = 400
 SECONDS = 300
 
 
@@ -89,5 +89,5 @@ def test_the_advised_command_goes_on(main, recipe, tmp_path):
     assert not (out / "results.json").exists(), "it was interrupted too late"
     code, _, err = main(*advised)
     assert code == 0, err
-    assert "Checkpoint 1 of 3: step 160 is measured already" in err
-    assert set(Results.load(out).table.step) == {160, 180, 200}
+    assert f"Checkpoint 1 of 3: step {STEPS - 40} is measured already" in err
+    assert set(Results.load(out).table.step) == {STEPS - 40, STEPS - 20, STEPS}

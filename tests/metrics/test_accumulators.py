@@ -83,6 +83,7 @@ def test_the_registry_is_the_issue_and_each_measure_has_its_tests():
         *(f"test_{name}" for name in NAMES),
         "test_accumulators",
         "test_jackknife",
+        "test_memory",
         "test_reservoir",
     }
 

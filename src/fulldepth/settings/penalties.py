@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 PENALTIES: dict[str, tuple[str, ...]] = {
-    "aligned": ("weight", "weights", "schedule"),
+    "aligned": ("weight", "weights", "schedule", "positions"),
     "jump": ("weight", "alpha"),
     "coherence": ("weight", "layers", "target", "scope"),
     "orthogonality": ("weight", "layers", "form"),

@@ -22,6 +22,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
 from fulldepth.files import atomic
+from fulldepth.hf.scalars import Scalars
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.skip.plan import Factors
@@ -254,6 +255,13 @@ class LossCache:
         if unfitted and refit is not None:
             work = {_name(v): partial(refit.fit, v) for v in unfitted}
             self.task(work, lambda _: (refit.forwards, refit.flops), RefitResult)
+            for name in work:
+                try:
+                    Scalars.from_dict(
+                        self._tasks[name]["scalars"], self.scorer.anatomy.num_layers, self.scorer.granularity
+                    )
+                except FulldepthError as error:
+                    raise damaged(self.path, f"tasks: {name}: {error}") from error
 
     def _evaluate(self, kind: str, variants: Sequence[Variant], chunk: int) -> None:
         """Score this process's share of (batch, variant) pairs, in order so that prefixes stay shared; gather all."""
