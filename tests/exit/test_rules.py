@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from exit import plain
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import certainty
+from fulldepth.execution.decoding import certainty, theoretical_speedup
 from fulldepth.exit.outcome import calibrated, candidates, outcome, splits
 from fulldepth.exit.reading import Readings
-from fulldepth.exit.rules import Exit, theoretical_speedup
+from fulldepth.exit.rules import Exit
 
 RULES = ("confidence", "margin", "entropy", "patience")
 

@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import check_close, find_head, is_close, predict, prove_end, prove_stream
 from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, reason_of, run
-from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, evaluating, rows_of, sample_inputs
+from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, evaluating, rows_of, sample_inputs
 from fulldepth.hf.finder import towers
 
 MOST_REASONS = 3
@@ -44,6 +44,22 @@ class Verified:
     """Residual streams between blocks."""
     unproven: Mapping[str, str] = field(default_factory=dict)
     """`branches`, `head`, `value` -> why this part of the model could not be verified and is left out."""
+
+    def describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """The model's entry in `results.json`."""
+        model, anatomy = checkpoint.model, self.anatomy
+        return {
+            "name": checkpoint.name,
+            "class": type(model).__name__,
+            "family": anatomy.family.name,
+            "task": anatomy.task,
+            "num_layers": anatomy.num_layers,
+            "width": self.width,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "config_hash": checkpoint.config_hash,
+            "revision": checkpoint.revision,
+        }
 
 
 @torch.no_grad()

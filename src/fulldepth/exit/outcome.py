@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.decoding import theoretical_speedup
 from fulldepth.exit.reading import Readings
-from fulldepth.exit.rules import Exit, theoretical_speedup
+from fulldepth.exit.rules import Exit
 from fulldepth.metrics.jackknife import group_sizes, ratio_error
 from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.exit import Rule

@@ -59,16 +59,3 @@ class Exit:
             left[leaves] = layer
             staying &= ~leaves
         return left
-
-
-def theoretical_speedup(exits: Tensor) -> float:
-    r"""Layers of the full model over layers that are run: :math:`\sum_i L m_i / \sum_i i m_i`, in [1, L].
-
-    Args:
-        exits: `[L]` number of samples that leave after layers 1..L, :math:`m_i`; at least one in all.
-
-    Source: "Representation progression and aligned training", Sec. 4.
-    """
-    exits = exits.double()
-    layers = torch.arange(1, len(exits) + 1, dtype=torch.float64, device=exits.device)
-    return float(len(exits) * exits.sum() / (layers * exits).sum())

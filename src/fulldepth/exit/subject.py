@@ -69,19 +69,7 @@ class Subject:
 
     def describe(self) -> dict[str, Any]:
         """The model's entry in `results.json`."""
-        model, anatomy = self.checkpoint.model, self.anatomy
-        return {
-            "name": self.checkpoint.name,
-            "class": type(model).__name__,
-            "family": anatomy.family.name,
-            "task": anatomy.task,
-            "num_layers": anatomy.num_layers,
-            "width": self.verified.width,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "config_hash": self.checkpoint.config_hash,
-            "revision": self.checkpoint.revision,
-        }
+        return self.verified.describe(self.checkpoint)
 
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings) -> Checkpoint:

@@ -2,7 +2,18 @@
 
 from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
 from fulldepth.execution.decoding.options import POLICIES, DraftPlan
-from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty
+from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, theoretical_speedup
 from fulldepth.execution.decoding.stats import Stats
 
-__all__ = ["POLICIES", "RULES", "Decoder", "DraftPlan", "ExitRule", "Generation", "Stats", "certainty", "generate"]
+__all__ = [
+    "POLICIES",
+    "RULES",
+    "Decoder",
+    "DraftPlan",
+    "ExitRule",
+    "Generation",
+    "Stats",
+    "certainty",
+    "generate",
+    "theoretical_speedup",
+]

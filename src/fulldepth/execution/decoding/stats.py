@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from fulldepth.execution.decoding.rules import theoretical_speedup
+
 
 @dataclass
 class Stats:
@@ -88,8 +92,7 @@ class Stats:
         """`sum_i L m_i / sum_i i m_i` of the exit layers; None without early exit."""
         if not self.exits or not sum(self.exits):
             return None
-        spent = sum(layer * count for layer, count in enumerate(self.exits, start=1))
-        return self.num_layers * sum(self.exits) / spent
+        return theoretical_speedup(torch.tensor(self.exits))
 
     def as_dict(self) -> dict[str, Any]:
         """All entries and derived values, as plain values for JSON."""
