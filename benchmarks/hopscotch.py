@@ -2,16 +2,16 @@
 
     python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages prepare,curve,methods
     python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages wikitext --wikitext valid.txt
-    python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages healed --plan FOLDER/own
+    python benchmarks/hopscotch.py FOLDER MODEL --gsm8k FOLDER_OF_GSM8K --stages healed --plan FOLDER/heal
 
 `prepare` writes GSM8K as pairs (`choose.jsonl`, `read.jsonl`: question and answer), 64 short prompts and 32 short pairs
 for `fulldepth skip search` (`prompts.jsonl`, `answers.jsonl`), and task files for lm-eval (`--lm-eval FOLDER`); `curve`
 removes up to 12 blocks greedily, on GSM8K's answers; `methods` compares every search for 4 and 8 blocks over three
 seeds of the choosing rows; `wikitext` is the curve on text. Blocks are chosen on 16 rows, and losses are read on 40
 others (written to `heldout.jsonl`): of GSM8K's train.jsonl and test.jsonl, of the two halves of the text. Only `healed`
-has scalars: those of a plan of `fulldepth skip search --generate-responses`, and by the same options those of both
-controls and of the first 8 blocks. Everything measured is kept in FOLDER, so an interrupted run continues; tables are
-printed at the end.
+has scalars: those of a plan of `fulldepth skip search --data FOLDER/own/responses.jsonl` (`--heldout` as there), and by
+the same options those of the control and of the first 8 blocks. `--rows` changes the number of rows to choose with.
+Everything measured is kept in FOLDER, so an interrupted run continues; tables are printed at the end.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from fulldepth.distributed import processes
 from fulldepth.hf import Scalars, Switches, anatomy_candidates, load_checkpoint, load_tokenizer
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import Example, Examples, Plan, batches, fit_scales, read_examples, search
 from fulldepth.skip.assessment.breakpoint import find_breakpoint
+from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.selection.problem import prepared
+from fulldepth.skip.selection.rankings import rank
 
 CHOOSE, READ, LONGEST, BATCH = 16, 40, 160, 4
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")
@@ -136,20 +141,32 @@ class Subject:
         self.tokenizer = load_tokenizer(name)
         self.model = load_checkpoint(name, device="cpu", dtype=dtype).model.eval()
         self.plans, self.losses = Store(folder / "plans.json"), Store(folder / "losses.json")
+        self.rows = CHOOSE
 
     def plan(self, data: str, kind: str, search_by: str, seed: int, blocks: int) -> dict[str, Any]:
         """Blocks in the order of removal, chosen on the rows of a seed; a longer plan's beginning is the same."""
+        fewer = "" if self.rows == CHOOSE else f" rows {self.rows}"
         for more in range(blocks, CURVE + 1):
-            if found := self.plans.values.get(f"{kind} {search_by} {more} seed {seed}"):
+            if found := self.plans.values.get(f"{kind} {search_by} {more} seed {seed}{fewer}"):
                 return found | {"blocks": found["blocks"][:blocks], "losses": found["losses"][: blocks + 1]}
 
         def make() -> dict[str, Any]:
-            rows = sample(data, self.tokenizer, seed, CHOOSE if search_by not in ("last", "random") else 1)
+            rows = sample(data, self.tokenizer, seed, self.rows if search_by not in ("last", "random") else 1)
             chosen = Examples([], rows, {"hash": f"sha256:{'0' * 64}", "name": data})
+            if search_by != "greedy":
+                return {"blocks": self.ranking(chosen, search_by, seed, blocks), "losses": []}
             plan = search(self.model, chosen, blocks, search=search_by, fit=False, seed=seed, batch_size=BATCH)
             return {"blocks": plan.blocks, "losses": plan.losses, "cost": plan.cost}
 
-        return self.plans.get(f"{kind} {search_by} {blocks} seed {seed}", make)  # type: ignore[no-any-return]
+        return self.plans.get(f"{kind} {search_by} {blocks} seed {seed}{fewer}", make)  # type: ignore[no-any-return]
+
+    def ranking(self, chosen: Examples, search_by: str, seed: int, blocks: int) -> list[int]:
+        """The blocks of a search that ranks once, without the losses that `search` adds for its plan."""
+        settings = SearchSettings(blocks=blocks, search=search_by, fit=False, seed=seed, batch_size=BATCH)
+        opened = {"tokenizer": None, "heldout": None}
+        with processes() as process, prepared(self.model, chosen, settings, process, **opened) as problem:
+            loss_cache = LossCache(problem.scorer, problem.chunks, process, criterion=settings.criterion)
+            return rank(loss_cache, search_by, blocks, seed=seed)
 
     def loss(self, kind: str, rows: Sequence[Example], skipped: Sequence[int]) -> dict[str, list[float]]:
         """Losses of every reading row without these blocks."""
@@ -188,9 +205,8 @@ def methods(
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
     for seed in seeds:
         for name in searches:
-            blocks = subject.plan(choose, "gsm8k", name, seed, max(sizes))["blocks"]
-            for size in sizes:
-                without = subject.loss("gsm8k", rows, blocks[:size])
+            for size in sorted(sizes, reverse=True):
+                without = subject.loss("gsm8k", rows, subject.plan(choose, "gsm8k", name, seed, size)["blocks"])
                 found[name, seed, size] = added(subject.loss("gsm8k", rows, ()), without)
     table = ["| search | " + " | ".join(f"k = {size}" for size in sizes) + " |", "|---|" + "---|" * len(sizes)]
     for name in searches:
@@ -203,14 +219,17 @@ def methods(
     return "\n".join(table)
 
 
-def healed(subject: Subject, folder: Path, rows: Sequence[Example], plan: Plan, sizes: Sequence[int]) -> str:
+def healed(
+    subject: Subject, folder: Path, rows: Sequence[Example], plan: Plan, sizes: Sequence[int], heldout: Path | None
+) -> str:
     """A table of the loss without and with scalars, of no block and of the first of the curve's."""
     settings = plan.cost["settings"]
     assert isinstance(settings, dict)
     options = {name: settings[name] for name in ("learning_rate", "epochs", "patience", "seed")}
-    examples = read_examples(
-        str(folder / "own" / "responses.jsonl"), subject.tokenizer, None, heldout=str(folder / "answers.jsonl")
-    )
+    answers = None if heldout is None else str(heldout)
+    examples = read_examples(str(folder / "own" / "responses.jsonl"), subject.tokenizer, None, heldout=answers)
+    if examples.meta["hash"] != plan.data["hash"]:
+        raise SystemExit("The plan was fitted on other rows; give its --heldout.")
     blocks = subject.plans.values[f"gsm8k greedy {CURVE} seed 0"]["blocks"]
     if plan.blocks != blocks[: len(plan.blocks)]:
         print(f"the plan removes {plan.blocks}, the curve {blocks[: len(plan.blocks)]}")
@@ -255,6 +274,8 @@ def main() -> None:
     parser.add_argument("--searches", default=",".join(SEARCHES))
     parser.add_argument("--most", type=int, default=CURVE, help="most blocks of a curve")
     parser.add_argument("--plan", type=Path, help="folder of a plan with scalars, for the stage healed")
+    parser.add_argument("--heldout", type=Path, help="the held-out rows of that plan; a fifth of its data if not given")
+    parser.add_argument("--rows", type=int, default=CHOOSE, help="rows that blocks are chosen on")
     args = parser.parse_args()
     stages = args.stages.split(",")
     if "prepare" in stages:
@@ -262,6 +283,7 @@ def main() -> None:
     if stages == ["prepare"]:
         return
     subject = Subject(args.folder, args.model, args.dtype)
+    subject.rows = args.rows
     choose = str(args.folder / "choose.jsonl")
     rows = sample(str(args.folder / "read.jsonl"), subject.tokenizer, 0, READ)
     lines = (args.folder / "read.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -279,7 +301,11 @@ def main() -> None:
         windows = sample(str(args.folder / "read.txt"), subject.tokenizer, 0, READ)
         print(curve(subject, "wikitext", str(args.folder / "choose.txt"), windows, args.most))
     if "healed" in stages:
-        print(healed(subject, args.folder, rows, Plan.load(args.plan), [0, *map(int, args.sizes.split(","))]))
+        print(
+            healed(
+                subject, args.folder, rows, Plan.load(args.plan), [0, *map(int, args.sizes.split(","))], args.heldout
+            )
+        )
 
 
 if __name__ == "__main__":
