@@ -38,19 +38,20 @@ def has_images(path: Path) -> bool:
         return any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
 
 
-def folder_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
+def folder_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
     """The images below a folder; class sub-folders give the labels, in sorted order of their names.
 
-    Without `split`, the first of `SPLITS` that exists; with `limit`, at most so many images, spread evenly over all.
+    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); with `limit`, at
+    most so many images, spread evenly over all.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
-    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit)
+    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit, held_out)
 
 
-def zip_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
+def zip_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
     """The images in a `.zip` of such a folder, read in place; see `folder_images`."""
     archive = open_archive(path)
-    return _pictures(path.name, member_names(archive), partial(_stored_member, archive), split, limit)
+    return _pictures(path.name, member_names(archive), partial(_stored_member, archive), split, limit, held_out)
 
 
 def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:
@@ -67,8 +68,9 @@ def _pictures(
     loader: Callable[[PurePosixPath], ImageLoader],
     split: str | None,
     limit: int | None,
+    held_out: bool,
 ) -> Pictures:
-    images, chosen = _arrange(name, files, split)
+    images, chosen = _arrange(name, files, split, held_out)
     if limit is not None and limit < len(images):  # sorted by class: spread evenly to cover all classes
         images = [images[i * len(images) // limit] for i in range(limit)]
     classes = tuple(sorted({label for _, label in images if label is not None}))
@@ -78,7 +80,7 @@ def _pictures(
 
 
 def _arrange(
-    name: str, files: Sequence[PurePosixPath], split: str | None = None
+    name: str, files: Sequence[PurePosixPath], split: str | None = None, held_out: bool = True
 ) -> tuple[list[tuple[PurePosixPath, str | None]], str | None]:
     """Sorted (file, class name) of the images among `files`, and the split they belong to, if there are splits."""
     images = sorted(
@@ -96,7 +98,7 @@ def _arrange(
         depth = 1  # a single folder contains everything
     splits = {folder for f in images if (folder := _folder(f, depth)) in SPLITS}
     if split is None:
-        split = next((s for s in SPLITS if s in splits), None)
+        split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
     elif split not in splits:
         have = ", ".join(sorted(splits)) or "no splits"
         raise FulldepthError(f"{name} has no split {split!r}. It has: {have}.")

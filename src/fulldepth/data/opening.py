@@ -19,6 +19,8 @@ from PIL import Image
 
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
+from fulldepth.data.digits import CLASSES, DIGITS, digit_rows
+from fulldepth.data.digits import PARTS as DIGIT_PARTS
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
 from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
 from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
@@ -104,7 +106,8 @@ def open_data(
     Args:
         data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
             their paths; `corpus:builtin`, `corpus:builtin/train` or `corpus:builtin/heldout`; a Hub data set (`name` or
-            `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings.
+            `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings;
+            with `images`, `digits:builtin`, `digits:builtin/train` or `digits:builtin/test`.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
         limit: most rows to read: the first ones; of folders of images, spread evenly over all. Of a Hub data set only
@@ -121,7 +124,7 @@ def open_data(
     if limit is not None and limit < 1:
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
     expected = f"a file ({', '.join(suffixes)}), a folder of them, {'a folder or .zip of images, ' if images else ''}"
-    expected += "a Hub data set, corpus:builtin"
+    expected += "a Hub data set, corpus:builtin" + (", digits:builtin" if images else "")
     if isinstance(data, DATASETS | SPLIT_DATASETS):
         name, table = _one_split("datasets.Dataset", data, split, held_out=held_out)
         return _opened_table(name, table, None, limit)
@@ -134,9 +137,11 @@ def open_data(
     name = str(data)
     if name.startswith(CORPUS):
         return _opened_corpus(name, split or PARTS[held_out], limit)
+    if images and name.startswith(DIGITS):
+        return _opened_digits(name, split or DIGIT_PARTS[held_out], limit)
     path = path_of(name)
     if path.exists():
-        pictures = _pictures(path, split, limit) if images else None
+        pictures = _pictures(path, split, limit, held_out) if images else None
         if pictures is not None:
             return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
         if split is not None or config is not None:
@@ -149,11 +154,11 @@ def open_data(
     return _opened_table(full, table, repository, limit)
 
 
-def _pictures(path: Path, split: str | None, limit: int | None) -> Pictures | None:
+def _pictures(path: Path, split: str | None, limit: int | None, held_out: bool) -> Pictures | None:
     """The images of a `.zip` or a folder; None if the path is neither or holds none."""
     if path.is_dir():
-        return folder_images(path, split, limit) if has_images(path) else None
-    return zip_images(path, split, limit) if path.suffix.lower() == ".zip" else None
+        return folder_images(path, split, limit, held_out=held_out) if has_images(path) else None
+    return zip_images(path, split, limit, held_out=held_out) if path.suffix.lower() == ".zip" else None
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -188,6 +193,14 @@ def _opened_corpus(name: str, default: str, limit: int | None) -> Opened:
         raise unknown("corpus", name, [f"{CORPUS}builtin", *(f"{CORPUS}builtin/{part}" for part in PARTS)])
     part = part or default
     return Opened(f"{CORPUS}builtin/{part}", items=builtin_texts(part), limit=limit)
+
+
+def _opened_digits(name: str, default: str, limit: int | None) -> Opened:
+    images, _, part = name.removeprefix(DIGITS).partition("/")
+    if images != "builtin":
+        raise unknown("set of digits", name, [f"{DIGITS}builtin", *(f"{DIGITS}builtin/{part}" for part in DIGIT_PARTS)])
+    part = part or default
+    return Opened(f"{DIGITS}builtin/{part}", items=digit_rows(part), labels=CLASSES, limit=limit)
 
 
 def _opened_table(name: str, table: Any, repository: str | None, limit: int | None) -> Opened:
