@@ -5,7 +5,6 @@ A folder without images, or without the split, is a `FulldepthError`.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from fulldepth.data.archives import member_names, open_archive, read_member
+from fulldepth.data.archives import Archive
 from fulldepth.data.images import ImageLoader, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
@@ -50,16 +49,16 @@ def folder_images(path: Path, split: str | None = None, limit: int | None = None
 
 def zip_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
     """The images in a `.zip` of such a folder, read in place; see `folder_images`."""
-    archive = open_archive(path)
-    return _pictures(path.name, member_names(archive), partial(_stored_member, archive), split, limit, held_out)
+    archive = Archive(path)
+    return _pictures(path.name, archive.names, partial(_stored_member, archive), split, limit, held_out)
 
 
-def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:
-    return StoredImage(partial(_read_member, archive, str(file)), partial(read_member, archive, str(file)))
+def _stored_member(archive: Archive, file: PurePosixPath) -> StoredImage:
+    return StoredImage(partial(_read_member, archive, str(file)), partial(archive.read, str(file)))
 
 
-def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
-    return decode_image(read_member(archive, member), f"{archive.filename}/{member}")
+def _read_member(archive: Archive, member: str) -> Image.Image:
+    return decode_image(archive.read(member), f"{archive.path}/{member}")
 
 
 def _pictures(

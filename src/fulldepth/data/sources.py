@@ -62,8 +62,9 @@ def open_source(
 
     Args:
         data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below
-            `train|validation|test` or not, and `digits:builtin`. Rows hold `text` or `sentence` and perhaps `label`, two sentences, `prompt`
-            + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as it is.
+            `train|validation|test` or not, and `digits:builtin`. Rows hold `text` or `sentence` and perhaps `label`,
+            two sentences, `prompt` + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as
+            it is.
         config: configuration of a Hub data set.
         split: which split of an image folder, of built-in data or of a Hub data set; by default the validation or test
             split where there is one.

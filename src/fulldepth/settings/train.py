@@ -62,6 +62,28 @@ class DataSettings(Settings):
     """Folder of the token cache of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
 
 
+class AugmentationSettings(Settings):
+    """Random changes of training images (needs kornia: `fulldepth[vision]`); the defaults change nothing."""
+
+    crop: int = Field(default=0, ge=0, le=1024)
+    """Pixels of black border that are added on each side before a random crop to the image's size."""
+    flip: bool = False
+    """Mirror every other image, left to right."""
+    rotation: float = Field(default=0.0, ge=0, le=180)
+    """Largest angle of a random rotation, in degrees."""
+    randaugment: int = Field(default=0, ge=0, le=10)
+    """Number of operations of RandAugment (arXiv 1909.13719)."""
+    magnitude: int = Field(default=9, ge=1, le=30)
+    """Magnitude of RandAugment's operations."""
+    erasing: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a random rectangle is set to the mean colour (arXiv 1708.04896)."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is changed."""
+        return bool(self.crop or self.flip or self.rotation or self.randaugment or self.erasing)
+
+
 class ObjectiveSettings(Settings):
     """Penalties added to the cross-entropy.
 
@@ -153,8 +175,13 @@ class TrainSettings(Settings):
     objective: ObjectiveSettings = ObjectiveSettings()
     initializer: InitializerSettings = InitializerSettings()
     data: DataSettings = DataSettings()
+    augmentation: AugmentationSettings = AugmentationSettings()
     tokenizer: str | None = None
-    """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus; None = the checkpoint's."""
+    """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus, wordpiece:N (as BERT's)
+    and bpe:N on the run's own labelled texts; None = the checkpoint's."""
+    processor: str | None = None
+    """Folder or Hub name of an image processor (size, mean and deviation of pixels); None = the checkpoint's, else a
+    plain one of the model's image size."""
 
     steps: Count = 200
     """Optimiser steps."""
@@ -173,8 +200,10 @@ class TrainSettings(Settings):
     """Peak learning rate of memory routers; None = `learning_rate`."""
     min_learning_rate: NonNegativeRate = 0.0
     """Learning rate at the end of the cosine."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up: cosine, linear or constant."""
+    schedule: Literal["cosine", "linear", "constant", "multistep"] = "cosine"
+    """Learning rate after the warm-up: cosine, linear, constant, or multistep, a tenth from each milestone on."""
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default_factory=lambda: [0.5, 0.75])
+    """Shares of the steps after which a multistep schedule divides the learning rate by ten."""
     warmup: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps over which the learning rate rises linearly, rounded to whole steps."""
     warmup_steps: NonNegativeSteps | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import load_processor
 from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
+from fulldepth.training.augmentation import Augmentation
 from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.optimiser import GroupsMixin
@@ -53,6 +55,9 @@ class EpochSampler(Sampler[int]):
 class LabelledTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, DepthTrainer):
     """Trainer for labelled rows."""
 
+    train_collator: Any = None
+    """Makes the batches of training; `data_collator` those of evaluations."""
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         data = self.train_dataset if train_dataset is None else train_dataset
         return EpochSampler(super()._get_train_sampler(data), len(data))
@@ -65,7 +70,9 @@ class LabelledTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, Depth
         finally:
             self.data_collator = given
 
-    train_collator: Any = None
+
+Build = Callable[[Any], tuple[Any, Any]]
+"""Configuration -> model and objective."""
 
 
 class LabelledData(NamedTuple):
@@ -99,7 +106,7 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
 
 
 def image_trainer(
-    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, build: Any
+    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, build: Build
 ) -> tuple[Any, dict[str, Any]]:
     """The trainer of an image classifier, and facts about its data.
 
@@ -113,7 +120,7 @@ def image_trainer(
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     config = build_config(settings.model, task=settings.task, classes=data.classes)
-    processor = load_processor(settings.model.checkpoint or folder, config)
+    processor = load_processor(settings.processor or settings.model.checkpoint or folder, config)
     train, validation = (
         LabelledRows([Picture(r.image, r.label) for r in rows.source.records])  # type: ignore[arg-type]
         for rows in (data.train, data.validation)
@@ -125,24 +132,39 @@ def image_trainer(
             f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
         )
     described = Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))
-    return _trainer(settings, arguments, build(config), data, (train, validation), collator, processor, described)
+    parts = (train, validation)
+    trainer, facts = _trainer(settings, arguments, build(config), data, parts, collator, processor, described)
+    if settings.augmentation.any:
+        augment = Augmentation(settings.augmentation, processor, settings.seed)
+        trainer.train_collator = replace(collator, augment=augment)
+    return trainer, facts
 
 
 def text_trainer(
-    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, build: Any, tokenizer: Any
+    settings: TrainSettings,
+    arguments: Any,
+    watcher: Watcher,
+    build: Build,
+    make_tokenizer: Callable[[Iterable[str]], Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """The trainer of a text classifier, and facts about its data; see `image_trainer`.
+    """The trainer of a text classifier, and facts about its data.
 
     Args:
-        settings: as there.
-        folder: as there.
-        arguments: as there.
-        watcher: as there.
-        build: as there.
-        tokenizer: of the run.
+        settings: of the run.
+        arguments: of the trainer.
+        watcher: receives messages.
+        build: (configuration) -> (model, objective).
+        make_tokenizer: (training texts) -> tokenizer of the run.
+
+    Raises:
+        FulldepthError: if data, tokenizer and model do not fit each other.
     """
+    if settings.augmentation.any:
+        raise FulldepthError("augmentation changes images; task: text-classification has none.")
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
+    texts = [text for record in data.train.source.records for text in (record.text, record.second) if text]
+    tokenizer = _with_padding(make_tokenizer(texts))
     pad_id = tokenizer.pad_token_id
     config = build_config(
         settings.model,
@@ -219,3 +241,12 @@ def _examples(source: Source, settings: TrainSettings, tokenizer: Any, vocab_siz
         *prepared.warnings,
         f"{fits.count(False)} texts of {source.name} are too long and left out: {sentence}",
     ]
+
+
+def _with_padding(tokenizer: Any) -> Any:
+    """The tokenizer with a padding token: its own, else that of the end of a text."""
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise FulldepthError("The tokenizer has no padding token and no end-of-text token to pad with.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -17,8 +17,8 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import find_gguf, load_checkpoint, load_config
 from fulldepth.training.causality import reads_later_tokens
-from fulldepth.training.initial import draw_weights
 from fulldepth.training.heads import HEADS, with_new_head
+from fulldepth.training.initial import draw_weights
 from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}

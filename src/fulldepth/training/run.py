@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,16 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     return record.results()
 
 
-def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArguments, watcher: Watcher) -> Any:
+def _tokenizer(
+    settings: TrainSettings,
+    folder: Path,
+    arguments: TrainingArguments,
+    watcher: Watcher,
+    texts: Iterable[str] | None = None,
+) -> Any:
     """The tokenizer of the run; a newly trained one is saved in the run folder."""
     with arguments.main_process_first(desc="tokenizer"):
-        return run_tokenizer(settings, folder / TOKENIZER, watcher)
+        return run_tokenizer(settings, folder / TOKENIZER, watcher, texts)
 
 
 def _prepare(settings: TrainSettings) -> Callable[[TrainSettings, Path, Any, Watcher], Prepared]:
@@ -191,8 +197,10 @@ def _images(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watc
 
 
 def _texts(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
-    tokenizer = _tokenizer(settings, folder, arguments, watcher)
-    return text_trainer(settings, folder, arguments, watcher, lambda config: _built(config, settings), tokenizer)
+    def tokenizer(texts: Iterable[str]) -> Any:
+        return _tokenizer(settings, folder, arguments, watcher, texts)
+
+    return text_trainer(settings, arguments, watcher, lambda config: _built(config, settings), tokenizer)
 
 
 def _built(config: Any, settings: TrainSettings) -> tuple[PreTrainedModel, Objective]:
