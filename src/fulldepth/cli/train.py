@@ -11,7 +11,7 @@ from fulldepth import bars, console
 from fulldepth.cli.options import PushToHub, command, starting
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
-from fulldepth.settings import layer, names, read
+from fulldepth.settings import layer, merge, names, read
 from fulldepth.settings.train import TrainSettings as TrainOptions
 
 
@@ -30,6 +30,13 @@ def train_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; created if absent.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last complete checkpoint in the run folder.")
+    ] = False,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Of classification: leave bad rows out and count them instead of refusing the data (data.skip_bad).",
+        ),
     ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
     dry_run: Annotated[
@@ -57,6 +64,8 @@ def train_command(
         raise FulldepthError(f"A recipe is required: {', '.join(names('train'))}, or a YAML file.")
     if output is None and not dry_run:
         raise FulldepthError("A run folder is required: --output RUN.")
+    if skip_bad:
+        settings = merge(settings, {"data": {"skip_bad": True}})
     layer(TrainOptions, settings)  # finds wrong settings before torch is imported
     console.loading()
     from fulldepth import reporting

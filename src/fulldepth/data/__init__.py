@@ -3,7 +3,7 @@
 from fulldepth.data.cache.order import ORDER, ShuffledSampler
 from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
-from fulldepth.data.corpus import builtin_texts, train_tokenizer
+from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.documents import Documents, open_documents
 from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.preparation import prepare
@@ -32,4 +32,5 @@ __all__ = [
     "pack",
     "prepare",
     "train_tokenizer",
+    "train_wordpiece",
 ]

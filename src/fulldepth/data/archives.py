@@ -5,8 +5,10 @@ Any problem with an archive or a member is a `FulldepthError` that names it.
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
@@ -32,6 +34,41 @@ def open_archive(path: Path) -> zipfile.ZipFile:
         archive.close()
         raise
     return archive
+
+
+class Archive:
+    """A checked archive, opened anew in each process: forked processes would move each other's place in one file.
+
+    Args:
+        path: of the archive.
+
+    Raises:
+        FulldepthError: as `open_archive`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened = (os.getpid(), open_archive(path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_opened": (None, None)}
+
+    @property
+    def names(self) -> list[PurePosixPath]:
+        """Names of the files in it."""
+        return member_names(self._archive)
+
+    def read(self, member: str) -> bytes:
+        """The content of a member; see `read_member`."""
+        return read_member(self._archive, member)
+
+    @property
+    def _archive(self) -> zipfile.ZipFile:
+        process, archive = self._opened
+        if process != os.getpid():
+            archive = open_archive(self.path)
+            self._opened = (os.getpid(), archive)
+        return archive
 
 
 def member_names(archive: zipfile.ZipFile) -> list[PurePosixPath]:

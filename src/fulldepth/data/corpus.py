@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.errors import unknown
@@ -16,6 +16,8 @@ from fulldepth.errors import unknown
 PARTS = ("train", "heldout")
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text and padding token."""
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""Special tokens of BERT, ids 0 to 4."""
 
 
 class Novel(NamedTuple):
@@ -85,3 +87,32 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedT
     )
     core.train_from_iterator(texts, trainer=trainer)
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """Train a WordPiece tokenizer like that of uncased BERT on `texts`: lower case, accents removed.
+
+    Args:
+        texts: to learn the pieces from.
+        vocab_size: most tokens, the special ones included.
+
+    Returns:
+        The tokenizer; a text becomes `[CLS] text [SEP]`, a pair `[CLS] first [SEP] second [SEP]` with token types.
+
+    Source: Devlin et al. 2019 (BERT).
+    """
+    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer(lowercase=True)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=list(BERT_TOKENS), show_progress=False
+    )
+    core.train_from_iterator(texts, trainer=trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", core.token_to_id("[CLS]")), ("[SEP]", core.token_to_id("[SEP]"))],
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=core, **dict(zip(names, BERT_TOKENS, strict=True)))

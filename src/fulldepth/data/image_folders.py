@@ -5,7 +5,6 @@ A folder without images, or without the split, is a `FulldepthError`.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from fulldepth.data.archives import member_names, open_archive, read_member
+from fulldepth.data.archives import Archive
 from fulldepth.data.images import ImageLoader, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
@@ -38,27 +37,28 @@ def has_images(path: Path) -> bool:
         return any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
 
 
-def folder_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
+def folder_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
     """The images below a folder; class sub-folders give the labels, in sorted order of their names.
 
-    Without `split`, the first of `SPLITS` that exists; with `limit`, at most so many images, spread evenly over all.
+    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); with `limit`, at
+    most so many images, spread evenly over all.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
-    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit)
+    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit, held_out)
 
 
-def zip_images(path: Path, split: str | None = None, limit: int | None = None) -> Pictures:
+def zip_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
     """The images in a `.zip` of such a folder, read in place; see `folder_images`."""
-    archive = open_archive(path)
-    return _pictures(path.name, member_names(archive), partial(_stored_member, archive), split, limit)
+    archive = Archive(path)
+    return _pictures(path.name, archive.names, partial(_stored_member, archive), split, limit, held_out)
 
 
-def _stored_member(archive: zipfile.ZipFile, file: PurePosixPath) -> StoredImage:
-    return StoredImage(partial(_read_member, archive, str(file)), partial(read_member, archive, str(file)))
+def _stored_member(archive: Archive, file: PurePosixPath) -> StoredImage:
+    return StoredImage(partial(_read_member, archive, str(file)), partial(archive.read, str(file)))
 
 
-def _read_member(archive: zipfile.ZipFile, member: str) -> Image.Image:
-    return decode_image(read_member(archive, member), f"{archive.filename}/{member}")
+def _read_member(archive: Archive, member: str) -> Image.Image:
+    return decode_image(archive.read(member), f"{archive.path}/{member}")
 
 
 def _pictures(
@@ -67,8 +67,9 @@ def _pictures(
     loader: Callable[[PurePosixPath], ImageLoader],
     split: str | None,
     limit: int | None,
+    held_out: bool,
 ) -> Pictures:
-    images, chosen = _arrange(name, files, split)
+    images, chosen = _arrange(name, files, split, held_out)
     if limit is not None and limit < len(images):  # sorted by class: spread evenly to cover all classes
         images = [images[i * len(images) // limit] for i in range(limit)]
     classes = tuple(sorted({label for _, label in images if label is not None}))
@@ -78,7 +79,7 @@ def _pictures(
 
 
 def _arrange(
-    name: str, files: Sequence[PurePosixPath], split: str | None = None
+    name: str, files: Sequence[PurePosixPath], split: str | None = None, held_out: bool = True
 ) -> tuple[list[tuple[PurePosixPath, str | None]], str | None]:
     """Sorted (file, class name) of the images among `files`, and the split they belong to, if there are splits."""
     images = sorted(
@@ -96,7 +97,7 @@ def _arrange(
         depth = 1  # a single folder contains everything
     splits = {folder for f in images if (folder := _folder(f, depth)) in SPLITS}
     if split is None:
-        split = next((s for s in SPLITS if s in splits), None)
+        split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
     elif split not in splits:
         have = ", ".join(sorted(splits)) or "no splits"
         raise FulldepthError(f"{name} has no split {split!r}. It has: {have}.")

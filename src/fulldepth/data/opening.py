@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 from PIL import Image
 
+from fulldepth.data import authors, digits
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
@@ -26,6 +27,13 @@ from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
 
 CORPUS = "corpus:"
+DIGITS = digits.DIGITS
+BUILTIN: dict[str, tuple[str, tuple[str, ...], Callable[[str], Sequence[Any]], tuple[str, ...]]] = {
+    CORPUS: ("corpus", PARTS, builtin_texts, ()),
+    DIGITS: ("set of digits", digits.PARTS, digits.digit_rows, digits.CLASSES),
+    authors.AUTHORS: ("set of passages", authors.PARTS, authors.author_rows, ()),
+}
+"""Prefix of built-in data -> noun, parts (to train on, held out), function of the part, names of the classes."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
 DATASETS = datasets.Dataset | datasets.IterableDataset
@@ -104,7 +112,8 @@ def open_data(
     Args:
         data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
             their paths; `corpus:builtin`, `corpus:builtin/train` or `corpus:builtin/heldout`; a Hub data set (`name` or
-            `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings.
+            `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings;
+            `authors:builtin` (labelled passages); with `images`, `digits:builtin`; both with `/train` or `/test`.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
         limit: most rows to read: the first ones; of folders of images, spread evenly over all. Of a Hub data set only
@@ -121,7 +130,7 @@ def open_data(
     if limit is not None and limit < 1:
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
     expected = f"a file ({', '.join(suffixes)}), a folder of them, {'a folder or .zip of images, ' if images else ''}"
-    expected += "a Hub data set, corpus:builtin"
+    expected += "a Hub data set, corpus:builtin" + (", digits:builtin" if images else "")
     if isinstance(data, DATASETS | SPLIT_DATASETS):
         name, table = _one_split("datasets.Dataset", data, split, held_out=held_out)
         return _opened_table(name, table, None, limit)
@@ -132,11 +141,12 @@ def open_data(
             f"Cannot read data of type {type(data).__name__}. Expected {expected}, or a list of texts or mappings."
         )
     name = str(data)
-    if name.startswith(CORPUS):
-        return _opened_corpus(name, split or PARTS[held_out], limit)
+    kind = f"{name.partition(':')[0]}:"
+    if kind in BUILTIN and (images or kind != DIGITS):
+        return _opened_builtin(name, split, limit, held_out)
     path = path_of(name)
     if path.exists():
-        pictures = _pictures(path, split, limit) if images else None
+        pictures = _pictures(path, split, limit, held_out) if images else None
         if pictures is not None:
             return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
         if split is not None or config is not None:
@@ -149,11 +159,11 @@ def open_data(
     return _opened_table(full, table, repository, limit)
 
 
-def _pictures(path: Path, split: str | None, limit: int | None) -> Pictures | None:
+def _pictures(path: Path, split: str | None, limit: int | None, held_out: bool) -> Pictures | None:
     """The images of a `.zip` or a folder; None if the path is neither or holds none."""
     if path.is_dir():
-        return folder_images(path, split, limit) if has_images(path) else None
-    return zip_images(path, split, limit) if path.suffix.lower() == ".zip" else None
+        return folder_images(path, split, limit, held_out=held_out) if has_images(path) else None
+    return zip_images(path, split, limit, held_out=held_out) if path.suffix.lower() == ".zip" else None
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -182,12 +192,14 @@ def _opened_list(data: Sequence[Any], limit: int | None) -> Opened:
     raise FulldepthError(f"A list of data must hold texts only or mappings only, got {kinds}.")
 
 
-def _opened_corpus(name: str, default: str, limit: int | None) -> Opened:
-    corpus, _, part = name.removeprefix(CORPUS).partition("/")
-    if corpus != "builtin":
-        raise unknown("corpus", name, [f"{CORPUS}builtin", *(f"{CORPUS}builtin/{part}" for part in PARTS)])
-    part = part or default
-    return Opened(f"{CORPUS}builtin/{part}", items=builtin_texts(part), limit=limit)
+def _opened_builtin(name: str, split: str | None, limit: int | None, held_out: bool) -> Opened:
+    kind = f"{name.partition(':')[0]}:"
+    noun, parts, read, labels = BUILTIN[kind]
+    title, _, part = name.removeprefix(kind).partition("/")
+    if title != "builtin":
+        raise unknown(noun, name, [f"{kind}builtin", *(f"{kind}builtin/{part}" for part in parts)])
+    part = part or split or parts[held_out]
+    return Opened(f"{kind}builtin/{part}", items=read(part), labels=labels, limit=limit)
 
 
 def _opened_table(name: str, table: Any, repository: str | None, limit: int | None) -> Opened:

@@ -31,6 +31,8 @@ class Record:
     """Loader that decodes the image to RGB."""
     label: int | None = None
     """Class index, None where unknown."""
+    where: str = ""
+    """Location in the data, for messages."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,33 @@ class Source:
         return len(self.records)
 
 
-def open_source(data: Any, *, split: str | None = None, limit: int | None = None) -> Source:
-    """Read data for measuring.
+def open_source(
+    data: Any,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    held_out: bool = True,
+) -> Source:
+    """Read data for measuring, or labelled rows for training.
 
     Args:
         data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below
-            `train|validation|test` or not. Rows hold `text` or `sentence` and perhaps `label`, two sentences, `prompt`
-            + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as it is.
-        split: which split of an image folder, of the built-in corpus or of a Hub data set; by default the validation
-            or test split where there is one.
+            `train|validation|test` or not, and `digits:builtin`. Rows hold `text` or `sentence` and perhaps `label`,
+            two sentences, `prompt` + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as
+            it is.
+        config: configuration of a Hub data set.
+        split: which split of an image folder, of built-in data or of a Hub data set; by default the validation or test
+            split where there is one.
         limit: most records to read: the first ones; of images in folders, spread evenly over all.
+        held_out: False = by default the training split.
 
     Raises:
         FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """
     if isinstance(data, Source):
         return data
-    opened = open_data(data, split=split, limit=limit, held_out=True, images=True)
+    opened = open_data(data, config=config, split=split, limit=limit, held_out=held_out, images=True)
     if isinstance(opened.table, datasets.IterableDataset) and limit is None:
         raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
     return _source(opened)
@@ -93,11 +105,15 @@ def _source(opened: Opened) -> Source:
     if columns.kind == "pairs":
         return Source(opened.name, "pairs", [Record(prompt=first, response=second) for first, second in values])
     classes, names = _class_indices(labels, opened.class_names(columns.label))
+    places = [where for where, _ in labels]
     if columns.kind == "images":
-        records = [Record(image=image, label=index) for (image, _), index in zip(values, classes, strict=True)]
+        records = [Record(image=v[0], label=c, where=w) for v, c, w in zip(values, classes, places, strict=True)]
         return Source(opened.name, "images", records, names)
     kind = "text" if all(index is None for index in classes) else "labelled-text"
-    records = [Record(text=text, second=second, label=i) for (text, second), i in zip(values, classes, strict=True)]
+    records = [
+        Record(text=text, second=second, label=index, where=where)
+        for (text, second), index, where in zip(values, classes, places, strict=True)
+    ]
     return Source(opened.name, kind, records, names)
 
 

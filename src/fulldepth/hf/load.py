@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,8 @@ class Checkpoint:
     """Folder or Hub name; the class name for a model that was passed in."""
     revision: str | None = None
     warnings: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
+    """Names of weights that the checkpoint lacks and that `may_lack` allowed; they are random."""
 
     @property
     def config_hash(self) -> str:
@@ -106,6 +108,8 @@ def load_checkpoint(
     revision: str | None = None,
     trust_remote_code: bool = False,
     model_class: Any = None,
+    config: Any = None,
+    may_lack: Callable[[PreTrainedModel, str], bool] | None = None,
 ) -> Checkpoint:
     """Load a model in evaluation mode, from a local folder or by its Hub name.
 
@@ -118,6 +122,9 @@ def load_checkpoint(
         revision: branch, tag or commit on the Hub.
         trust_remote_code: run modelling code that the checkpoint carries.
         model_class: class to load; None = the one that the checkpoint's `config.json` names.
+        config: configuration for `model_class`; None = the checkpoint's.
+        may_lack: (model, name of a weight) -> whether the checkpoint may lack it or hold it in another shape; None =
+            it may lack nothing.
 
     Raises:
         FulldepthError: if the checkpoint has no safetensors weights, its files are broken, or it lacks weights that the
@@ -128,7 +135,7 @@ def load_checkpoint(
     if gguf is None:
         _check_folder(where)
     target = pick_device(device) if device_map is None else None
-    config: Any = None
+    changed = {} if config is None else {"config": config}
     if model_class is None:
         config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
     else:
@@ -145,15 +152,29 @@ def load_checkpoint(
             if gguf is not None:
                 model, info = load_gguf_model(gguf, config, loader, **options)
             else:
-                options |= {"revision": revision, "use_safetensors": True, **REPORTED}
+                options |= {"revision": revision, "use_safetensors": True, **REPORTED, **changed}
                 model, info = loader.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     model.name_or_path = model.config.name_or_path = str(name)
+    fresh = _take_fresh(model, info, may_lack)
     warnings = _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
-    return Checkpoint(model.eval(), str(name), revision, tuple(warnings))
+    return Checkpoint(model.eval(), str(name), revision, tuple(warnings), fresh)
+
+
+def _take_fresh(
+    model: PreTrainedModel, info: dict[str, Any], may_lack: Callable[[PreTrainedModel, str], bool] | None
+) -> frozenset[str]:
+    """Take the weights that may be missing out of transformers' report; their names."""
+    if may_lack is None:
+        return frozenset()
+    fresh = {name for name in info["missing_keys"] if may_lack(model, name)}
+    other = {key for key in info["mismatched_keys"] if may_lack(model, key[0])}
+    info["missing_keys"] = set(info["missing_keys"]) - fresh
+    info["mismatched_keys"] = set(info["mismatched_keys"]) - other
+    return frozenset(fresh | {key[0] for key in other})
 
 
 def _check_fit(where: str, model: str, info: dict[str, Any]) -> list[str]:

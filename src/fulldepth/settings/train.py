@@ -32,10 +32,11 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Text to train and validate on."""
+    """Data to train and validate on."""
 
     name: str = "corpus:builtin/train"
-    """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set."""
+    """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set; for images
+    digits:builtin/train, or a folder or .zip of images."""
     column: str | None = None
     """Column that holds the text; None = the usual names."""
     config: str | None = None
@@ -44,8 +45,13 @@ class DataSettings(Settings):
     """Split of a Hub data set."""
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
+    skip_bad: bool = False
+    """Classification: leave bad rows out (a damaged image, a label outside the classes, a text that is too long) and
+    count them in the warnings, instead of refusing the data."""
+    truncate: bool = False
+    """Classification: cut texts of more than `sequence_length` tokens there instead of refusing them."""
     validation: str | None = None
-    """Text for validation; None = held-out documents."""
+    """Data for validation; None = held-out documents or rows."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents that is held out for validation."""
     validation_sequences: Batch = 32
@@ -54,6 +60,28 @@ class DataSettings(Settings):
     """Whether attention may cross from one document of a window into the next."""
     cache: str | None = None
     """Folder of the token cache of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
+
+
+class AugmentationSettings(Settings):
+    """Random changes of training images (needs kornia: `fulldepth[vision]`); the defaults change nothing."""
+
+    crop: int = Field(default=0, ge=0, le=1024)
+    """Pixels of black border that are added on each side before a random crop to the image's size."""
+    flip: bool = False
+    """Mirror every other image, left to right."""
+    rotation: float = Field(default=0.0, ge=0, le=180)
+    """Largest angle of a random rotation, in degrees."""
+    randaugment: int = Field(default=0, ge=0, le=10)
+    """Number of operations of RandAugment (arXiv 1909.13719)."""
+    magnitude: int = Field(default=9, ge=1, le=30)
+    """Magnitude of RandAugment's operations."""
+    erasing: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a random rectangle is set to the mean colour (arXiv 1708.04896)."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is changed."""
+        return bool(self.crop or self.flip or self.rotation or self.randaugment or self.erasing)
 
 
 class ObjectiveSettings(Settings):
@@ -109,7 +137,16 @@ class TrainSettings(Settings):
 
     options: ClassVar = {
         "What is trained": (
-            *("method", "steps", "global_batch_size", "micro_batch_size", "sequence_length", "seed", "tokenizer"),
+            *(
+                "task",
+                "method",
+                "steps",
+                "global_batch_size",
+                "micro_batch_size",
+                "sequence_length",
+                "seed",
+                "tokenizer",
+            ),
         ),
         "Optimiser": (
             "learning_rate",
@@ -124,20 +161,27 @@ class TrainSettings(Settings):
         "Evaluation and checkpoints": ("eval_every", "save_every", "keep_checkpoints", "log_every", "report_to"),
     }
 
+    task: Literal["causal-lm", "image-classification", "text-classification", "detection"] = "causal-lm"
+    """What the model learns: the next token, the class of an image or of a text, or the objects in an image."""
     about: str = ""
     """One sentence on the recipe; `fulldepth train --list` shows it."""
     source: str = ""
     """Source of the values, and the choices made where the source does not state them."""
     stage: Literal["pretrain", "sft"] = "pretrain"
-    """pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
+    """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
     method: str = "standard"
     """Preset of the objective: standard, jreg, cr, aligned, similarity. Terms under `objective` override it."""
     model: ModelSettings = ModelSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     initializer: InitializerSettings = InitializerSettings()
     data: DataSettings = DataSettings()
+    augmentation: AugmentationSettings = AugmentationSettings()
     tokenizer: str | None = None
-    """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus; None = the checkpoint's."""
+    """Folder or Hub name; builtin:N trains a tokenizer of N tokens on the built-in corpus, wordpiece:N (as BERT's)
+    and bpe:N on the run's own labelled texts; None = the checkpoint's."""
+    processor: str | None = None
+    """Folder or Hub name of an image processor (size, mean and deviation of pixels); None = the checkpoint's, else a
+    plain one of the model's image size."""
 
     steps: Count = 200
     """Optimiser steps."""
@@ -156,8 +200,10 @@ class TrainSettings(Settings):
     """Peak learning rate of memory routers; None = `learning_rate`."""
     min_learning_rate: NonNegativeRate = 0.0
     """Learning rate at the end of the cosine."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up: cosine, linear or constant."""
+    schedule: Literal["cosine", "linear", "constant", "multistep"] = "cosine"
+    """Learning rate after the warm-up: cosine, linear, constant, or multistep, a tenth from each milestone on."""
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default_factory=lambda: [0.5, 0.75])
+    """Shares of the steps after which a multistep schedule divides the learning rate by ten."""
     warmup: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps over which the learning rate rises linearly, rounded to whole steps."""
     warmup_steps: NonNegativeSteps | None = None
@@ -207,6 +253,22 @@ class TrainSettings(Settings):
         if method not in METHODS:
             raise unknown("method", method, METHODS)
         return method
+
+    @pydantic.model_validator(mode="after")
+    def _stage_fits(self) -> Self:
+        if self.stage != "pretrain" and self.task != "causal-lm":
+            raise ValueError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}")
+        return self
+
+    @property
+    def unit(self) -> str:
+        """What amounts of data are counted in: tokens, texts or images."""
+        return {"causal-lm": "tokens", "text-classification": "texts"}.get(self.task, "images")
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens, texts or images in an optimiser step."""
+        return self.global_batch_size * (self.sequence_length if self.task == "causal-lm" else 1)
 
     @property
     def warmup_length(self) -> int:

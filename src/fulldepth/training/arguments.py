@@ -103,7 +103,7 @@ def _schedule(settings: TrainSettings) -> tuple[str, dict[str, Any]]:
         return "cosine_with_min_lr", {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
     if settings.min_learning_rate:
         raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
-    return ("linear" if settings.schedule == "linear" else "constant_with_warmup"), {}
+    return ("linear" if settings.schedule == "linear" else "constant_with_warmup"), {}  # multistep: see GroupsMixin
 
 
 def _checkpointing(settings: TrainSettings) -> dict[str, Any]:

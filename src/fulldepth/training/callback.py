@@ -171,8 +171,7 @@ class Conductor(TrainerCallback):
         self._evaluated = step
         speed = None
         if steps and seconds > 0:
-            tokens = steps * self.settings.global_batch_size * self.settings.sequence_length
-            speed = (tokens / seconds, "mean", "tokens/s")
+            speed = (steps * self.settings.units_per_step / seconds, "mean", f"{self.settings.unit}/s")
         facts = {
             "learning_rate": (self._rate, "value", "1") if step else None,
             "throughput": speed,
@@ -232,8 +231,10 @@ def _line(
     parts = [f"step {step}:", f"validation {evaluation.loss:.4f}"]
     for name, (total, count) in means.items():
         parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
+    if evaluation.accuracy is not None:
+        parts.append(f"accuracy {evaluation.accuracy:.2%}")
     if evaluation.jump_rates:
         parts.append(f"jump rate {evaluation.jump_rates[0]:.2f} %")
     if speed is not None:
-        parts.append(f"{speed[0]:,.0f} tokens/s")
+        parts.append(f"{speed[0]:,.0f} {speed[2]}")
     return ("  ".join(parts)).replace(":  ", ": ")

@@ -1,10 +1,10 @@
-"""Evaluation during training: validation loss and displacement profile on the held-out windows."""
+"""Evaluation during training: loss, displacement profile and a classifier's accuracies on the held-out data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from fulldepth.distributed import add_up, current
-from fulldepth.execution import capture, find_anatomy
-from fulldepth.hf import Anatomy
+from fulldepth.execution import capture, find_anatomy, read_layers
+from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses import Task
 from fulldepth.metrics import displacement, jump_rate
+from fulldepth.targets import IGNORE
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of a model on the validation windows."""
+    """Results of a model on the validation data."""
 
     loss: float
     """Mean cross-entropy in nats."""
@@ -30,6 +31,10 @@ class Evaluation:
     tokens: int
     jump_rates: list[float]
     """zeta_L, zeta_{L-1}, zeta_{L-2} in per cent; fewer in models of fewer layers."""
+    accuracy: float | None = None
+    """Share of the rows whose top class is their label; None for other tasks than classification."""
+    lens_accuracy: list[float] = field(default_factory=list)
+    """The same by the last layer's classifier on layers 0..L (aligned training, Eq. 2)."""
 
 
 class Evaluator:
@@ -50,20 +55,26 @@ class Evaluator:
         anatomy: Anatomy = find_anatomy(model)
         device = next(model.parameters()).device
         task = Task.of(model)
-        sums = torch.zeros(2 * anatomy.num_layers + 3, dtype=torch.float64, device=device)
+        classifies = task.name.endswith("-classification")
+        size = 2 * anatomy.num_layers + 3 + (anatomy.num_layers + 2 if classifies else 0)
+        sums = torch.zeros(size, dtype=torch.float64, device=device)
         training = model.training
         model.eval()
         try:
             with capture(anatomy, ["residual"]) as activations:
                 for batch, counts in self._share(device):
                     outputs = model(**batch, use_cache=False)
+                    states = list(activations["residual"])
+                    row = _sums(task, outputs, batch, states)
+                    if classifies:
+                        row = torch.cat([row, _correct(anatomy, task, outputs, batch, states)])
                     if counts:
-                        sums += _sums(task, outputs, batch, activations["residual"])
+                        sums += row
                     activations.clear()
         finally:
             model.train(training)
         add_up(sums)
-        return _evaluation(sums.tolist())
+        return _evaluation(sums.tolist(), anatomy.num_layers)
 
     def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's batches, and whether each counts: with sharding all processes must run equally many."""
@@ -92,10 +103,22 @@ def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Te
     return torch.stack([value.to(loss.device, torch.float64) for value in (*sums, *counts, *totals)])
 
 
-def _evaluation(sums: list[float]) -> Evaluation:
-    *profile, tokens, loss, targets = sums
-    totals, counts = profile[: len(profile) // 2], profile[len(profile) // 2 :]
+def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
+    """[L + 2]: number of correctly classified rows, by the model and by its classifier on layers 0..L."""
+    labels = batch["labels"]
+    own = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
+    classifier, mask = Classifier(anatomy).after_forward(), task.counted(batch, states[-1])
+    read = read_layers(classifier, torch.stack([s.to(states[-1].device) for s in states]), labels, mask)
+    return torch.cat([own.view(1).double(), read.correct.to(own.device).double().sum(1)])
+
+
+def _evaluation(sums: list[float], num_layers: int) -> Evaluation:
+    totals, counts = sums[:num_layers], sums[num_layers : 2 * num_layers]
+    tokens, loss, targets, *correct = sums[2 * num_layers :]
     psi = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
     starts = range(-1, -min(3, len(psi) - 1) - 1, -1)
     rates = [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
-    return Evaluation(loss / targets, round(targets), psi, round(tokens), rates)
+    shares = [number / targets for number in correct]
+    return Evaluation(
+        loss / targets, round(targets), psi, round(tokens), rates, shares[0] if shares else None, shares[1:]
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,24 +11,18 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import find_gguf, load_checkpoint, load_config
 from fulldepth.training.causality import reads_later_tokens
+from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
 from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
-COMMON = ("depth_llama", "llama", "qwen3", "gpt2", "mistral")
 NOT_OPTIONS = {
     "self",
     "kwargs",
@@ -43,9 +37,11 @@ NOT_OPTIONS = {
 def build_config(
     model: ModelSettings,
     *,
+    task: str = "causal-lm",
     vocab_size: int | None = None,
     positions: int | None = None,
     special_tokens: Mapping[str, int | None] | None = None,
+    classes: Sequence[str] | None = None,
 ) -> PreTrainedConfig:
     """Build the configuration from settings; every key besides `type` and `checkpoint` is one of its options.
 
@@ -54,21 +50,26 @@ def build_config(
 
     Args:
         model: the settings. Their own keys override the arguments below.
+        task: a key of `HEADS`, which determines the model's class.
         vocab_size: tokens of the tokenizer; None = given by the settings.
         positions: tokens in a sequence; without a checkpoint, the model gets exactly as many positions.
         special_tokens: `special_tokens(tokenizer)`: `bos_token_id`, `eos_token_id`, `pad_token_id`.
+        classes: names of the classes of a classifier or detector; None = given by the settings.
 
     Raises:
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
     base = None if model.checkpoint is None else _read(model.checkpoint)
-    kind = _kind(model, base)
+    kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     for name in given:
         if name not in _options(kind):
             raise unknown(f"option of {kind.model_type} under `model`", name, _options(kind))
-    ids = {name: value for name, value in (special_tokens or {}).items() if value is not None}
+    ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
+    if classes is not None:
+        given.pop("num_labels", None)  # the data have been checked against it
+        ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:
             config = kind(**_defaults(kind, vocab_size, positions) | ids | given)
@@ -76,7 +77,7 @@ def build_config(
             config = _changed(base, kind, ids | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
-    _check_sizes(config, vocab_size, positions)
+    _check_sizes(config, HEADS[task].mapping[type(config)], vocab_size, positions)
     return config
 
 
@@ -110,42 +111,54 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = HEADS[settings.task].auto.from_config(
                 config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=False
             )
         except (ValueError, ImportError) as error:
             raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
         draw_weights(model, settings.initializer)
+        source = None  # a new head of the library draws random numbers that are not used
+        if settings.model.checkpoint is not None and settings.task != "causal-lm":
+            source = with_new_head(model, settings.model.checkpoint, dtype)
     if settings.model.checkpoint is not None:
-        _take_weights(model, settings.model.checkpoint, dtype)
+        _take_weights(model, settings.model.checkpoint, dtype, source)
     trained: PreTrainedModel = model.train()
     return trained
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
     """The model without storage, on the meta device: names and shapes only.
 
+    Args:
+        config: of the model.
+        task: a key of `HEADS`.
+
     Raises:
-        FulldepthError: if the configuration's class has no causal language model.
+        FulldepthError: if the configuration's class has no model for the task.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise FulldepthError(f"transformers has no causal language model of type {config.model_type!r}.")
+    head = HEADS[task]
+    if type(config) not in head.mapping:
+        raise FulldepthError(f"transformers has no {head.noun} of type {config.model_type!r}.")
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = head.auto.from_config(config, trust_remote_code=False)
     return model
 
 
-def _kind(model: ModelSettings, base: PreTrainedConfig | None) -> type[PreTrainedConfig]:
+def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> type[PreTrainedConfig]:
     """The configuration class."""
+    head = HEADS[task]
     if base is not None and model.type in (base.model_type, ModelSettings.model_fields["type"].default):
         kind: type[PreTrainedConfig] = type(base)
     elif model.type in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[model.type]
     else:
-        kinds = [config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING]
-        raise unknown("model type", model.type, {*COMMON, *get_close_matches(model.type, kinds, n=3)})
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise FulldepthError(f"Model type {kind.model_type!r} is no causal language model and cannot be trained.")
+        kinds = [config.model_type for config in head.mapping]
+        raise unknown("model type", model.type, {*head.common, *get_close_matches(model.type, kinds, n=3)})
+    if kind not in head.mapping:
+        raise FulldepthError(
+            f"Model type {kind.model_type!r} is no {head.noun} and cannot be trained"
+            + ("." if task == "causal-lm" else f" for task: {task}. Set model.type, for example {head.common[0]}.")
+        )
     stock = getattr(kind, "stock_model_type", None)
     if base is not None and not isinstance(base, kind) and base.model_type != stock:
         takes = f", which a {stock} can become, too" if stock is not None else ""
@@ -188,9 +201,8 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
     return changed
 
 
-def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: int | None) -> None:
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if reads_later_tokens(config, model_class):
+def _check_sizes(config: PreTrainedConfig, model_class: Any, vocab_size: int | None, positions: int | None) -> None:
+    if model_class in HEADS["causal-lm"].mapping.values() and reads_later_tokens(config, model_class):
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
         )
@@ -206,9 +218,12 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int | None, positions: in
         )
 
 
-def _take_weights(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> None:
-    """Copy a checkpoint's weights into a model, which may have further weights that switches add."""
-    source = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.state_dict()
+def _take_weights(
+    model: PreTrainedModel, checkpoint: str, dtype: torch.dtype, source: dict[str, Any] | None = None
+) -> None:
+    """Copy a checkpoint's weights, `source` if given, into a model, which may have further weights of switches."""
+    if source is None:
+        source = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.state_dict()
     target = model.state_dict()
     name = type(model).__name__
     if lacking := sorted(target.keys() - source.keys() - getattr(model, "added_parameters", set)()):

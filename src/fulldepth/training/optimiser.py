@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.trainer import AnyTrainer
@@ -69,3 +71,17 @@ class GroupsMixin(AnyTrainer):
     def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
         """The parameter groups by the run's settings."""
         return parameter_groups(model, self.settings)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's schedule, or a multistep one, which transformers lacks."""
+        if self.settings.schedule == "multistep" and self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, partial(multistep, self.settings))
+        return super().create_scheduler(num_training_steps, optimizer)
+
+
+def multistep(settings: TrainSettings, step: int) -> float:
+    """Factor of the learning rate at a 0-based step: a linear warm-up, then a tenth from each milestone on."""
+    if step < settings.warmup_length:
+        return step / settings.warmup_length
+    factor: float = 0.1 ** sum(step >= round(share * settings.steps) for share in settings.milestones)
+    return factor

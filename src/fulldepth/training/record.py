@@ -59,6 +59,11 @@ class Record:
         rows: list[Any] = [
             ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, "nats")
         ]
+        if evaluation.accuracy is not None:
+            value, targets = evaluation.accuracy, evaluation.targets
+            rows.append(("validation_accuracy", "model", None, None, "mean", value, targets, "1"))
+        for layer, value in enumerate(evaluation.lens_accuracy):
+            rows.append(("lens_accuracy", "residual", layer, None, "mean", value, evaluation.targets, "1"))
         for name, (total, count) in means.items():
             measure, site = ("train_loss", "model") if name == "ce" else ("penalty", name)
             unit = "nats" if name == "ce" else TERMS[name].unit
@@ -127,9 +132,10 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     findings: dict[str, Finding] = {}
     for name, measure, unit, sentence in (
         ("validation_loss", "validation_loss", "nats", _loss(table, step)),
+        ("validation_accuracy", "validation_accuracy", "1", _accuracy(table, step)),
         ("train_loss", "train_loss", "nats", ""),
         ("zeta_L", "jump_rate", "%", _jump(table, step)),
-        ("throughput", "throughput", "tokens/s", _pace(table, step)),
+        ("throughput", "throughput", _unit(table, "throughput"), _pace(table, step)),
         ("elapsed", "elapsed", "s", ""),
         ("peak_memory", "peak_memory", "MiB", ""),
     ):
@@ -162,6 +168,16 @@ def _jump(table: pd.DataFrame, step: int) -> str:
     return "" if value is None else describe_jump(value)
 
 
+def _accuracy(table: pd.DataFrame, step: int) -> str:
+    value = _value(table, "validation_accuracy", step)
+    return "" if value is None else f"{value:.1%} of the validation rows are classified correctly at step {step:,}."
+
+
 def _pace(table: pd.DataFrame, step: int) -> str:
     speed = _value(table, "throughput", step)
-    return "" if speed is None else f"Training runs at {speed:,.0f} tokens/s."
+    return "" if speed is None else f"Training runs at {speed:,.0f} {_unit(table, 'throughput')}."
+
+
+def _unit(table: pd.DataFrame, measure: str) -> str:
+    units = table[table.measure == measure]["unit"]
+    return "1" if units.empty else str(units.iloc[-1])

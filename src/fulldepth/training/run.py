@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers import logging as transformers_logging
 
 from fulldepth import launch
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import sealed_checkpoints
-from fulldepth.losses import DepthTrainer
+from fulldepth.losses import DepthTrainer, Objective
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.training.arguments import training_arguments
@@ -22,6 +22,7 @@ from fulldepth.training.callback import Conductor, stopping
 from fulldepth.training.evaluation import Evaluator
 from fulldepth.training.export import explaining_full_disk, put_together
 from fulldepth.training.folder import KIND, TOKENIZER, holding, open_run
+from fulldepth.training.labelled import image_trainer, text_trainer
 from fulldepth.training.loading import LoadingMixin, window_collator
 from fulldepth.training.methods import make_objective, resolved
 from fulldepth.training.model import build_config, build_model, special_tokens
@@ -36,7 +37,10 @@ from fulldepth.training.sft import rows_hash, sft_arguments, sft_data, sft_train
 from fulldepth.training.sharding import ShardsMixin
 from fulldepth.training.text import packed_text, run_tokenizer
 
-EVALUATION_BATCH = 8
+EVALUATION_BATCH = {True: 8, False: 32}
+"""Whether the task is causal-lm -> sequences or images in a forward pass of an evaluation."""
+Prepared = tuple[Any, dict[str, Any]]
+"""A trainer, and facts about its data."""
 ADVICE = (
     "Much text must be tokenised before training starts. `fulldepth data prepare RECIPE` does that beforehand, on any "
     "number of machines, without an accelerator."
@@ -95,17 +99,12 @@ def _train(
     watcher: Watcher,
     after_evaluation: Callable[[Path], object] | None,
 ) -> Results:
-    tokenizer = _tokenizer(settings, folder, arguments, watcher)
-    config = build_config(
-        settings.model,
-        vocab_size=len(tokenizer),
-        positions=settings.sequence_length,
-        special_tokens=special_tokens(tokenizer),
-    )
-    prepare = _conversations if settings.stage == "sft" else _packed
-    trainer, facts = prepare(settings, folder, tokenizer, config, arguments, watcher)
-    held_out = trainer.eval_dataset
+    trainer, facts = _prepare(settings)(settings, folder, arguments, watcher)
+    held_out, warnings = trainer.eval_dataset, facts.pop("warnings", [])
     meta = _meta(settings, recipe, trainer.model, {**facts, "validation_sequences": len(held_out)})
+    for line in warnings:
+        watcher.say(line)
+        meta["warnings"].append(line)
     origin = origin_of(settings, facts["hash"], trainer.args)
     for line in check_origin(origin, notes.origin, trainer.model.config, settings, checkpoint):
         watcher.say(line)
@@ -113,7 +112,7 @@ def _train(
     conductor = Conductor(
         settings,
         Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta),
-        Evaluator(held_out, trainer.data_collator, EVALUATION_BATCH),
+        Evaluator(held_out, trainer.data_collator, EVALUATION_BATCH[settings.task == "causal-lm"]),
         watcher,
         notes.model_copy(update={"origin": origin}),
         after_evaluation,
@@ -135,8 +134,8 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     conductor.join(trainer)
     watcher.say(
         f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
-        f"{settings.steps * settings.global_batch_size * settings.sequence_length / 1e6:.2f} M tokens in "
-        f"{settings.steps} steps" + (f"; going on after {checkpoint.name}." if checkpoint else ".")
+        f"{settings.steps * settings.units_per_step / 1e6:.2f} M {settings.unit} in {settings.steps} steps"
+        + (f"; going on after {checkpoint.name}." if checkpoint else ".")
     )
     if checkpoint is None or step_of(checkpoint) < settings.steps:
         try:
@@ -157,16 +156,60 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     return record.results()
 
 
-def _tokenizer(settings: TrainSettings, folder: Path, arguments: TrainingArguments, watcher: Watcher) -> Any:
+def _tokenizer(
+    settings: TrainSettings,
+    folder: Path,
+    arguments: TrainingArguments,
+    watcher: Watcher,
+    texts: Iterable[str] | None = None,
+) -> Any:
     """The tokenizer of the run; a newly trained one is saved in the run folder."""
     with arguments.main_process_first(desc="tokenizer"):
-        return run_tokenizer(settings, folder / TOKENIZER, watcher)
+        return run_tokenizer(settings, folder / TOKENIZER, watcher, texts)
 
 
-def _packed(
-    settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
-) -> tuple[Any, dict[str, Any]]:
+def _prepare(settings: TrainSettings) -> Callable[[TrainSettings, Path, Any, Watcher], Prepared]:
+    """The function that makes the trainer of a run, and facts about its data, by task."""
+    by_task = {
+        "causal-lm": _conversations if settings.stage == "sft" else _packed,
+        "image-classification": _images,
+        "text-classification": _texts,
+    }
+    if settings.task not in by_task:
+        raise unknown("task", settings.task, by_task)
+    return by_task[settings.task]
+
+
+def _language(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> tuple[Any, Any]:
+    """The tokenizer and the configuration of a language model."""
+    tokenizer = _tokenizer(settings, folder, arguments, watcher)
+    config = build_config(
+        settings.model,
+        vocab_size=len(tokenizer),
+        positions=settings.sequence_length,
+        special_tokens=special_tokens(tokenizer),
+    )
+    return tokenizer, config
+
+
+def _images(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
+    return image_trainer(settings, folder, arguments, watcher, lambda config: _built(config, settings))
+
+
+def _texts(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
+    def tokenizer(texts: Iterable[str]) -> Any:
+        return _tokenizer(settings, folder, arguments, watcher, texts)
+
+    return text_trainer(settings, arguments, watcher, lambda config: _built(config, settings), tokenizer)
+
+
+def _built(config: Any, settings: TrainSettings) -> tuple[PreTrainedModel, Objective]:
+    return build_model(config, settings), make_objective(settings)
+
+
+def _packed(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
     """The trainer of packed text, and facts about its data; all processes share in tokenising what is missing."""
+    tokenizer, config = _language(settings, folder, arguments, watcher)
     packed = packed_text(settings, tokenizer, config.vocab_size, watcher, advice=ADVICE)
     packed.require_documents(arguments.world_size)
     collator, model = window_collator(settings), build_model(config, settings)
@@ -186,10 +229,9 @@ def _packed(
     return trainer, {**facts, "train_sequences": len(packed.train)}
 
 
-def _conversations(
-    settings: TrainSettings, folder: Path, tokenizer: Any, config: Any, arguments: Any, watcher: Watcher
-) -> tuple[Any, dict[str, Any]]:
+def _conversations(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
     """The trainer of conversations, and facts about its data."""
+    tokenizer, config = _language(settings, folder, arguments, watcher)
     data = sft_data(settings, tokenizer)
     trainer = sft_trainer(
         build_model(config, settings),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fulldepth.data import Packed, builtin_texts, open_documents, pack, train_tokenizer
+from fulldepth.data import Packed, builtin_texts, open_documents, pack, train_tokenizer, train_wordpiece
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic_folder
 from fulldepth.hf import load_tokenizer
@@ -16,12 +17,21 @@ from fulldepth.training.settings import TrainSettings
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
+OWN = ("wordpiece", "bpe")
+"""Kinds of tokenizers that are trained on the run's own texts."""
 SMALL_CORPUS = 1 << 25
 """Tokens up to which a corpus is always tokenised completely."""
 
 
-def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher) -> Any:
-    """The tokenizer of a run; `builtin:N` is trained once, saved in `home` and loaded from there.
+def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: Iterable[str] | None = None) -> Any:
+    """The tokenizer of a run; `builtin:N`, `wordpiece:N` and `bpe:N` are trained once, saved in `home` and loaded from
+    there.
+
+    Args:
+        settings: of the run.
+        home: where a newly trained tokenizer is.
+        watcher: receives messages.
+        texts: the run's own training texts, for `wordpiece:N` and `bpe:N`; None = the task has none.
 
     Raises:
         FulldepthError: if the settings name none, or it cannot be loaded.
@@ -29,17 +39,21 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher) -> Any:
     name = settings.tokenizer or settings.model.checkpoint
     if name is None:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
-    if not name.startswith("builtin:"):
+    kind, _, size = name.partition(":")
+    if kind not in ("builtin", *(() if texts is None else OWN)):
+        if kind in OWN:
+            raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
         tokenizer = load_tokenizer(name)
         tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
         return tokenizer
-    size = name.partition(":")[2]
     if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
-        raise FulldepthError(f"tokenizer is {name!r}; expected builtin:N with N tokens, 300 to {MOST_TOKENS:,}.")
+        raise FulldepthError(f"tokenizer is {name!r}; expected {kind}:N with N tokens, 300 to {MOST_TOKENS:,}.")
     if not home.is_dir():
         watcher.say(f"Training a tokenizer of {size} tokens")
         with atomic_folder(home) as part:
-            train_tokenizer(builtin_texts("train"), vocab_size=int(size)).save_pretrained(part)
+            train = train_wordpiece if kind == "wordpiece" else train_tokenizer
+            own = texts if kind in OWN and texts is not None else builtin_texts("train")
+            train(own, int(size)).save_pretrained(part)
     return load_tokenizer(home)
 
 
@@ -95,6 +109,8 @@ def prepare_text(
     Raises:
         FulldepthError: if the run fine-tunes on conversations, or as for `packed_text`.
     """
+    if settings.task != "causal-lm":
+        raise FulldepthError(f"task: {settings.task} reads its data when training starts. There is nothing to prepare.")
     if settings.stage != "pretrain":
         raise FulldepthError(
             "This recipe fine-tunes on conversations (stage: sft), which TRL tokenises when training starts. There is "

@@ -39,16 +39,18 @@ def check_trackers(names: Iterable[str]) -> None:
 def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | list[float]]) -> dict[str, float]:
     """Numbers of one evaluation by name, as trackers show them; values that are not finite are left out.
 
-    `eval_loss` (validation loss, nats), `eval_displacement_layer_1` to `L`, `eval_zeta_L`, `eval_zeta_L-1` and
-    `eval_zeta_L-2` (jump rates, per cent) are measured on the validation sequences. `cross_entropy` (nats, on the
-    training data) and `penalty_NAME` (without its weight) are means over the steps since the last evaluation. Trackers
-    replace the prefix `eval_` by `eval/` and put `train/` before the others.
+    `eval_loss` (validation loss, nats), `eval_accuracy` (of classifiers), `eval_displacement_layer_1` to `L`,
+    `eval_zeta_L`, `eval_zeta_L-1` and `eval_zeta_L-2` (jump rates, per cent) are of the validation sequences.
+    `cross_entropy` (nats, on the training data) and `penalty_NAME` (without its weight) are means over the steps since
+    the last evaluation. Trackers replace the prefix `eval_` by `eval/` and put `train/` before the others.
 
     Args:
         evaluation: on the held-out sequences.
         means: part of the loss -> (sum, count) since the last evaluation.
     """
     numbers = {"eval_loss": evaluation.loss}
+    if evaluation.accuracy is not None:
+        numbers["eval_accuracy"] = evaluation.accuracy
     for layer, value in enumerate(evaluation.displacement, start=1):
         numbers[f"eval_displacement_layer_{layer}"] = value
     for back, value in enumerate(evaluation.jump_rates):

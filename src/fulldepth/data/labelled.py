@@ -1,0 +1,257 @@
+"""Labelled rows to train classifiers on: checks of every row, a held-out share, and batches for the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulldepth.data.batches import Example
+from fulldepth.data.images import image_content
+from fulldepth.data.sequences import Picture, collate_images, collate_texts
+from fulldepth.data.sources import Record, Source
+from fulldepth.errors import FulldepthError, one_line
+
+MOST_READ = 200_000
+"""Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
+MOST_NAMED = 3
+"""Rows that a warning names."""
+KINDS = {"image-classification": "images", "text-classification": "labelled-text"}
+"""Task -> kind of its sources."""
+
+
+class Rows(NamedTuple):
+    """Checked rows of one source, their labels in the numbering of the classes."""
+
+    source: Source
+    digests: list[bytes]
+    """Of the content of each row, without its label; equal texts or images have equal ones."""
+    warnings: list[str]
+
+    @property
+    def labels(self) -> list[int]:
+        """The class of each row."""
+        return [record.label for record in self.source.records if record.label is not None]
+
+    def select(self, chosen: np.ndarray) -> Rows:
+        """The rows where `chosen: [rows]` is true."""
+        indices = np.flatnonzero(chosen)
+        source = replace(self.source, records=[self.source.records[i] for i in indices])
+        return Rows(source, [self.digests[i] for i in indices], [])
+
+
+def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]:
+    """Names of the classes of a training source: its own, else `LABEL_0`, `LABEL_1`, ...
+
+    Args:
+        source: labelled.
+        declared: number of classes; None = as many as the source names, or as its highest label needs.
+
+    Raises:
+        FulldepthError: if there are fewer than two classes, or more are named than declared.
+    """
+    names, labels = source.class_names, {record.label for record in source.records} - {None}
+    count = declared or len(names) or max((label + 1 for label in labels if label is not None), default=0)
+    if len(names) > count:
+        raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {count}.")
+    if count < 2 or len(labels) < 2:
+        found = f"the class {_shown(names, min(labels, key=str))}" if labels else "no labels"
+        raise FulldepthError(f"{source.name} has {found} only. A classifier needs at least two classes.")
+    return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
+
+
+def check_rows(
+    source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False, read: bool | None = None
+) -> Rows:
+    """The rows of a source with a valid label and content.
+
+    Args:
+        source: from `open_source`.
+        task: `image-classification` or `text-classification`.
+        classes: names of the classes. Labels that have names are numbered as here, other labels are indices.
+        skip_bad: leave rows out that have no label, no text or a damaged image, and count them in the warnings.
+        read: whether every image is decoded; None = up to `MOST_READ` images, and always with `skip_bad`.
+
+    Raises:
+        FulldepthError: for data of another kind, and without `skip_bad` for the first bad row, with its file or line.
+    """
+    if source.kind != KINDS[task]:
+        has = "texts without labels" if source.kind == "text" else source.kind
+        raise FulldepthError(f"task: {task} trains on {KINDS[task].replace('-', ' ')}; {source.name} holds {has}.")
+    read = (skip_bad or len(source) <= MOST_READ) if read is None else read
+    numbers = _numbers(source, classes)
+    records, digests, bad = [], [], []
+    for record in source.records:
+        try:
+            label = _label(record, numbers, classes)
+            digests.append(_digest(record, read))
+            records.append(replace(record, label=label))
+        except FulldepthError as error:
+            if not skip_bad:
+                raise
+            bad.append(str(error))
+    if not records:
+        raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
+    return Rows(replace(source, records=records, class_names=tuple(classes)), digests, _summary(source.name, bad))
+
+
+def check_classes(rows: Rows, *, skip_bad: bool = False) -> list[str]:
+    """A warning if classes have no row; without `skip_bad` an error.
+
+    Raises:
+        FulldepthError: naming the first such class.
+    """
+    classes = rows.source.class_names
+    missing = [classes[number] for number in sorted(set(range(len(classes))) - set(rows.labels))]
+    if not missing:
+        return []
+    named = one_line(", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else ""), 200)
+    sentence = f"{rows.source.name} has no row of {len(missing)} of the {len(classes)} classes ({named})."
+    if not skip_bad:
+        raise FulldepthError(f"{sentence} Give rows of every class, or set data.skip_bad.")
+    return [sentence]
+
+
+def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
+    """[rows] bool: rows held out for validation, at most `most` if that is possible, the classes in turn.
+
+    Rows of equal content are in the same part, so none is in both. Every class keeps a row in the other part, unless
+    all its rows are equal. The choice depends on content and seed, not on the rows' order.
+
+    Args:
+        rows: all rows.
+        most: rows to hold out.
+        seed: of the choice.
+
+    Raises:
+        FulldepthError: if all rows are equal.
+    """
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
+    for index, digest in enumerate(rows.digests):
+        groups[digest].append(index)
+    labels = rows.labels
+    ordered = sorted(groups.values(), key=lambda rows_: _drawn(rows.digests[rows_[0]], seed))
+    waiting: defaultdict[int, list[list[int]]] = defaultdict(list)
+    for group in ordered:
+        waiting[min(Counter(labels[i] for i in group).items(), key=lambda item: (-item[1], item[0]))[0]].append(group)
+    chosen = np.zeros(len(labels), bool)
+    for turn in range(max(map(len, waiting.values())) - 1):
+        for _, candidates in sorted(waiting.items()):
+            if turn < len(candidates) - 1 and chosen.sum() + len(candidates[turn]) <= most:
+                chosen[candidates[turn]] = True
+    if not chosen.any():
+        raise FulldepthError(
+            f"No row of {rows.source.name} can be held out for validation: every class has one row only, or equal ones."
+        )
+    return chosen
+
+
+class Item(NamedTuple):
+    """One row of a batch."""
+
+    example: Any
+    """An `Example` or a `Picture`."""
+    epoch: int
+    index: int
+
+
+class LabelledRows:
+    """Examples as a data set of `Item`s: key `epoch * len + index`, so that augmentation can depend on the epoch."""
+
+    def __init__(self, examples: Sequence[Example] | Sequence[Picture]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, key: int) -> Item:
+        epoch, index = divmod(key, len(self.examples))
+        return Item(self.examples[index], epoch, index)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Batches of items, for `model(**batch)`."""
+
+    pad_id: int | None = None
+    """Of texts."""
+    processor: Any = None
+    """Of images."""
+    augment: Callable[[list[Item]], Tensor] | None = None
+    """Images as `[B, C, H, W]` pixel values, in training."""
+
+    def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """`pixel_values`, or `input_ids` with `attention_mask`; and `labels: [B]`."""
+        examples, everything = [item.example for item in items], range(len(items))
+        if self.processor is None:
+            batch = collate_texts(examples, everything, pad_id=self.pad_id or 0, targets=None)
+        elif self.augment is not None:
+            labels = torch.tensor([example.class_index for example in examples])
+            return {"pixel_values": self.augment(list(items)), "labels": labels}
+        else:
+            batch = collate_images(examples, everything, processor=self.processor)
+        assert batch.labels is not None
+        return {**batch.inputs, "labels": batch.labels}
+
+
+def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
+    """The keys of `LabelledRows` for item indices that are drawn epoch after epoch."""
+    return (index + position // size * size for position, index in enumerate(positions))
+
+
+def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
+    """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
+    if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
+        return None
+    index = {name.casefold(): number for number, name in enumerate(classes)}
+    return [index.get(name.casefold()) for name in source.class_names]
+
+
+def _label(record: Record, numbers: list[int | None] | None, classes: Sequence[str]) -> int:
+    if record.label is None:
+        raise FulldepthError(f"{record.where} has no label.")
+    label = record.label
+    if numbers is not None:
+        label = numbers[label] if label < len(numbers) else None  # type: ignore[assignment]
+    if label is None or not 0 <= label < len(classes):
+        named = one_line(", ".join(classes[:5]) + (", ..." if len(classes) > 5 else ""), 200)
+        raise FulldepthError(
+            f"{record.where}: its label ({record.label}) is none of the {len(classes)} classes ({named})."
+        )
+    return label
+
+
+def _digest(record: Record, read: bool) -> bytes:
+    sha = hashlib.sha256()
+    if record.image is not None:
+        if read:
+            record.image()  # finds damaged files before the model runs
+        sha.update(image_content(record.image) if read else record.where.encode())
+        return sha.digest()
+    if not (record.text or "").strip():
+        raise FulldepthError(f"{record.where} has no text.")
+    for text in (record.text, record.second):
+        part = (text or "").encode("utf-8", "surrogatepass")
+        sha.update(len(part).to_bytes(8, "little") + part)
+    return sha.digest()
+
+
+def _drawn(digest: bytes, seed: int) -> bytes:
+    return hashlib.sha256(seed.to_bytes(8, "little", signed=True) + digest).digest()
+
+
+def _summary(name: str, bad: Sequence[str]) -> list[str]:
+    if not bad:
+        return []
+    rows = "row is" if len(bad) == 1 else "rows are"
+    return [f"{len(bad)} bad {rows} left out of {name}: {one_line(' '.join(bad[:MOST_NAMED]), 600)}"]
+
+
+def _shown(names: Sequence[str], label: Any) -> str:
+    return one_line(names[label] if isinstance(label, int) and label < len(names) else label, 60)

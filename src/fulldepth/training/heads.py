@@ -1,0 +1,90 @@
+"""What a task means for the model: its classes in transformers, and a new head on a checkpoint's body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_OBJECT_DETECTION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForObjectDetection,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import find_gguf, load_checkpoint
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """The models of one task."""
+
+    auto: Any
+    """Auto class that builds them."""
+    mapping: Any
+    """Configuration class -> model class."""
+    noun: str
+    common: tuple[str, ...]
+    """Well-known model types."""
+
+
+HEADS = {
+    "causal-lm": HeadKind(
+        AutoModelForCausalLM,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        "causal language model",
+        ("depth_llama", "llama", "qwen3", "gpt2", "mistral"),
+    ),
+    "image-classification": HeadKind(
+        AutoModelForImageClassification,
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        "image classifier",
+        ("vit", "deit"),
+    ),
+    "text-classification": HeadKind(
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "text classifier",
+        ("bert", "roberta", "gpt2", "llama"),
+    ),
+    "detection": HeadKind(AutoModelForObjectDetection, MODEL_FOR_OBJECT_DETECTION_MAPPING, "detector", ("detr",)),
+}
+"""`TrainSettings.task` -> its models."""
+
+
+def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
+
+    A head that is missing, or has another shape, is that of `model`; so is the pooler of an encoder that was saved
+    without one, as in stock fine-tuning.
+
+    Args:
+        model: the model to train, with the head as it was drawn.
+        checkpoint: folder or Hub name.
+        dtype: of the weights.
+
+    Raises:
+        FulldepthError: if the checkpoint is a GGUF file, or lacks weights of the body.
+    """
+    if find_gguf(checkpoint) is not None:
+        raise FulldepthError(
+            f"{checkpoint} is a GGUF file, which holds a language model. Start a classifier from a safetensors folder."
+        )
+    loaded = load_checkpoint(
+        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=is_of_head
+    )
+    own = model.state_dict()
+    return {name: own[name] if name in loaded.fresh else weight for name, weight in loaded.model.state_dict().items()}
+
+
+def is_of_head(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight belongs to the head (or the pooler before it) and not to the body."""
+    body = f"{model.base_model_prefix}."
+    return not name.startswith(body) or "pooler" in name.split(".")

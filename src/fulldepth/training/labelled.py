@@ -1,0 +1,252 @@
+"""Training of image and text classifiers: labelled rows, tokenizer or image processor, and the trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import Sampler
+
+from fulldepth.data import Source, open_source, prepare
+from fulldepth.data.labelled import (
+    Collator,
+    LabelledRows,
+    Rows,
+    check_classes,
+    check_rows,
+    held_out,
+    in_epochs,
+    name_classes,
+)
+from fulldepth.data.sequences import Picture
+from fulldepth.errors import FulldepthError
+from fulldepth.fingerprint import Fingerprint
+from fulldepth.hf import load_processor
+from fulldepth.losses import DepthTrainer
+from fulldepth.progress import Watcher
+from fulldepth.training.augmentation import Augmentation
+from fulldepth.training.loading import LoadingMixin
+from fulldepth.training.model import build_config, special_tokens
+from fulldepth.training.optimiser import GroupsMixin
+from fulldepth.training.resume import ResumeMixin
+from fulldepth.training.settings import TrainSettings
+from fulldepth.training.sharding import ShardsMixin
+
+UNCUT = 1 << 20
+"""Tokens at which texts are cut while their length is unknown."""
+
+
+class EpochSampler(Sampler[int]):
+    """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
+
+    def __init__(self, order: Any, size: int) -> None:
+        self.order, self.size = order, size
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return in_epochs(self.order, self.size)
+
+
+class LabelledTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, DepthTrainer):
+    """Trainer for labelled rows."""
+
+    train_collator: Any = None
+    """Makes the batches of training; `data_collator` those of evaluations."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        data = self.train_dataset if train_dataset is None else train_dataset
+        return EpochSampler(super()._get_train_sampler(data), len(data))
+
+    def get_train_dataloader(self) -> Any:
+        """The data loader of training, whose images are augmented."""
+        given, self.data_collator = self.data_collator, self.train_collator
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = given
+
+
+Build = Callable[[Any], tuple[Any, Any]]
+"""Configuration -> model and objective."""
+
+
+class LabelledData(NamedTuple):
+    """The rows of a run."""
+
+    train: Rows
+    validation: Rows
+    classes: tuple[str, ...]
+    warnings: list[str]
+
+
+def labelled_data(settings: TrainSettings) -> LabelledData:
+    """The rows to train and validate on, checked.
+
+    Raises:
+        FulldepthError: if there are none, or a row is bad and `data.skip_bad` is not set.
+    """
+    data, skip = settings.data, settings.data.skip_bad
+    source = open_source(data.name, config=data.config, split=data.split, held_out=False)
+    classes = name_classes(source, (settings.model.model_extra or {}).get("num_labels"))
+    rows = check_rows(source, settings.task, classes, skip_bad=skip)
+    warnings = [*rows.warnings, *check_classes(rows, skip_bad=skip)]
+    if data.validation is not None:
+        train, validation = rows, check_rows(open_source(data.validation), settings.task, classes, skip_bad=skip)
+        warnings += [*validation.warnings, *check_classes(validation, skip_bad=skip)]
+    else:
+        most = min(max(len(classes), round(len(rows.digests) * data.validation_share)), data.validation_sequences)
+        chosen = held_out(rows, most, settings.seed)
+        train, validation = rows.select(~chosen), rows.select(chosen)
+    return LabelledData(train, validation, classes, warnings)
+
+
+def image_trainer(
+    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, build: Build
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of an image classifier, and facts about its data.
+
+    Args:
+        settings: of the run.
+        folder: the run folder.
+        arguments: of the trainer.
+        watcher: receives messages.
+        build: (configuration) -> (model, objective).
+    """
+    watcher.say(f"Reading {settings.data.name}")
+    data = labelled_data(settings)
+    config = build_config(settings.model, task=settings.task, classes=data.classes)
+    processor = load_processor(settings.processor or settings.model.checkpoint or folder, config)
+    train, validation = (
+        LabelledRows([Picture(r.image, r.label) for r in rows.source.records])  # type: ignore[arg-type]
+        for rows in (data.train, data.validation)
+    )
+    collator = Collator(processor=processor)
+    channels, wanted = collator([train[0]])["pixel_values"].shape[1], getattr(config, "num_channels", 3)
+    if channels != wanted:
+        raise FulldepthError(
+            f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
+        )
+    described = Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))
+    parts = (train, validation)
+    trainer, facts = _trainer(settings, arguments, build(config), data, parts, collator, processor, described)
+    if settings.augmentation.any:
+        augment = Augmentation(settings.augmentation, processor, settings.seed)
+        trainer.train_collator = replace(collator, augment=augment)
+    return trainer, facts
+
+
+def text_trainer(
+    settings: TrainSettings,
+    arguments: Any,
+    watcher: Watcher,
+    build: Build,
+    make_tokenizer: Callable[[Iterable[str]], Any],
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of a text classifier, and facts about its data.
+
+    Args:
+        settings: of the run.
+        arguments: of the trainer.
+        watcher: receives messages.
+        build: (configuration) -> (model, objective).
+        make_tokenizer: (training texts) -> tokenizer of the run.
+
+    Raises:
+        FulldepthError: if data, tokenizer and model do not fit each other.
+    """
+    if settings.augmentation.any:
+        raise FulldepthError("augmentation changes images; task: text-classification has none.")
+    watcher.say(f"Reading {settings.data.name}")
+    data = labelled_data(settings)
+    texts = [text for record in data.train.source.records for text in (record.text, record.second) if text]
+    tokenizer = _with_padding(make_tokenizer(texts))
+    pad_id = tokenizer.pad_token_id
+    config = build_config(
+        settings.model,
+        task=settings.task,
+        vocab_size=len(tokenizer),
+        positions=settings.sequence_length,
+        special_tokens={**special_tokens(tokenizer), "pad_token_id": pad_id},
+        classes=data.classes,
+    )
+    described = Fingerprint(settings.task)
+    parts, warnings = [], []
+    for rows in (data.train, data.validation):
+        examples, cut = _examples(rows.source, settings, tokenizer, config.vocab_size)
+        for example in examples:
+            described.add(example.input_ids.numpy().astype("<i8").tobytes())
+        parts.append(LabelledRows(examples))
+        warnings += cut
+    data = data._replace(warnings=[*data.warnings, *warnings])
+    collator = Collator(pad_id=pad_id)
+    return _trainer(settings, arguments, build(config), data, tuple(parts), collator, tokenizer, described)
+
+
+def _trainer(
+    settings: TrainSettings,
+    arguments: Any,
+    built: tuple[Any, Any],
+    data: LabelledData,
+    parts: tuple[Any, ...],
+    collator: Collator,
+    processing: Any,
+    described: Fingerprint,
+) -> tuple[Any, dict[str, Any]]:
+    model, objective = built
+    for rows in (data.train, data.validation):
+        for digest, label in zip(rows.digests, rows.labels, strict=True):
+            described.add(digest + str(label).encode())
+    trainer = LabelledTrainer(
+        model,
+        arguments,
+        objective=objective,
+        settings=settings,
+        train_dataset=parts[0],
+        eval_dataset=parts[1],
+        data_collator=collator,
+        processing_class=processing,
+    )
+    trainer.train_collator = collator
+    facts = {"hash": str(described), "train_sequences": len(parts[0]), "warnings": data.warnings}
+    return trainer, {**facts, "classes": len(data.classes), "documents": len(parts[0]) + len(parts[1])}
+
+
+def _examples(source: Source, settings: TrainSettings, tokenizer: Any, vocab_size: int) -> tuple[list[Any], list[str]]:
+    """The texts as token ids, each at most `sequence_length` of them, and warnings."""
+    length, data = settings.sequence_length, settings.data
+    prepared = prepare(
+        source,
+        task=settings.task,
+        tokenizer=tokenizer,
+        max_sequences=len(source),
+        sequence_length=length if data.truncate else UNCUT,
+        vocab_size=vocab_size,
+    )
+    fits = [len(example) <= length for example in prepared.examples]
+    if all(fits):
+        return list(prepared.examples), prepared.warnings
+    first = fits.index(False)
+    sentence = f"{source.records[first].where} has {len(prepared.examples[first])} tokens, sequence_length is {length}."
+    if not data.skip_bad:
+        raise FulldepthError(f"{sentence} Raise it, or cut long texts (data.truncate), or leave them out (--skip-bad).")
+    kept = [example for example, fit in zip(prepared.examples, fits, strict=True) if fit]
+    if not kept:
+        raise FulldepthError(f"All texts of {source.name} are too long. {sentence}")
+    return kept, [
+        *prepared.warnings,
+        f"{fits.count(False)} texts of {source.name} are too long and left out: {sentence}",
+    ]
+
+
+def _with_padding(tokenizer: Any) -> Any:
+    """The tokenizer with a padding token: its own, else that of the end of a text."""
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise FulldepthError("The tokenizer has no padding token and no end-of-text token to pad with.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
