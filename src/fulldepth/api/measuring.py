@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,27 +36,29 @@ def measure(
     overwrite: bool = False,
     progress: bool | None = None,
     watcher: Watcher | None = None,
+    stages: Sequence[Any] | None = None,
+    head: Any = None,
     **settings: Any,
 ) -> Results:
     """Measure what every layer of a model does, as `fulldepth measure`.
 
     All measures share one forward pass over the data. Layers are numbered 1..L, 0 is the embedding output; the last
-    layer is read before the final norm (and also after it, at the site `final_normed`). The folder of a training run
-    gives a series: one measurement of every `checkpoint-N`, with the column `step`.
+    layer is read before the final norm (and after it, at the site `final_normed`). The folder of a training run gives a
+    series: one measurement of every `checkpoint-N`, with the column `step`.
 
     ```python
     results = fulldepth.measure("path/to/checkpoint", "text.txt", max_sequences=64)
     series = fulldepth.measure("path/to/run", "corpus:builtin", output="out/")  # resumes; writes the page
     results = fulldepth.measure(model, ["some text", "more text"], tokenizer=tokenizer)
+    results = fulldepth.measure(module, (inputs, labels), stages=[*module.blocks], head=module.classifier)
     ```
 
     Args:
-        model: checkpoint folder, folder of a training run, GGUF file, Hub name, or a loaded model (left on its device,
-            in its mode).
-        data: path (.txt, .jsonl, .tsv, .parquet, image folder or .zip), Hub data set, `corpus:builtin`, a list of texts
-            or of mappings, a `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
-        output: result folder, which also gets the page. An interrupted series resumes there, and results of the same
-            model, data and settings are read instead of measured again. None = nothing is written.
+        model: checkpoint folder, folder of a training run, GGUF file, Hub name, or a loaded model (left as it is).
+        data: path (text, table, images), Hub data set, `corpus:builtin`, a list of texts or of mappings, a
+            `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
+        output: result folder, which also gets the page. An interrupted series resumes there; results of the same model,
+            data and settings are read, not measured again. None = nothing is written.
         recipe: name of a recipe (`quick`, `full`) or a YAML file; the other arguments override it.
         measures: names from `fulldepth.metrics.METRICS`; None = all that model and data allow.
         tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
@@ -70,14 +72,16 @@ def measure(
         overwrite: measure again, and replace results in `output`.
         progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
-        **settings: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `lens_tokens`, `tower`, ...).
+        stages: for a module that is no transformers model: its parts (or their names) whose outputs are layers 1..L, in
+            order. `data` is then `(inputs, labels)` as arrays, inputs alone, or a map-style data set.
+        head: with `stages`, the module that gives the class scores from the last stage's output.
+        **settings: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `tower`, ...).
 
     Returns:
         `.table` (tidy rows), `.headline`, `.values(...)`, `.figures()`, `.show()`, `.save(dir)`.
 
     Raises:
-        FulldepthError: if model, data or settings are invalid, the model's anatomy cannot be verified, or `output`
-            holds other results.
+        FulldepthError: if model, data or settings are invalid, the anatomy is not proven, or `output` is taken.
     """
     stated = {
         "measures": measures,
@@ -91,11 +95,11 @@ def measure(
     resolved = _settings(recipe, stated, tokenizer, settings)
     own = None if isinstance(tokenizer, str | Path) else tokenizer
     with watching(progress, watcher) as shown:
-        if isinstance(model, str | Path) and own is None:
+        if isinstance(model, str | Path) and own is None and stages is None:
             return _measure_path(model, data, resolved, output, overwrite, series, shown)
         if isinstance(model, str | Path) and series and find_checkpoints(model):
             raise FulldepthError("A series takes a tokenizer by its folder or Hub name, not as an object.")
-        return _measure_alone(model, data, resolved, own, output, overwrite, shown)
+        return _measure_alone(model, data, resolved, own, output, overwrite, shown, stages=stages, head=head)
 
 
 def _settings(
@@ -138,13 +142,14 @@ def _measure_alone(
     output: str | Path | None,
     overwrite: bool,
     watcher: Watcher,
+    **parts: Any,
 ) -> Results:
-    """Measure one model, and save the results."""
+    """Measure one model, or the named parts of a module, and save the results."""
     if output is not None:
         check_free(Path(output), overwrite)
     options: dict[str, Any] = settings.model_dump(exclude_unset=True)
     named = options.pop("tokenizer", None)
-    results = measurement.measure(model, data, tokenizer=tokenizer or named, watcher=watcher, **options)
+    results = measurement.measure(model, data, tokenizer=tokenizer or named, watcher=watcher, **parts, **options)
     if output is not None:
         save_new(results, Path(output), overwrite)
     return results

@@ -1,5 +1,6 @@
 """Text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
+from fulldepth.data.arrays import prepare_arrays
 from fulldepth.data.cache.order import ORDER, ShuffledSampler
 from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
@@ -31,6 +32,7 @@ __all__ = [
     "open_source",
     "pack",
     "prepare",
+    "prepare_arrays",
     "train_tokenizer",
     "train_wordpiece",
 ]

@@ -46,6 +46,7 @@ from fulldepth.hf.run_checkpoints import (
 )
 from fulldepth.hf.sample import sample_inputs
 from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.stages import StagedAnatomy, StagedModel, StageHead, resolve_stages
 from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
 from fulldepth.hf.truncation import truncated
 
@@ -63,6 +64,9 @@ __all__ = [
     "ModelCard",
     "OutputWeights",
     "Scalars",
+    "StageHead",
+    "StagedAnatomy",
+    "StagedModel",
     "Switches",
     "anatomy_candidates",
     "available_memory",
@@ -98,6 +102,7 @@ __all__ = [
     "publish",
     "read_shards",
     "renumber_layers",
+    "resolve_stages",
     "rows_of",
     "sample_inputs",
     "scale_obstacle",

@@ -89,7 +89,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
         model = model.base_model.model  # PeftModel and PeftMixedModel
     if not isinstance(model, PreTrainedModel):
         raise FulldepthError(
-            f"{type(model).__name__} is not a transformers model; pass the model itself, before wrapping it."
+            f"{type(model).__name__} is not a transformers model; pass the model itself, before wrapping it. Any other "
+            "module is measured with its stages named: fulldepth.measure(module, data, stages=[...], head=...)."
         )
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.sampling import sampling
+from fulldepth.measurement.stages import prepare_stages
 from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, prove, small_batch
 from fulldepth.metrics import Setup
 from fulldepth.progress import Watcher
@@ -36,7 +38,7 @@ from fulldepth.settings.measure import MeasureSettings
 
 
 def measure(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | torch.nn.Module,
     data: Any,
     *,
     measures: list[str] | None = None,
@@ -48,6 +50,8 @@ def measure(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     watcher: Watcher | None = None,
+    stages: Sequence[torch.nn.Module | str] | None = None,
+    head: torch.nn.Module | str | None = None,
     **options: Any,
 ) -> Results:
     """Measure what every layer of a model does.
@@ -57,8 +61,8 @@ def measure(
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
-        data: path (.txt, .jsonl, .tsv, .parquet, image folder or .zip), Hub data set, `corpus:builtin`, a list of texts
-            or of mappings, a `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
+        data: path, Hub data set, `corpus:builtin`, a list of texts or of mappings, a `datasets.Dataset`, or prepared
+            `fulldepth.data.Sequences`.
         measures: names from `fulldepth.metrics.METRICS`; None = all that model and data allow.
         tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
         max_sequences: maximum number of sequences.
@@ -68,8 +72,9 @@ def measure(
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = the checkpoint's own.
         watcher: receives messages and progress.
-        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `exact`, `lens_tokens`,
-            `lens_precision`, `tower`, ...).
+        stages: parts of any other module whose outputs are layers 1..L; `data` as for `fulldepth.data.prepare_arrays`.
+        head: gives the class scores from the last stage's output; None = no predictions.
+        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `exact`, `tower`, ...).
 
     Returns:
         `.table` (tidy rows), `.headline`, `.figures()`, `.save(dir)`.
@@ -89,11 +94,24 @@ def measure(
     }
     settings = layered(MeasureSettings, given)
     with processes(settings.device) as process:
+        if stages is not None or head is not None:
+            return _measure_stages(model, data, settings, process, watcher or Watcher(), stages=stages, head=head)
         return measure_with(model, data, settings, process, watcher or Watcher(), tokenizer=tokenizer)
 
 
+def _measure_stages(
+    model: Any, data: Any, settings: MeasureSettings, process: Processes, watcher: Watcher, *, stages: Any, head: Any
+) -> Results:
+    """Measure a module by its stages."""
+    if stages is None or not isinstance(model, torch.nn.Module):
+        raise FulldepthError("stages and head describe a loaded module: pass the module itself, and name its stages.")
+    with evaluating(model):
+        subject = prepare_stages(model, data, settings, stages=stages, head=head)
+        return measure_subject(subject, settings, process, watcher)
+
+
 def measure_with(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | torch.nn.Module,
     data: Any,
     settings: MeasureSettings,
     process: Processes,
@@ -108,21 +126,28 @@ def measure_with(
         model = unwrapped(model)
     with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
         subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=process.device(settings.device))
-        reference = _reference(subject, settings, process)
-        loaded = time.perf_counter() - start
-        setup = make_setup(subject, settings)
-        plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
-        watcher.say(check_memory(plan, subject, settings.batch_size))
-        for entry in plan.left_out:
-            watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-        watcher.begin(
-            f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process, plan.together)
-        )
-        data_pass = run_pass(subject, plan, settings, process, reference=reference, advance=watcher.advance)
-        weigh(subject, plan, process, data_pass.clock)
-        if process.is_main:
-            data_pass.router_tokens = nearest_tokens(subject)
-    table = _table(plan, data_pass, by_name=settings.measures is not None)
+        return measure_subject(subject, settings, process, watcher, start=start)
+
+
+def measure_subject(
+    subject: Subject, settings: MeasureSettings, process: Processes, watcher: Watcher, *, start: float | None = None
+) -> Results:
+    """Measure a verified model, in evaluation mode, on its data; `start` is when its loading began."""
+    start = time.perf_counter() if start is None else start
+    reference = _reference(subject, settings, process)
+    loaded = time.perf_counter() - start
+    setup = make_setup(subject, settings)
+    plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
+    watcher.say(check_memory(plan, subject, settings.batch_size))
+    for entry in plan.left_out:
+        watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
+    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process, plan.together))
+    data_pass = run_pass(subject, plan, settings, process, reference=reference, advance=watcher.advance)
+    weigh(subject, plan, process, data_pass.clock)
+    if process.is_main:
+        data_pass.router_tokens = nearest_tokens(subject)
+    table, unfit = subject.fitting(_table(plan, data_pass, by_name=settings.measures is not None))
+    plan.left_out += unfit
     refuse_nothing(table, subject, setup)
     data_pass.clock.seconds["load"] = loaded
     data_pass.clock.seconds["total"] = time.perf_counter() - start

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -82,6 +83,10 @@ class Subject:
             ),
             "begin_with_bos": self.openings.begin_with_bos,
         }
+
+    def fitting(self, table: pd.DataFrame) -> tuple[pd.DataFrame, list[dict[str, str]]]:
+        """The rows of a table whose numbers exist for this model, and the measures left out in part, with reasons."""
+        return table, []
 
     def describe(self) -> dict[str, Any]:
         """The model's entry in `results.json`."""

@@ -1,0 +1,110 @@
+"""Samples as arrays, for modules that are no transformers models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from fulldepth.data.labels import sample
+from fulldepth.data.sequences import Batch, Picture, Sequences
+from fulldepth.errors import FulldepthError
+from fulldepth.fingerprint import Fingerprint
+from fulldepth.targets import IGNORE
+
+EXPECTED = (
+    "(inputs, labels) as two arrays of one length, inputs alone, or a data set with a length whose items are "
+    "(input, label) or an input"
+)
+
+
+def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Sequences:
+    """Samples of a plain module as sequences without tokens.
+
+    Args:
+        data: `(inputs, labels)`: two arrays or tensors of one length N, `[N, ...]` and `[N]` whole numbers (negative =
+            no label); inputs alone; a map-style data set whose items are `(input, label)` or an input; or a
+            `DataLoader`, whose data set is read.
+        max_sequences: at most this many samples; of more a seeded sample is taken, the classes in turn where the labels
+            are known beforehand (arrays and `TensorDataset`).
+        seed: seed of the sample.
+
+    Raises:
+        FulldepthError: if the data are of another form, empty, or labels are no classes.
+    """
+    name = type(data).__name__ if not isinstance(data, tuple | list) else "arrays"
+    data = data.dataset if isinstance(data, DataLoader) else data
+    data = data.tensors if isinstance(data, TensorDataset) else data
+    if isinstance(data, np.ndarray | Tensor):
+        data = (data,)
+    if isinstance(data, tuple | list) and data and all(isinstance(part, np.ndarray | Tensor) for part in data):
+        inputs, labels = _of_arrays(data, max_sequences, seed)
+    else:
+        inputs, labels = _of_items(data, max_sequences, seed)
+    if not len(inputs):
+        raise FulldepthError(f"The data hold no sample. Expected {EXPECTED}.")
+    fingerprint = Fingerprint("arrays", str(inputs.dtype), str(tuple(inputs.shape)))
+    fingerprint.add(inputs.contiguous().view(torch.uint8).numpy().tobytes() if inputs.numel() else b"")
+    fingerprint.add(labels.numpy().astype("<i8").tobytes())
+    known = labels[labels != IGNORE]
+    return Sequences(
+        name=name,
+        kind="arrays",
+        task="classification",
+        hash=str(fingerprint),
+        examples=[Picture(_no_picture, int(label)) for label in labels],
+        collate=partial(_collate, inputs, labels),
+        lengths=[0] * len(inputs),
+        num_targets=len(known),
+        num_classes=int(known.max()) + 1 if len(known) else None,
+    )
+
+
+def _no_picture() -> Any:
+    raise FulldepthError("Samples given as arrays are no pictures.")
+
+
+def _collate(inputs: Tensor, labels: Tensor, indices: Sequence[int]) -> Batch:
+    chosen = torch.tensor(list(indices), dtype=torch.int64)
+    known = bool((labels != IGNORE).any())
+    return Batch({"inputs": inputs[chosen]}, None, chosen, labels=labels[chosen] if known else None)
+
+
+def _of_arrays(parts: Sequence[Any], limit: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The chosen samples of one or two arrays, and their labels."""
+    inputs = torch.as_tensor(parts[0])
+    if inputs.ndim < 2 or len(parts) > 2 or any(len(part) != len(inputs) for part in parts):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise FulldepthError(f"The data are {len(parts)} arrays of shape {shapes}. Expected {EXPECTED}.")
+    labels = _classes(torch.as_tensor(parts[1])) if len(parts) == 2 else torch.full((len(inputs),), IGNORE)
+    chosen = sample(labels.tolist(), limit, seed)
+    return inputs[chosen].detach().cpu(), labels[chosen]
+
+
+def _of_items(data: Any, limit: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The chosen samples of a map-style data set, and their labels."""
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | bytes | dict):
+        raise FulldepthError(f"The data are of type {type(data).__name__}. Expected {EXPECTED}.")
+    items = [data[index] for index in sample([IGNORE] * len(data), limit, seed)]
+    pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, IGNORE) for item in items]
+    try:
+        inputs = torch.stack([torch.as_tensor(given) for given, _ in pairs]) if pairs else torch.zeros(0)
+        labels = torch.tensor([int(label) for _, label in pairs], dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FulldepthError(f"The items of the data are not of one shape: {error}. Expected {EXPECTED}.") from error
+    return inputs.detach().cpu(), _classes(labels)
+
+
+def _classes(labels: Tensor) -> Tensor:
+    """[N] int64 classes, -100 where a label is negative."""
+    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        raise FulldepthError(
+            f"Labels are whole numbers, one for each sample; got {labels.dtype} of shape {tuple(labels.shape)}."
+        )
+    labels = labels.to(torch.int64).cpu()
+    return labels.where(labels >= 0, IGNORE)

@@ -1,0 +1,225 @@
+"""Measures a plain module, whose stages are named by the caller, in the place of a Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from fulldepth.data import Sequences, prepare_arrays
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution import Verified
+from fulldepth.execution.batching import batched, model_inputs
+from fulldepth.execution.stream import is_close
+from fulldepth.fingerprint import Fingerprint
+from fulldepth.hf import (
+    Checkpoint,
+    StagedAnatomy,
+    StagedModel,
+    StageHead,
+    device_of,
+    first_broken_weight,
+    resolve_stages,
+)
+from fulldepth.hf.stages import STAGES
+from fulldepth.measurement import tokens
+from fulldepth.measurement.subject import Subject
+from fulldepth.settings.measure import MeasureSettings
+
+UNCHECKED = (
+    "The module is no Transformer, so the checks of the residual stream do not apply. Checked: every stage runs once, "
+    "in the stated order, and the head gives the module's own output{head}. Not checked: whether the stages are all "
+    "that changes the states, and whether a stage adds to its input."
+)
+POLICIES = ("auto", "all", "no-first", "cls", "last")
+
+
+class StagedCheckpoint(Checkpoint):
+    """A plain module; its configuration is its text form."""
+
+    @property
+    def config_hash(self) -> str:
+        """sha256 of the module as PyTorch prints it."""
+        return str(Fingerprint(str(self.model)))
+
+
+@dataclass(frozen=True)
+class VerifiedStages(Verified):
+    """A module whose stages ran in order."""
+
+    def describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """The model's entry in `results.json`, with the width of every layer."""
+        assert isinstance(self.anatomy, StagedAnatomy)
+        own = {"class": checkpoint.name, "widths": list(self.anatomy.widths)}
+        return {**super().describe(checkpoint), **own}
+
+
+@dataclass
+class StagedSubject(Subject):
+    """A plain module with its data."""
+
+    def fitting(self, table: pd.DataFrame) -> tuple[pd.DataFrame, list[dict[str, str]]]:
+        """The rows whose numbers exist although layers may have states of different shapes, and the reasons."""
+        return rows_that_fit(table, self.anatomy.widths)  # type: ignore[attr-defined]
+
+
+def prepare_stages(
+    module: nn.Module,
+    data: Any,
+    settings: MeasureSettings,
+    *,
+    stages: Sequence[nn.Module | str],
+    head: nn.Module | str | None,
+) -> Subject:
+    """A plain module and its data; runs it once on two samples.
+
+    Raises:
+        FulldepthError: if a stage does not run, runs twice or out of order, or the head does not give the module's
+            output.
+    """
+    model = StagedModel(module)
+    if broken := first_broken_weight(module):
+        raise FulldepthError(f"{type(module).__name__} has NaN or infinite weights (first: {broken}).")
+    parts = resolve_stages(module, stages)
+    own_head = module.get_submodule(head) if isinstance(head, str) else head
+    sequences = data if isinstance(data, Sequences) else _arrays(data, settings)
+    device = device_of(module)
+    inputs = model_inputs(sequences.collate(range(min(2, len(sequences)))).inputs, device, model.dtype)
+    given, gave, output = _followed(model, parts, inputs)
+    shapes = tuple(tuple(state.shape[1:]) for state in (given[0], *gave))
+    anatomy = StagedAnatomy(model, STAGES, stages=parts, shapes=shapes)  # type: ignore[arg-type]
+    classifier = None if own_head is None else _checked_head(own_head, anatomy, gave[-1], output)
+    verified = VerifiedStages(
+        anatomy,
+        anatomy.width,
+        chained=all(is_close(x, y) for x, y in zip(given[1:], gave[:-1], strict=True)),
+        branches=False,
+        classifier=classifier,
+        positions=shapes[0][0] if anatomy.is_sequence else 1,
+        value_width=0,
+        unproven={} if classifier else {"head": "none was given (head=)"},
+    )
+    sequences, batching = batched(anatomy, sequences, device)
+    policy = _policy(settings.tokens)
+    warnings = [UNCHECKED.format(head="" if classifier else " (none was given)"), *_gap(given, gave), batching]
+    opening = tokens.Openings("", None, None, len(sequences))
+    name = type(module).__name__
+    checkpoint = StagedCheckpoint(model, name)  # type: ignore[arg-type]
+    kept = tuple(filter(None, warnings))
+    return StagedSubject(checkpoint, verified, sequences, None, policy, device, opening, warnings=kept)
+
+
+def _arrays(data: Any, settings: MeasureSettings) -> Sequences:
+    return prepare_arrays(data, max_sequences=settings.max_sequences, seed=settings.seed)
+
+
+def _policy(asked: str) -> str:
+    if asked not in POLICIES:
+        raise FulldepthError(f"--tokens {asked} needs text; a plain module takes {', '.join(POLICIES)}.")
+    return "all" if asked == "auto" else asked
+
+
+@torch.no_grad()
+def _followed(
+    model: StagedModel, stages: Sequence[nn.Module], inputs: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    """What every stage read and gave in one pass, in their order, and the module's output."""
+    calls: list[tuple[int, Tensor, Tensor]] = []
+    kind = type(model.module).__name__
+    numbers = {id(stage): number for number, stage in enumerate(stages, start=1)}
+    if len(numbers) < len(stages):
+        raise FulldepthError("A module stands for one stage only; the same one is listed twice.")
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        number = numbers[id(module)]
+        given = _state(args[0] if args else None, f"Stage {number} reads")
+        calls.append((number, given, _state(output, f"Stage {number} gives")))
+
+    hooks = [stage.register_forward_hook(record) for stage in stages]
+    try:
+        output = model(**inputs)
+    except FulldepthError:
+        raise
+    except Exception as error:
+        raise FulldepthError(f"{kind} fails on two samples: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = [number for number, _, _ in calls]
+    if order != list(range(1, len(stages) + 1)):
+        raise FulldepthError(
+            f"The stages of {kind} run in the order {order[:20]}; expected each once, in the order of the list."
+        )
+    return [given for _, given, _ in calls], [gave for _, _, gave in calls], output
+
+
+def _state(value: Any, what: str) -> Tensor:
+    """A copy of what a stage reads or gives, which must be a tensor of samples."""
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.is_floating_point():
+        return value.clone()
+    shown = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise FulldepthError(f"{what} {shown}; expected a tensor of real numbers, one row for each sample.")
+
+
+def _checked_head(head: nn.Module, anatomy: StagedAnatomy, last: Tensor, output: Any) -> StageHead:
+    """The head, which must give the module's own output from the last stage's.
+
+    Raises:
+        FulldepthError: if it does not.
+    """
+    with torch.no_grad():
+        try:
+            scores = head(last)
+        except Exception as error:
+            raise FulldepthError(f"The head fails on the last stage's output: {one_line(error)}") from error
+    if not isinstance(output, Tensor) or not isinstance(scores, Tensor) or not is_close(scores, output):
+        raise FulldepthError(
+            "The head applied to the last stage's output does not give the module's own output. What stands between "
+            "them belongs to the head: head=torch.nn.Sequential(norm, classifier)."
+        )
+    if scores.ndim != 2:
+        raise FulldepthError(f"The head gives {tuple(scores.shape)}; expected class scores [samples, classes].")
+    return StageHead(head, anatomy)
+
+
+def _gap(given: Sequence[Tensor], gave: Sequence[Tensor]) -> list[str]:
+    """A sentence if a stage does not read exactly what the one before gives."""
+    pairs = zip(given[1:], gave[:-1], strict=True)
+    between = [layer for layer, (x, y) in enumerate(pairs, start=2) if x.shape != y.shape or not is_close(x, y)]
+    if not between:
+        return []
+    return [
+        f"Stage {between[0]} does not read what stage {between[0] - 1} gives ({len(between)} such gaps): something "
+        "between them changes the states, and displacement and norm ratio count it to the later stage."
+    ]
+
+
+def rows_that_fit(table: pd.DataFrame, widths: Sequence[int]) -> tuple[pd.DataFrame, list[dict[str, str]]]:
+    """The rows that compare or classify states of one width only, and one reason for each measure with other rows.
+
+    CKA, NC1 and the entropies exist for any widths. Cosine compares two layers, displacement and norm ratio a layer
+    with the one before, the jump rate all layers from one on, and the head reads states of the last layer's width.
+    """
+    last = len(widths) - 1
+    layer, other = (table[name].astype("Float64").fillna(-1).astype(int) for name in ("layer", "other"))
+    width = {**dict(enumerate(widths)), -1: widths[-1]}
+    all_equal_from = [len(set(widths[max(start - 2, 0) :])) == 1 for start in range(last + 1)]
+    before = [False, *(x == y for x, y in pairwise(widths))]
+    rules = {
+        "cosine": [width[a] == width[b] for a, b in zip(layer, other, strict=True)],
+        **{name: [a < 1 or before[a] for a in layer] for name in ("displacement", "norm_ratio")},
+        "jump_rate": [a < 1 or all_equal_from[a] for a in layer],
+        **{name: [width[a] == widths[-1] for a in layer] for name in ("lens_accuracy", "lens_loss")},
+        **{name: [len(set(widths[1:])) == 1] * len(table) for name in ("saturation", "effective_depth")},
+    }
+    keep = pd.Series(True, index=table.index)
+    for measure, fits in rules.items():
+        keep &= (table.measure != measure) | pd.Series(fits, index=table.index)
+    dropped = dict.fromkeys(table.measure[~keep])
+    reason = f"states of different widths are compared there (layers 0..{last} have {', '.join(map(str, widths))})"
+    return table[keep].reset_index(drop=True), [{"measure": f"{name} (in part)", "reason": reason} for name in dropped]
