@@ -165,6 +165,23 @@ class LayerRunner:
         """
         return self._classifier.tokens(self.anatomy.stream(states))
 
+    def finish_some(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """[B, K] logits of some tokens only, for the last of the positions of states `[B, T, D]` of any layer.
+
+        Args:
+            states: `[B, T, D]`.
+            tokens: `[B, K]`.
+
+        Raises:
+            FulldepthError: if the head does not end in an ordinary linear layer.
+        """
+        if self._classifier.classes is None:
+            raise FulldepthError(
+                f"The head of {type(self.anatomy.model).__name__} is no ordinary linear layer, so it cannot be read "
+                "for some tokens alone; leave out lens_candidates."
+            )
+        return self._classifier.some(self._classifier.prepare(self.anatomy.stream(states[:, -1:]))[:, 0], tokens)
+
     def new_cache(self) -> LayerCache:
         """An empty cache for this model.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.execution.decoding import Decoder, Generation
+from fulldepth.execution.decoding import BOUNDED_RULES, Decoder, Generation
 from fulldepth.execution.latency import order
 from fulldepth.exit.rules import Exit
 from fulldepth.exit.subject import Subject
@@ -43,6 +43,8 @@ def generation_rows(
     options: dict[str, dict[str, Any]] = {PLAIN: {}}
     for number, (exit, policy) in enumerate(product(exits, settings.policy)):
         chosen = {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer, "policy": policy}
+        if exit.rule in BOUNDED_RULES and settings.lens_candidates is not None:
+            chosen["lens_candidates"] = settings.lens_candidates
         options[str(number)] = chosen
     names = list(options)
     found: dict[str, Generation] = {}
@@ -103,6 +105,7 @@ def _row(
         "threshold": options["threshold"],
         "policy": options["policy"],
         "min_layer": options["min_layer"],
+        "lens_candidates": options.get("lens_candidates"),
         "exits": made.stats.exits,
         "tokens": plain.numel(),
         "agreement": float((new == plain).double().mean()),

@@ -133,7 +133,8 @@ def _generate(
         mask[row, width - len(tokens) :] = 1
     temperature = settings.temperature or 1.0
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if settings.samples else {}
-    names = ("threshold", "rule", "policy", "min_layer", "exit_layer", "speculate_from", "draft_length")
+    names = ("threshold", "rule", "policy", "min_layer", "exit_layer", "lens_candidates")
+    names = (*names, "speculate_from", "draft_length")
     return decoder.generate(
         ids,
         mask,

@@ -18,7 +18,7 @@ class GenerateSettings(LoadingSettings):
     options: ClassVar = {
         "Text": ("max_new_tokens", "temperature", "top_p", "top_k", "seed"),
         "Speculation": ("speculate_from", "draft_length"),
-        "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer"),
+        "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer", "lens_candidates"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
@@ -52,6 +52,9 @@ class GenerateSettings(LoadingSettings):
     propagate (approximate: keys and values from the state at the exit)."""
     min_layer: Length = 1
     """First layer at which a token may leave."""
+    lens_candidates: Annotated[int, Field(ge=2, le=10_000_000)] | None = None
+    """Read layers for this number of candidate tokens first, and the whole vocabulary only where a token could leave;
+    cheaper, and a token may leave later. None = the whole vocabulary at every layer."""
 
     @field_validator("speculate_from", "draft_length", mode="before")
     @classmethod
@@ -68,6 +71,10 @@ class GenerateSettings(LoadingSettings):
             raise FulldepthError(f"The threshold is {self.threshold}; expected a number in (0, 1] (1 = all layers).")
         if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
             raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
+        if self.lens_candidates is not None and (self.threshold is None or self.speculate_from is not None):
+            raise FulldepthError("lens_candidates is for early exit, which threshold without speculate_from asks for.")
+        if self.lens_candidates is not None and self.rule not in ("confidence", "margin"):
+            raise FulldepthError(f"lens_candidates is for the rules confidence and margin, not {self.rule}.")
         for name in ("speculate_from", "draft_length"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:

@@ -1,11 +1,12 @@
 """Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
 
 from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
-from fulldepth.execution.decoding.options import POLICIES, DraftPlan
+from fulldepth.execution.decoding.options import BOUNDED_RULES, POLICIES, DraftPlan
 from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, theoretical_speedup
 from fulldepth.execution.decoding.stats import Stats
 
 __all__ = [
+    "BOUNDED_RULES",
     "POLICIES",
     "RULES",
     "Decoder",

@@ -120,6 +120,7 @@ class Decoder:
         policy: str = "recompute",
         min_layer: int = 1,
         exit_layer: int | None = None,
+        lens_candidates: int | None = None,
         speculate_from: int | str | None = None,
         draft_length: int | str = "auto",
         plan: DraftPlan | None = None,
@@ -136,6 +137,7 @@ class Decoder:
             policy=policy,
             min_layer=min_layer,
             exit_layer=exit_layer,
+            lens_candidates=lens_candidates,
             speculate_from=speculate_from,
             draft_length=draft_length,
             plan=plan,
@@ -217,6 +219,7 @@ def generate(
     policy: str = "recompute",
     min_layer: int = 1,
     exit_layer: int | None = None,
+    lens_candidates: int | None = None,
     speculate_from: int | str | None = None,
     draft_length: int | str = "auto",
     plan: DraftPlan | None = None,
@@ -245,6 +248,7 @@ def generate(
         policy: see `Options`.
         min_layer: see `Options`.
         exit_layer: see `Options`.
+        lens_candidates: see `Options`.
         speculate_from: see `Options`.
         draft_length: see `Options`.
         plan: see `Options`.
@@ -260,7 +264,8 @@ def generate(
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
     """
-    exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer, "exit_layer": exit_layer}
+    exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer}
+    exits |= {"exit_layer": exit_layer, "lens_candidates": lens_candidates}
     drafts = {"speculate_from": speculate_from, "draft_length": draft_length, "plan": plan}
     sampling = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fulldepth.execution.decoding.candidates import Candidates
 from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.rules import ExitRule
 from fulldepth.execution.decoding.session import Session
@@ -34,6 +35,8 @@ class _Exits:
         self._session, self._options = session, options
         threshold = 1.0 if options.threshold is None else options.threshold
         self._rule = ExitRule(options.rule, threshold, session.num_layers)
+        cheap = options.lens_candidates is not None and options.threshold is not None
+        self._candidates = Candidates(session.runner, options) if cheap else None
         self._layers = torch.zeros(len(session.sequences.active), dtype=torch.long)
         self._logits: Tensor | None = None
 
@@ -49,16 +52,29 @@ class _Exits:
         last, fixed = layer == self._session.num_layers, self._options.exit_layer
         if (fixed is not None and layer != fixed) or (layer < self._options.min_layer and not last and fixed is None):
             return False
-        logits = self._session.runner.finish(states)[:, -1]
-        leaves = torch.ones(len(logits), dtype=torch.bool)
-        if not last and fixed is None:
-            leaves = self._rule.leaves(logits).cpu()
-        leaves &= ~self.left
+        everywhere = last or fixed is not None
+        rows = self._read_whole(states, everywhere)
+        if not len(rows):
+            return False
+        whole = states if len(rows) == len(states) else states[rows.to(states.device)]
+        logits = self._session.runner.finish(whole)[:, -1]
+        self._session.stats.lens_positions += len(rows)
+        leaves = torch.ones(len(rows), dtype=torch.bool) if everywhere else self._rule.leaves(logits).cpu()
+        if self._candidates is not None and not everywhere:
+            self._candidates.note(rows, logits)
+        leaves &= ~self.left[rows]
         if self._logits is None:
-            self._logits = logits
-        self._logits = torch.where(leaves.to(logits.device)[:, None], logits, self._logits)
-        self._layers[leaves] = layer
+            self._logits = logits.new_zeros(len(states), logits.shape[-1])
+        self._logits[rows[leaves].to(logits.device)] = logits[leaves.to(logits.device)]
+        self._layers[rows[leaves]] = layer
         return bool(self.left.all())
+
+    def _read_whole(self, states: Tensor, everywhere: bool) -> Tensor:
+        """Indices of the sequences whose token is read with the whole head."""
+        rows = torch.arange(len(states))
+        if self._candidates is None:
+            return rows
+        return rows[~self.left if everywhere else ~self.left & self._candidates.may_leave(states)]
 
     def commit(self) -> None:
         """Append the chosen tokens and count the exits."""

@@ -12,6 +12,9 @@ from fulldepth.hf import Scalars
 
 POLICIES = ("recompute", "propagate")
 AUTO = "auto"
+LEAST_CANDIDATES = 2
+BOUNDED_RULES = ("confidence", "margin")
+"""Rules whose value over some tokens bounds the value over all."""
 MOST_DRAFTS = 64
 
 
@@ -48,6 +51,9 @@ class Options:
     """First layer at which a token may leave."""
     exit_layer: int | None = None
     """Layer 1..L-1 at which every token leaves."""
+    lens_candidates: int | None = None
+    """Number of most probable tokens of the last layer that was read whole: a layer is first read for them alone, and
+    whole only if a token could leave there (`decoding.candidates`). For `confidence` and `margin`; None = whole."""
     speculate_from: int | str | None = None
     """E in 1..L-1; `auto`: chosen by measured acceptance and layer times, plain decoding where none pays."""
     draft_length: int | str = AUTO
@@ -69,8 +75,22 @@ class Options:
         length = self.draft_length
         if length != AUTO and not (isinstance(length, int) and 1 <= length <= MOST_DRAFTS):
             raise FulldepthError(f"draft_length is {length!r}; expected 1 to {MOST_DRAFTS}, or 'auto'.")
+        self._check_candidates()
         if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
             raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
+
+    def _check_candidates(self) -> None:
+        count = self.lens_candidates
+        if count is None:
+            return
+        if self.mode != "early-exit" or self.threshold is None:
+            raise FulldepthError("lens_candidates is for early exit, which threshold without speculation asks for.")
+        if not isinstance(count, int) or count < LEAST_CANDIDATES:
+            raise FulldepthError(f"lens_candidates is {count!r}; expected {LEAST_CANDIDATES} tokens or more.")
+        if self.rule not in BOUNDED_RULES:
+            raise FulldepthError(
+                f"lens_candidates needs the rule {' or '.join(BOUNDED_RULES)}; {self.rule} reads the whole vocabulary."
+            )
 
     def _check_layers(self) -> None:
         last = self.num_layers - 1

@@ -40,6 +40,8 @@ class Stats:
     """[L] how often each layer ran, on any number of positions at once."""
     projected: list[int] = field(default_factory=list)
     """[L] positions of which a layer computed nothing but keys and values (policy `propagate`)."""
+    lens_positions: int = 0
+    """Readings with the whole head in early exit: positions, once for each layer at which they were read."""
     rounds: int = 0
     """Rounds of drafting and verification."""
     drafted: int = 0
