@@ -133,8 +133,8 @@ def _generate(
         mask[row, width - len(tokens) :] = 1
     temperature = settings.temperature or 1.0
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if settings.samples else {}
-    names = ("threshold", "rule", "policy", "min_layer", "exit_layer", "lens_candidates")
-    names = (*names, "speculate_from", "draft_length")
+    exits = ("threshold", "rule", "policy", "min_layer", "exit_layer", "lens_candidates")
+    names = (*exits, "speculate_from", "draft_length")
     return decoder.generate(
         ids,
         mask,
