@@ -19,6 +19,7 @@ from fulldepth.execution.decoding.choosing import Times, candidates, choose, est
 from fulldepth.execution.decoding.control import Control, Trial
 from fulldepth.execution.decoding.session import Session
 from fulldepth.execution.decoding.speculation import Round
+from fulldepth.hf import Scalars
 
 VOCAB = 6
 
@@ -119,6 +120,22 @@ def test_a_model_with_skipped_blocks_drafts(name, granularity):
             accepted += found.stats.accepted
         assert torch.equal(model.generate(**prompts, max_new_tokens=16, do_sample=False), expected)
     assert accepted > 0
+
+
+@pytest.mark.parametrize("granularity", ["attention", "mlp"])
+def test_factors_of_the_drafting_model_do_not_reach_the_full_models_states(granularity):
+    """All layers have factors far from 1, those before the first skipped block too, whose states are used again."""
+    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(3)
+    model.generation_config.eos_token_id = None
+    scalars = Scalars(3, [3], granularity)
+    with torch.no_grad():
+        for number, factor in enumerate(scalars.parameters()):
+            factor.fill_(0.6 + 0.2 * number)
+    expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
+    plan = DraftPlan([3], granularity, scalars)
+    found = Decoder(model).generate(**prompts, max_new_tokens=16, plan=plan, draft_length=3)
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.drafted > 0
 
 
 @pytest.mark.parametrize(

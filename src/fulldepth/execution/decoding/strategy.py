@@ -96,7 +96,8 @@ def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, options
 
 def _plain_trial(session: Session, drafter: str) -> Trial:
     """Decode a few tokens plainly for their time, with which rounds are compared."""
-    room, seconds = session.sequences.room, []
+    room = session.sequences.room
+    seconds: list[float] = []
     while session.sequences.active and len(seconds) < STEPS // 2:
         begun = session.clock()
         session.step()
