@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fulldepth.api.comparing import compare as compare
     from fulldepth.api.demonstrating import demo as demo
+    from fulldepth.api.evaluating import evaluate as evaluate
     from fulldepth.api.measuring import measure as measure
     from fulldepth.api.reporting import report as report
     from fulldepth.api.training import train as train
@@ -27,6 +28,7 @@ _HOME = {
     "Results": "results",
     "compare": "api.comparing",
     "demo": "api.demonstrating",
+    "evaluate": "api.evaluating",
     "measure": "api.measuring",
     "report": "api.reporting",
     "train": "api.training",

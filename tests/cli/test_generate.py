@@ -101,6 +101,8 @@ def test_streamed_text_is_the_same(run, checkpoint):
         (("--exit-layer", "3"), "expected a layer from 1 to 2"),
         (("--max-new-tokens", "600"), "positions; generate"),
         (("--chat",), "no chat template"),
+        (("--lens-candidates", "8"), "threshold"),
+        (("--lens-candidates", "8", "--threshold", "0.5", "--rule", "patience"), "confidence and margin"),
         (("--rule", "confidance"), "confidence"),
     ],
 )
@@ -116,3 +118,30 @@ def test_empty_and_long_prompts_and_encoders_are_refused(run, checkpoint, tmp_pa
     tiny_models.build("bert").save_pretrained(tmp_path / "bert")
     word_tokenizer.tokenizer().save_pretrained(tmp_path / "bert")
     assert "no causal language model" in run("generate", tmp_path / "bert", "--prompt", PROMPT, code=2).stderr
+
+
+@pytest.mark.parametrize("drafts", ["3", "auto"])
+def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path, drafts):
+    """A plan.json that `skip search` wrote; the text is that of the whole model."""
+    rows = [
+        {"prompt": word_tokenizer.words(*range(i, i + 5)), "response": word_tokenizer.words(i, 7)} for i in range(9)
+    ]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run("skip", "search", checkpoint, "--data", data, "--blocks", "1", "--output", tmp_path / "plan")
+    asked = ("--raw", "--max-new-tokens", "40", "--draft-length", drafts, "--json")
+    result = run("generate", checkpoint, "--prompt", PROMPT, "--plan", tmp_path / "plan" / "plan.json", *asked)
+    written = json.loads(result.stdout)
+    assert written["texts"] == [text_of(checkpoint, 40)]
+    assert written["stats"]["drafted"] > 0
+    assert (written["stats"]["paid"] is None) == (drafts == "3")
+
+
+def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, checkpoint, tmp_path):
+    for path in checkpoint.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    for options in (("--exit-layer", "3"), ("--threshold", "0.5", "--min-layer", "4"), ("--speculate-from", "7")):
+        assert "layer from 1 to" in run("generate", tmp_path, "--prompt", PROMPT, *options, code=2).stderr
+    sweep = ("exit", tmp_path, "--data", "corpus:builtin", "--min-layer", "4", "--output", tmp_path / "out")
+    assert "min_layer is 4, but the model has 3 layers" in " ".join(run(*sweep, code=2).stderr.split())

@@ -200,9 +200,24 @@ EXITS = {
     "exit again": Scenario(f"exit model --data data/text.txt --output out-a {EXIT}", "out-a", 0.5),
     "exit export": Scenario("exit model --export-layers 1 --output new", "model", 1, writes="checkpoint"),
 }
+TASKS = "--task-data data --limit 2 --set bootstrap_iters=10"
+EVALUATE = {
+    "evaluate": Scenario(
+        f"evaluate model --tasks lambada_local,arc_easy_local --output new {TASKS}",
+        "data/lambada_test.jsonl data/arc_easy_test.jsonl model",
+        2,
+        arguments=0.3,
+    ),
+    "evaluate quality": Scenario(
+        "evaluate model --generation-quality data/text.txt --prompts 2 --prefix-tokens 4 --new-tokens 2 --output new",
+        "data/text.txt model",
+        1,
+        arguments=0.3,
+    ),
+}
 DEMO = {"demo": Scenario("demo --output new --steps 0", "", 1, writes="nothing", arguments=1.0)}
 
-SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **DEMO}
+SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **EVALUATE, **DEMO}
 
 ALWAYS = ["model", "data", "tokens", "recipes"]
 """Parts of the world that every case has, mutated or not."""

@@ -157,6 +157,10 @@ def _write_data(folder: Path) -> None:
             for i in range(8)
         ],
     }
+    rows["lambada_test"] = [{"context": sentence(i, 6), "target": sentence(i + 3, 1)} for i in range(4)]
+    rows["arc_easy_test"] = [
+        {"question": sentence(i, 6), "choices": [sentence(i + k, 3) for k in range(3)], "gold": i % 3} for i in range(4)
+    ]
     (folder / "text.txt").write_text("\n\n".join(texts) + "\n")
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))

@@ -110,6 +110,22 @@ def test_the_paragraph_of_an_evaluation_names_the_layer_that_is_enough():
     assert "piqa_local is not clearly above chance." in story(results)[0]
 
 
+def test_the_paragraph_of_several_evaluations_says_which_is_clearly_better():
+    """Against two standard errors of the difference, from the tables."""
+    results = compare([folders.evaluation(count=200), folders.evaluation("b", better=-0.4)], names=["plain", "other"])
+    said, _ = story(results)
+    found = results.table.query("layer == 30 and site == 'arc_easy_local'").set_index(["model", "statistic"]).value
+    plain, other = found["plain", "acc"], found["other", "acc"]
+    limit = 2 * (found["plain", "acc_stderr"] ** 2 + found["other", "acc_stderr"] ** 2) ** 0.5
+    best, next_best = ("plain (baseline)", "other") if plain > other else ("other", "plain (baseline)")
+    verdict = "clearly" if abs(plain - other) > limit else "not clearly"
+    sentence = next(line for line in payload(results)["views"][0]["story"]["sentences"] if "arc_easy" in line)
+    assert sentence.startswith(f"{best} scores {100 * max(plain, other):.1f} %")
+    assert f", {next_best} {100 * min(plain, other):.1f} %" in sentence
+    assert f": {verdict} better" in sentence
+    assert "1 more task is below." in said
+
+
 def test_several_sweeps_stand_side_by_side():
     made = payload(several())
     assert [row[0] for row in made["models"]["rows"]] == ["plain (baseline)", "aligned"]

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from fulldepth.data import decode_ids
 from fulldepth.data.rendering import encode_prompt
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import Decoder, Generation, Stats
+from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
 from fulldepth.exit.generation_grid import lens_grid
-from fulldepth.hf import Checkpoint, device_of, open_model, open_tokenizer
+from fulldepth.hf import Checkpoint, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, provenance
@@ -77,6 +77,8 @@ def generate_texts(
         raise FulldepthError("A prompt is empty; give some text to continue.")
     if streams and len(prompts) > 1:
         raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
+    if not isinstance(model, PreTrainedModel):
+        _check_layers(model, settings)
     checkpoint = open_model(
         model,
         **({} if isinstance(model, PreTrainedModel) else settings.model_dump(include={"dtype", "device", "revision"})),
@@ -90,7 +92,10 @@ def generate_texts(
     )
     encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
     decoder = Decoder(checkpoint.model)
-    generation = _generate(decoder, encoded, tokenizer, settings, plan, show if streams else None)
+    if not streams:
+        watcher.begin("Generating", settings.max_new_tokens)
+    advance = (lambda done: None) if streams else watcher.advance
+    generation = _generate(decoder, encoded, tokenizer, settings, plan, show if streams else None, advance)
     width = max(map(len, encoded))
     counts = generation.stats.new_tokens
     added = [generation.sequences[row, width : width + counts[row]].tolist() for row in range(len(prompts))]
@@ -100,6 +105,15 @@ def generate_texts(
     if output is not None:
         results.save(output, page=False)
     return Written(list(prompts), texts, generation, results)
+
+
+def _check_layers(model: str | Path, settings: GenerateSettings) -> None:
+    """Refuse layers that the configuration does not have, before the weights are loaded."""
+    names = ("min_layer", "exit_layer", "speculate_from")
+    layers = {name: value for name in names if isinstance(value := getattr(settings, name), int) and value > 1}
+    depth = depth_of(model, settings.revision, settings.trust_remote_code) if layers else None
+    if depth is not None:
+        Options(num_layers=depth, **layers)
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list[int]:
@@ -122,6 +136,7 @@ def _generate(
     settings: GenerateSettings,
     plan: Callable[[PreTrainedModel], Any] | None,
     show: Callable[[str, bool], None] | None,
+    advance: Callable[[int], None],
 ) -> Generation:
     """Decode the prompts as one batch, padded on the left."""
     width, device = max(map(len, encoded)), device_of(decoder.anatomy.model)
@@ -133,8 +148,8 @@ def _generate(
         mask[row, width - len(tokens) :] = 1
     temperature = settings.temperature or 1.0
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if settings.samples else {}
-    names = ("threshold", "rule", "policy", "min_layer", "exit_layer", "lens_candidates")
-    names = (*names, "speculate_from", "draft_length")
+    exits = ("threshold", "rule", "policy", "min_layer", "exit_layer", "lens_candidates")
+    names = (*exits, "speculate_from", "draft_length")
     return decoder.generate(
         ids,
         mask,
@@ -142,6 +157,7 @@ def _generate(
         seed=settings.seed,
         top_p=settings.top_p,
         top_k=settings.top_k,
+        progress=advance,
         streamer=None if show is None else _Streamer(tokenizer, show),
         **({} if plan is None else {"plan": plan(decoder.anatomy.model)}),
         **sampling,

@@ -21,6 +21,7 @@ from fulldepth.hf import (
     Checkpoint,
     Classifier,
     anatomy_candidates,
+    depth_of,
     device_of,
     first_broken_weight,
     load_processor,
@@ -78,6 +79,8 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings)
     Raises:
         FulldepthError: if it cannot be loaded, or has NaN or infinite weights.
     """
+    if settings.min_layer > 1 and not isinstance(model, PreTrainedModel):
+        _check_min_layer(settings, depth_of(model, settings.revision, settings.trust_remote_code))
     checkpoint = open_model(
         model,
         dtype=settings.dtype,
@@ -104,8 +107,7 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
     sequences = _sequences(checkpoint, guess, data, tokenizer, settings)
     if not sequences.num_targets:
         raise FulldepthError(_nothing_to_predict(guess, sequences))
-    if settings.min_layer > guess.num_layers:
-        raise FulldepthError(f"min_layer is {settings.min_layer}, but the model has {guess.num_layers} layers.")
+    _check_min_layer(settings, guess.num_layers)
     device = device_of(checkpoint.model)
     first = sequences.collate(range(min(2, len(sequences))))
     if first.attention_mask is not None and first.attention_mask.shape == (2, 2):
@@ -118,6 +120,11 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
     batch_size = settings.batch_size or BATCH[guess.task in CLASSIFIES]
     warnings = (*sequences.warnings, *(() if note is None else (note,)))
     return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
+
+
+def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
+    if depth is not None and settings.min_layer > depth:
+        raise FulldepthError(f"min_layer is {settings.min_layer}, but the model has {depth} layers.")
 
 
 def check_task(anatomy: Anatomy) -> None:

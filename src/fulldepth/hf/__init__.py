@@ -17,6 +17,7 @@ from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import (
     Checkpoint,
+    depth_of,
     load_checkpoint,
     load_config,
     load_processor,
@@ -73,6 +74,7 @@ __all__ = [
     "begin_checkpoint",
     "check_publishing",
     "checkpoint_of",
+    "depth_of",
     "device_of",
     "drop_checkpoints",
     "evaluating",

@@ -210,6 +210,17 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
         return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
 
 
+def depth_of(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
+    """Number of layers that a checkpoint's configuration states; None if it states none.
+
+    Raises:
+        FulldepthError: as `load_config`.
+    """
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return depth if isinstance(depth, int) and not isinstance(depth, bool) else None
+
+
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer saved with a checkpoint.
 

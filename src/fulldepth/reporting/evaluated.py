@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -202,14 +203,46 @@ def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
     return {"why": f"export the first {layer} layers as a checkpoint:", "command": command}
 
 
+def story_of_models(source: Source) -> Story | None:
+    """The opening paragraph of several models: which scores best on each task, and whether clearly."""
+    every = _tasks_of_models(source)
+    sentences = []
+    for name in dict.fromkeys(task.name for _, tasks in every for task in tasks):
+        scored = [
+            (label, task) for label, tasks in every for task in tasks if task.name == name and task.full is not None
+        ]
+        if len(scored) > 1:
+            sentences.append(_best_of(name, scored))
+    rest = len(sentences) - MOST_NAMED
+    if rest > 0:
+        sentences = [*sentences[:MOST_NAMED], f"{rest} more task{' is' if rest == 1 else 's are'} below."]
+    return {"sentences": sentences, "next": None} if sentences else None
+
+
+def _best_of(name: str, scored: Sequence[tuple[str, Task]]) -> str:
+    """The model with the best score on a task, and the next one."""
+    sign = 1 if scored[0][1].higher_is_better else -1
+    ranked = sorted(scored, key=lambda one: -sign * (one[1].full or 0.0))
+    (best, first), (other, second) = ranked[:2]
+    told = f"{best} scores {score(first, first.layers)} on {short(name, 40)}, {other} {score(second, second.layers)}"
+    if first.full == second.full:
+        return f"{told}: no difference."
+    if first.error is None or second.error is None or first.full is None or second.full is None:
+        return f"{told}."
+    clear = abs(first.full - second.full) > 2 * math.hypot(first.error, second.error)
+    return f"{told}: {'clearly' if clear else 'not clearly'} better (two standard errors of the difference)."
+
+
+def _tasks_of_models(source: Source) -> list[tuple[str, list[Task]]]:
+    """The label and the tasks of every model."""
+    models = source.meta.get("models") or []
+    pairs = zip(models, source.runs, strict=False)
+    return [(measured.labelled(entry), tasks_of(run.table, entry.get("tasks"), run.layers)) for entry, run in pairs]
+
+
 def side_by_side(source: Source) -> Table | None:
     """One row for each task, one column for each model: the whole models' scores."""
-    models = source.meta.get("models") or []
-    tables_of = {run.name: run for run in source.runs}
-    every = [
-        (entry, tasks_of(run.table, entry.get("tasks"), run.layers))
-        for entry, run in zip(models, tables_of.values(), strict=False)
-    ]
+    every = _tasks_of_models(source)
     names = list(dict.fromkeys(task.name for _, tasks in every for task in tasks))
     if not names:
         return None
@@ -217,7 +250,7 @@ def side_by_side(source: Source) -> Table | None:
         [short(name, 60), *(_whole({task.name: task for task in tasks}, name) for _, tasks in every)] for name in names
     ]
     note = "Scores of the whole models, each with its standard error."
-    return Table("Models side by side", [measured.labelled(entry) for entry, _ in every], rows, "Task", note)
+    return Table("Models side by side", [label for label, _ in every], rows, "Task", note)
 
 
 def _whole(tasks: Mapping[str, Task], name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import tiny_models as tm
 from execution import decoders
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import Decoder, DraftPlan
-from fulldepth.execution.decoding.choosing import Times, candidates, estimates, tokens_per_round
-from fulldepth.execution.decoding.control import Control
+from fulldepth.execution.decoding.choosing import Times, candidates, choose, estimates, tokens_per_round
+from fulldepth.execution.decoding.control import Control, Trial
+from fulldepth.execution.decoding.session import Session
 from fulldepth.execution.decoding.speculation import Round
+from fulldepth.hf import Scalars
 
 VOCAB = 6
 
@@ -119,6 +122,22 @@ def test_a_model_with_skipped_blocks_drafts(name, granularity):
     assert accepted > 0
 
 
+@pytest.mark.parametrize("granularity", ["attention", "mlp"])
+def test_factors_of_the_drafting_model_do_not_reach_the_full_models_states(granularity):
+    """All layers have factors far from 1, those before the first skipped block too, whose states are used again."""
+    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(3)
+    model.generation_config.eos_token_id = None
+    scalars = Scalars(3, [3], granularity)
+    with torch.no_grad():
+        for number, factor in enumerate(scalars.parameters()):
+            factor.fill_(0.6 + 0.2 * number)
+    expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
+    plan = DraftPlan([3], granularity, scalars)
+    found = Decoder(model).generate(**prompts, max_new_tokens=16, plan=plan, draft_length=3)
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.drafted > 0
+
+
 @pytest.mark.parametrize(
     "options", [{"speculate_from": "auto"}, {"speculate_from": 2}, {"speculate_from": "auto", "draft_length": 2}]
 )
@@ -165,3 +184,67 @@ def test_speculation_ends_where_rounds_are_slow_and_goes_on_where_they_are_fast(
     assert "Plain decoding after a trial" in slow.reason
     assert fast.pays
     assert "2.00 times as fast" in fast.reason
+
+
+def test_a_trial_ends_when_its_loss_exceeds_the_allowance():
+    """Rounds of 2.2 plain tokens that add 2 tokens lose 0.2 each."""
+    for allowance, rounds in ((0.5, 3), (0.1, 1)):
+        trial = Trial(1.0, "some layers", allowance)
+        noted = 0
+        while trial.pays:
+            trial.note(Round(1, 4, 1, 1, 2), 2.2)
+            noted += 1
+        assert noted == rounds
+    kept = Trial(1.0, "some layers", 0.5)
+    for _ in range(9):
+        kept.note(Round(1, 4, 4, 0, 5), 4.0)
+    assert kept.pays
+
+
+def test_layers_are_read_only_if_they_may_pay_and_the_reading_is_allowed():
+    class Reading:
+        """A probe on which one reading takes 2 s."""
+
+        times, spent, reading_seconds = Times(plain=1.0, begin=0.01, layer=0.05, head=0.1), 0.5, 2.0
+        session = SimpleNamespace(num_layers=16)
+
+        def __init__(self):
+            self.read = []
+
+        def acceptance(self, layer):
+            self.read.append(layer)
+            self.spent += 2.0
+            return 0.7
+
+    for allowance, read, why in ((1.0, [], "dear"), (2.5, [10], "measured"), (4.6, [10, 8], "measured")):
+        probe = Reading()
+        chosen = choose(probe, [4, 8, 10], [2, 4], allowance)
+        assert (probe.read, chosen.why) == (read, why)
+        assert {entry["layer"] for entry in chosen.measured} == set(read)
+    probe = Reading()
+    probe.times = Times(plain=0.1, begin=0.01, layer=0.05, head=0.1)
+    assert choose(probe, [4, 8, 10], [2, 4]).why == "hopeless"
+    assert not probe.read
+
+
+def test_few_tokens_are_decoded_plainly_by_auto():
+    model, prompts = decoders.build("llama", late=0.05), decoders.prompts(1)
+    for options in ({"speculate_from": "auto"}, {"speculate_from": 2}, {"plan": DraftPlan([2])}):
+        found = Decoder(model).generate(**prompts, max_new_tokens=31, **options)
+        assert torch.equal(found.sequences, model.generate(**prompts, max_new_tokens=31, do_sample=False))
+        assert found.stats.drafted == 0
+        assert found.stats.mode == "plain"
+        assert found.stats.layer_calls == [30] * 3
+        assert "not repaid" in found.stats.reason
+
+
+@pytest.mark.parametrize(("late", "pays"), [(0.01, True), (4.0, False)])
+def test_a_plans_model_drafts_only_while_that_pays(late, pays, monkeypatch):
+    """Time is the number of layers that ran: without two of three layers, drafts that are all accepted pay."""
+    monkeypatch.setattr(Session, "clock", lambda session: float(sum(session.stats.layer_calls)))
+    model, prompts = decoders.build("llama", late=late), decoders.prompts(1)
+    model.generation_config.eos_token_id = None
+    found = Decoder(model).generate(**prompts, max_new_tokens=48, plan=DraftPlan([2, 3], "layer"))
+    assert torch.equal(found.sequences, model.generate(**prompts, max_new_tokens=48, do_sample=False))
+    assert (found.stats.mode == "speculative") == found.stats.paid == pays
+    assert found.stats.drafted > 0

@@ -1,7 +1,7 @@
 """Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
 
 from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
-from fulldepth.execution.decoding.options import BOUNDED_RULES, POLICIES, DraftPlan
+from fulldepth.execution.decoding.options import BOUNDED_RULES, POLICIES, DraftPlan, Options
 from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, theoretical_speedup
 from fulldepth.execution.decoding.stats import Stats
 
@@ -13,6 +13,7 @@ __all__ = [
     "DraftPlan",
     "ExitRule",
     "Generation",
+    "Options",
     "Stats",
     "certainty",
     "generate",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ GROWTH = 0.05
 """Assumed growth of a layer's time with each further position, before rounds were measured."""
 LEAST = 1.05
 """Predicted speed-up below which no round is tried."""
+LOSS = 0.05
+"""Largest share of the time of plain decoding that measuring and trials may cost, if all new tokens are decoded."""
+LEAST_TOKENS = 32
+"""New tokens below which nothing is measured: the steps that run layer by layer and one reading of drafts take about as
+long as 1.5 tokens."""
 
 
 @dataclass
@@ -96,12 +102,16 @@ class Probe:
     layers: Sequence[int]
     """Candidates for E."""
     times: Times = field(default_factory=Times)
+    spent: float = 0.0
+    """Seconds that measuring took beyond plain decoding."""
+    _wide_head: float = 0.0
+    """Seconds of the head for the last positions of the prompts."""
     _states: dict[int, list[Tensor]] = field(default_factory=dict)
     _scores: list[Tensor] = field(default_factory=list)
 
     def prompt(self) -> None:
         """Run the prompts, and decode the first token of each sequence."""
-        self._step(PROMPT_POSITIONS)
+        self._wide_head = self._step(PROMPT_POSITIONS)[2]
 
     def steps(self, count: int = STEPS) -> None:
         """Decode tokens plainly; half of them by the model's own forward pass, for its time."""
@@ -118,16 +128,26 @@ class Probe:
         if own:
             begin, layers, head = (median(values) for values in zip(*parts, strict=True))
             self.times = Times(median(own), begin, layers / self.session.num_layers, head)
+            beyond = sum(map(sum, parts)) - len(parts) * self.times.plain
+            self.spent = max(0.0, beyond) + max(0.0, self._wide_head - head)
+
+    @property
+    def reading_seconds(self) -> float:
+        """Expected time of `acceptance`: that of the head for the prompts' last positions, for as many as are read."""
+        return self._wide_head * sum(map(len, self._scores)) / max(1, len(self._scores[0]))
 
     def acceptance(self, layer: int) -> float:
         """Acceptance of the drafts of a layer; slightly optimistic, since few positions are measured."""
+        begun = self.session.clock()
         scores, choice = torch.cat(self._scores), self.session.choice
         drafts = choice.warped(self.session.runner.finish(torch.cat(self._states[layer])[:, None])[:, 0])
         if choice.samples:
             hits = torch.minimum(scores.softmax(-1), drafts.softmax(-1)).sum(-1).sum()
         else:
             hits = (scores.argmax(-1) == drafts.argmax(-1)).sum()
-        return (float(hits) + 0.5) / (len(scores) + 0.5)
+        accepted = (float(hits) + 0.5) / (len(scores) + 0.5)
+        self.spent += self.session.clock() - begun
+        return accepted
 
     def _step(self, positions: int) -> tuple[float, float, float]:
         """Decode one token layer by layer, and keep states of the last positions: seconds of begin, layers and head."""
@@ -158,29 +178,41 @@ def candidates(num_layers: int) -> list[int]:
     return sorted({min(num_layers - 1, max(1, round(share * num_layers))) for share in SHARES}, reverse=True)
 
 
-def choose(probe: Probe, layers: Sequence[int], lengths: Sequence[int]) -> tuple[Estimate, list[dict[str, Any]]]:
-    """The best E and K by predicted speed-up, and all estimates.
+class Chosen(NamedTuple):
+    """The best E and K, and what is known of the others."""
 
-    Deeper layers predict the last one better, so a layer is only measured if it would pay with the acceptance of the
-    next deeper candidate.
+    best: Estimate
+    measured: list[dict[str, Any]]
+    """Estimates with a measured acceptance; empty if no layer was read."""
+    why: str
+    """`measured`; `hopeless`: no layer would pay if all its drafts were accepted; `dear`: measuring would cost too
+    much. In the last two cases the acceptance of `best` is 1."""
+
+
+def choose(probe: Probe, layers: Sequence[int], lengths: Sequence[int], allowance: float = math.inf) -> Chosen:
+    """The best E and K by predicted speed-up.
+
+    Deeper layers predict the last one better, so a layer is only read if it would pay with the acceptance of the next
+    deeper candidate.
 
     Args:
         probe: with times.
         layers: candidates for E.
         lengths: candidates for K.
+        allowance: seconds that all measuring may take beyond plain decoding.
     """
-    num_layers, bound = probe.session.num_layers, 1.0
+    num_layers, bound, why = probe.session.num_layers, 1.0, "hopeless"
     made: list[Estimate] = []
+    hoped: list[Estimate] = []
     for layer in sorted(layers, reverse=True):
         hopeful = estimates(probe.times, num_layers, layer, bound, lengths)
-        if made and max(each.predicted_speedup for each in hopeful) < LEAST:
+        hoped += [] if made else hopeful
+        if max(each.predicted_speedup for each in hopeful) < LEAST:
             continue
-        if not made and len(layers) > 1 and max(each.predicted_speedup for each in hopeful) < LEAST:
-            continue  # would not pay if every draft were accepted
+        if probe.spent + probe.reading_seconds > allowance:
+            why = "dear"
+            break
         bound = probe.acceptance(layer)
         made += estimates(probe.times, num_layers, layer, bound, lengths)
-    if not made:
-        layer = min(layers)
-        made = estimates(probe.times, num_layers, layer, probe.acceptance(layer), lengths)
-    best = max(made, key=lambda each: each.predicted_speedup)
-    return best, [vars(each).copy() for each in made]
+    best = max(made or hoped, key=lambda each: each.predicted_speedup)
+    return Chosen(best, [vars(each).copy() for each in made], "measured" if made else why)

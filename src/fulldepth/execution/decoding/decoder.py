@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +82,10 @@ class Decoder:
         pad_token_id: int | None = None,
         seed: int | None = None,
         streamer: Any = None,
+        progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> Generation:
-        """As the function `generate`."""
+        """As the function `generate`; `progress` is called with the new tokens of the longest sequence."""
         self._check(input_ids, max_new_tokens, temperature, top_p)
         chosen = Options(num_layers=self.anatomy.num_layers, **options)
         device = device_of(self.anatomy.model)
@@ -99,7 +100,7 @@ class Decoder:
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
 
         def loop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor:
-            return self._loop(input_ids, prepared, chosen, generator, streamer)
+            return self._loop(input_ids, prepared, chosen, generator, streamer, progress)
 
         self.anatomy.model.generate(input_ids, custom_generate=loop, **settings)  # type: ignore[operator]
         assert self.last is not None
@@ -158,6 +159,7 @@ class Decoder:
         options: Options,
         generator: torch.Generator | None,
         streamer: Any,
+        progress: Callable[[int], None] = lambda done: None,
     ) -> Tensor:
         """Decode with what transformers' `generate` prepared; stores the result in `last`."""
         config: GenerationConfig = prepared["generation_config"]
@@ -179,6 +181,7 @@ class Decoder:
                 raise FulldepthError("A streamer shows one sequence; generate one prompt at a time with it.")
             streamer.put(input_ids.cpu())
         session = Session(self.runner, sequences, choice)
+        session.progress = progress
         with evaluating(self.anatomy.model), torch.no_grad():
             decode(session, options)
         if streamer is not None:

@@ -60,7 +60,8 @@ class Options:
     """K, largest number of drafts per round; `auto`: chosen by measurement, plain decoding where none pays."""
 
     plan: DraftPlan | None = None
-    """The model without these parts drafts, instead of the first layers alone."""
+    """The model without these parts drafts, instead of the first layers alone; with `draft_length="auto"`, 4 tokens a
+    round, and decoding becomes plain where rounds are slower."""
 
     def __post_init__(self) -> None:
         if self.plan is not None and (self.speculate_from is not None or self.exit_layer is not None):
@@ -116,4 +117,4 @@ class Options:
     @property
     def measures(self) -> bool:
         """Whether E or K is chosen by measurement, so that decoding may also be plain."""
-        return self.plan is None and AUTO in (self.speculate_from, self.draft_length)
+        return self.mode == "speculative" and AUTO in (self.speculate_from, self.draft_length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Session:
         self.alive: list[int] = []
         """Indices, among the sequences that were active before the last `commit`, of those that still are."""
         self._slides = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)
+        self.progress: Callable[[int], None] = lambda done: None
+        """Called with the number of positions by which the longest sequence has grown."""
         self.stats = Stats(self.num_layers, sequences=len(sequences.tokens), prompt_tokens=sequences.prompt_tokens)
 
     def clock(self) -> float:
@@ -72,8 +74,9 @@ class Session:
         Cuts the cache to the positions of known tokens except the last, and removes sequences that ended.
         """
         sequences = self.sequences
-        before, width = list(sequences.active), sequences.width
+        before, width, longest = list(sequences.active), sequences.width, max(sequences.lengths)
         counts = sequences.add(tokens)
+        self.progress(max(sequences.lengths) - longest)
         active = set(sequences.active)
         self.alive = alive = [index for index, row in enumerate(before) if row in active]
         if not alive:

@@ -6,8 +6,8 @@ layers E+1..L run on the stored states of all drafts at once. Keys, values and s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -67,8 +67,7 @@ def speculate(
     start = ids.shape[1] - 1
     length = min(length, sequences.room - 1)
     draft = _Draft(session, early, ids, mask)
-    with nullcontext() if skipper is None else skipper.drafting():
-        draft.extend(length, threshold, later=range(early + 1, session.num_layers + 1) if skipper else ())
+    draft.extend(length, threshold, skipper)
     if skipper is not None:
         session.cache.crop_after(early, start)
     ids, mask = draft.ids[:, : start + len(draft.states)], draft.mask[:, : start + len(draft.states)]
@@ -110,9 +109,12 @@ class _Draft:
         self.scores: list[Tensor] = []
         """[A, V] of which each draft was chosen."""
 
-    def extend(self, length: int, threshold: float | None, later: Sequence[int] = ()) -> None:
-        """Draft up to `length` tokens; `later`: further layers that a draft runs through."""
-        sequences, choice = self._session.sequences, self._session.choice
+    def extend(self, length: int, threshold: float | None, skipper: Skipper | None) -> None:
+        """Draft up to `length` tokens, with a skipper through the later layers without the skipped parts.
+
+        The first E layers keep nothing of the drafting model, not even its scalars: their states are the full model's.
+        """
+        sequences, choice, num_layers = self._session.sequences, self._session.choice, self._session.num_layers
         ended = [False] * len(self.ids)
         while True:
             at = self.ids.shape[1] - 1
@@ -120,7 +122,9 @@ class _Draft:
             self.states.append(state)
             if len(self.scores) >= length:
                 return
-            state = self._session.run(later, state)
+            if skipper is not None:
+                with skipper.drafting():
+                    state = self._session.run(range(self._layers[-1] + 1 if self._layers else 1, num_layers + 1), state)
             scores = choice.scores(self._session.runner.finish(state)[:, -1], len(self.scores))
             if threshold is not None and float(scores.softmax(-1).amax(-1).max()) < threshold:
                 return

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from fulldepth.execution.decoding.choosing import LENGTHS, Probe, candidates, choose
-from fulldepth.execution.decoding.control import Control
+from statistics import median
+
+from fulldepth.execution.decoding.choosing import (
+    LEAST_TOKENS,
+    LENGTHS,
+    LOSS,
+    STEPS,
+    Chosen,
+    Probe,
+    candidates,
+    choose,
+)
+from fulldepth.execution.decoding.control import Control, Trial
 from fulldepth.execution.decoding.early_exit import exiting_step
 from fulldepth.execution.decoding.options import AUTO, DraftPlan, Options
 from fulldepth.execution.decoding.session import Session
@@ -23,7 +34,10 @@ def decode(session: Session, options: Options) -> None:
         step = exiting_step(session, options)
         stats.exits, stats.exit_layers = [0] * stats.num_layers, [[] for _ in session.sequences.lengths]
         stats.reason = _reason(options)
-    elif options.mode == "speculative" and options.measures:
+    elif options.measures and session.sequences.room < LEAST_TOKENS:
+        stats.mode, stats.chosen_by = "plain", "measured"
+        stats.reason = f"Plain decoding: measuring drafts is not repaid by fewer than {LEAST_TOKENS} new tokens."
+    elif options.mode == "speculative" and options.measures and options.plan is None:
         given = options.speculate_from
         layers = [given] if isinstance(given, int) else candidates(stats.num_layers)
         probe = Probe(session, layers)
@@ -34,7 +48,7 @@ def decode(session: Session, options: Options) -> None:
     begun = session.clock()
     if probe is not None:
         _speculate_if_it_pays(session, options, probe)
-    elif options.mode == "speculative":
+    elif stats.mode == "speculative" and session.sequences.active:
         _speculate(session, options)
     while session.sequences.active:
         step()
@@ -45,10 +59,10 @@ def decode(session: Session, options: Options) -> None:
 
 def _speculate(session: Session, options: Options) -> None:
     """Draft and confirm until every sequence has ended."""
-    stats, plan = session.stats, options.plan
+    stats = session.stats
     length = DRAFTS if options.draft_length == AUTO else int(options.draft_length)
-    if plan is not None:
-        _speculate_with_plan(session, plan, length, options.threshold)
+    if options.plan is not None:
+        _speculate_with_plan(session, options.plan, length, options)
         return
     early = options.speculate_from
     assert isinstance(early, int)
@@ -58,32 +72,55 @@ def _speculate(session: Session, options: Options) -> None:
         speculate(session, early, length, options.threshold)
 
 
-def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, threshold: float | None) -> None:
+def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, options: Options) -> None:
     """Draft with the model without the plan's parts; the layers before the first of them run once for each draft."""
-    stats = session.stats
+    stats, active = session.stats, session.sequences
     early, count = min(plan.layers, default=stats.num_layers) - 1, len(set(plan.layers))
+    drafter = f"the model without {count} {plan.granularity} blocks"
     stats.speculate_from, stats.draft_length = max(1, early), length
-    stats.reason = (
-        f"The model without {count} {plan.granularity} blocks drafts up to {length} tokens a round, as asked."
-    )
+    stats.reason = f"{drafter[0].upper()}{drafter[1:]} drafts up to {length} tokens a round, as asked."
+    trial = _plain_trial(session, drafter) if options.measures else None
     with Switches(session.runner.anatomy, plan.granularity) as switches:
-        while session.sequences.active:
-            speculate(session, early, length, threshold, Skipper(switches, plan.layers, plan.scalars))
+        while active.active and (trial is None or trial.pays):
+            begun = session.clock()
+            skipper = Skipper(switches, plan.layers, plan.scalars)
+            done = speculate(session, early, length, options.threshold, skipper)
+            if trial is not None:
+                trial.note(done, session.clock() - begun)
+    if trial is not None and not stats.rounds:
+        stats.mode, stats.reason = "plain", "The sequences ended before speculation was measured."
+    elif trial is not None:
+        stats.paid, stats.reason = trial.pays, trial.reason
+        stats.mode = "speculative" if trial.pays else "plain"
+
+
+def _plain_trial(session: Session, drafter: str) -> Trial:
+    """Decode a few tokens plainly for their time, with which rounds are compared."""
+    room = session.sequences.room
+    seconds: list[float] = []
+    while session.sequences.active and len(seconds) < STEPS // 2:
+        begun = session.clock()
+        session.step()
+        seconds.append(session.clock() - begun)
+    plain = median(seconds)
+    return Trial(plain, drafter, LOSS * plain * room)
 
 
 def _speculate_if_it_pays(session: Session, options: Options, probe: Probe) -> None:
     """Measure, then draft and confirm as long as that is faster than plain decoding."""
     stats, sequences = session.stats, session.sequences
-    stats.chosen_by = "measured"
+    stats.chosen_by, room = "measured", sequences.room if sequences.active else 0
     probe.steps()
     if not sequences.active:
         stats.mode, stats.reason = "plain", "The sequences ended before speculation was measured."
         return
     lengths = LENGTHS if options.draft_length == AUTO else (int(options.draft_length),)
-    best, stats.candidates = choose(probe, probe.layers, lengths)
-    control = Control(probe.times, stats.num_layers, best, lengths)
-    if not control.hopeful:
-        stats.mode, stats.paid, stats.reason = "plain", False, control.reason
+    allowance = LOSS * probe.times.plain * room
+    chosen = choose(probe, probe.layers, lengths, allowance)
+    best, stats.candidates = chosen.best, chosen.measured
+    control = Control(probe.times, stats.num_layers, best, lengths, allowance - probe.spent)
+    if not control.hopeful or chosen.why != "measured":
+        stats.mode, stats.paid, stats.reason = "plain", False, _why_plain(chosen, control, room)
         return
     stats.speculate_from = best.layer
     while sequences.active and control.pays:
@@ -94,6 +131,19 @@ def _speculate_if_it_pays(session: Session, options: Options, probe: Probe) -> N
     stats.paid, stats.reason = control.pays, control.reason
     if not control.pays:
         stats.mode = "plain"
+
+
+def _why_plain(chosen: Chosen, control: Control, room: int) -> str:
+    """Why no round was tried, in one sentence."""
+    if chosen.why == "measured":
+        return control.reason
+    if chosen.why == "dear":
+        return f"Plain decoding: for {room} tokens, measuring the drafts would take more than {LOSS:.0%} of the time."
+    ratio = 1 / chosen.best.predicted_speedup
+    return (
+        f"Plain decoding: if all drafts of layer {chosen.best.layer} were accepted, speculation would take "
+        f"{ratio:.2f} times as long."
+    )
 
 
 def _reason(options: Options) -> str:
