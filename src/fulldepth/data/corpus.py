@@ -115,4 +115,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedT
         special_tokens=[("[CLS]", core.token_to_id("[CLS]")), ("[SEP]", core.token_to_id("[SEP]"))],
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return PreTrainedTokenizerFast(tokenizer_object=core, **dict(zip(names, BERT_TOKENS, strict=True)))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **dict(zip(names, BERT_TOKENS, strict=True)),
+    )

@@ -39,9 +39,8 @@ class Rows(NamedTuple):
         """The class of each row."""
         return [record.label for record in self.source.records if record.label is not None]
 
-    def select(self, chosen: np.ndarray) -> Rows:
-        """The rows where `chosen: [rows]` is true."""
-        indices = np.flatnonzero(chosen)
+    def select(self, indices: Sequence[int] | np.ndarray) -> Rows:
+        """The rows of these indices, without the warnings."""
         source = replace(self.source, records=[self.source.records[i] for i in indices])
         return Rows(source, [self.digests[i] for i in indices], [])
 

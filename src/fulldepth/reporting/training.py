@@ -107,6 +107,9 @@ def _schedule(settings: Meta) -> str:
         return ""
     interval = settings.get("eval_every")
     evaluated = f" · evaluated every {interval:,} steps" if isinstance(interval, int) else ""
+    if settings.get("task", "causal-lm") != "causal-lm":
+        unit = "texts" if settings["task"] == "text-classification" else "images"
+        return f"{steps:,} steps × {batch:,} {unit}{evaluated}"
     total = scaled(steps * batch * length)
     return f"{steps:,} steps × {batch:,} sequences × {length:,} tokens = {total} tokens{evaluated}"
 

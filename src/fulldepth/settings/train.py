@@ -54,8 +54,9 @@ class DataSettings(Settings):
     """Data for validation; None = held-out documents or rows."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents that is held out for validation."""
-    validation_sequences: Batch = 32
-    """Sequences in each validation."""
+    validation_sequences: Batch | None = None
+    """Most sequences in each validation; None = 32 of text and conversations, 1,000 labelled rows, the classes in
+    turn."""
     across_documents: bool = True
     """Whether attention may cross from one document of a window into the next."""
     cache: str | None = None
@@ -269,6 +270,11 @@ class TrainSettings(Settings):
     def units_per_step(self) -> int:
         """Tokens, texts or images in an optimiser step."""
         return self.global_batch_size * (self.sequence_length if self.task == "causal-lm" else 1)
+
+    @property
+    def most_validation(self) -> int:
+        """`data.validation_sequences`, or its default for the task."""
+        return self.data.validation_sequences or (32 if self.task == "causal-lm" else 1000)
 
     @property
     def warmup_length(self) -> int:

@@ -10,12 +10,19 @@ from fulldepth.hf import ModelCard
 from fulldepth.results import Finding
 
 LOADING = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, {processing}
 {registering}
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")"""
+model = {auto}.from_pretrained("PATH")
+{name} = {processing}.from_pretrained("PATH")"""
+AUTO = {"image-classification": "AutoModelForImageClassification", "detection": "AutoModelForObjectDetection"}
+AUTO |= {"text-classification": "AutoModelForSequenceClassification"}
 REGISTERING = "\nimport fulldepth.architectures  # registers depth_llama\n"
-NAMES = {"validation_loss": "Validation loss", "zeta_L": "Jump rate of the last layer", "train_loss": "Training loss"}
+NAMES = {
+    "validation_loss": "Validation loss",
+    "validation_accuracy": "Validation accuracy",
+    "zeta_L": "Jump rate of the last layer",
+    "train_loss": "Training loss",
+}
 
 
 def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int) -> ModelCard:
@@ -28,7 +35,10 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
     """
     settings, model = meta["settings"], meta["model"]
     recipe, start = meta.get("recipe") or "settings of its own", settings["model"].get("checkpoint")
-    tokens = step * settings["global_batch_size"] * settings["sequence_length"]
+    task = settings.get("task", "causal-lm")
+    items = step * settings["global_batch_size"]
+    amount = ("Tokens", items * settings["sequence_length"]) if task == "causal-lm" else ("Examples", items)
+    processing = "AutoTokenizer" if task in ("causal-lm", "text-classification") else "AutoImageProcessor"
     beginning = f"fine-tuned from `{one_line(start, 200)}`" if start else "trained from scratch"
     method = (
         f"A {model['class']} {beginning} with the method `{settings['method']}` of fulldepth (recipe: "
@@ -40,14 +50,19 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
     numbers |= {
         "Parameters": f"{model['parameters']:,}",
         "Optimiser steps": f"{step:,} of {settings['steps']:,}",
-        "Tokens": f"{tokens:,}",
+        amount[0]: f"{amount[1]:,}",
         "Seed": str(settings["seed"]),
     }
     return ModelCard(
         title=f"{one_line(recipe, 100)}, step {step:,}",
         method=method.strip(),
         numbers=numbers,
-        loading=LOADING.format(registering=REGISTERING if "Depth" in model["class"] else ""),
+        loading=LOADING.format(
+            registering=REGISTERING if "Depth" in model["class"] else "",
+            auto=AUTO.get(task, "AutoModelForCausalLM"),
+            processing=processing,
+            name="tokenizer" if processing == "AutoTokenizer" else "processor",
+        ),
         source=start,
         tags=[settings["method"]],
         notes=["Losses and the jump rate are those of the last evaluation on held-out text."] if findings else [],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import Sampler
 
 from fulldepth.data import Source, open_source, prepare
@@ -21,6 +22,7 @@ from fulldepth.data.labelled import (
     in_epochs,
     name_classes,
 )
+from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
@@ -98,10 +100,12 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     if data.validation is not None:
         train, validation = rows, check_rows(open_source(data.validation), settings.task, classes, skip_bad=skip)
         warnings += [*validation.warnings, *check_classes(validation, skip_bad=skip)]
+        if len(validation.digests) > settings.most_validation:
+            validation = validation.select(sample(validation.labels, settings.most_validation, settings.seed))
     else:
-        most = min(max(len(classes), round(len(rows.digests) * data.validation_share)), data.validation_sequences)
+        most = min(max(len(classes), round(len(rows.digests) * data.validation_share)), settings.most_validation)
         chosen = held_out(rows, most, settings.seed)
-        train, validation = rows.select(~chosen), rows.select(chosen)
+        train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
     return LabelledData(train, validation, classes, warnings)
 
 

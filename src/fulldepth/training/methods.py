@@ -11,12 +11,13 @@ from fulldepth.training.settings import ObjectiveSettings, TrainSettings
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
-    """The settings with the method's terms filled in (terms under `objective` take precedence), and a run folder in
-    `model.checkpoint` replaced by its last checkpoint.
+    """The settings with the method's terms filled in (terms under `objective` take precedence), a run folder in
+    `model.checkpoint` replaced by its last checkpoint, and `data.validation_sequences` of the task.
     """
     chosen = {**METHODS[settings.method], **settings.objective.model_dump(exclude_unset=True)}
     on = {name: options for name, options in chosen.items() if options is not None}
-    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on)}
+    data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
+    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}
     if settings.model.checkpoint is not None:
         start = checkpoint_of(settings.model.checkpoint)
         changes["model"] = settings.model.model_copy(update={"checkpoint": start})

@@ -69,6 +69,8 @@ def build_config(
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
     if classes is not None:
         given.pop("num_labels", None)  # the data have been checked against it
+        if task.endswith("-classification"):
+            ids["problem_type"] = "single_label_classification"  # models set it in their first pass
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:

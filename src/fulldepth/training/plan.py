@@ -183,6 +183,8 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
+    if settings.task != "causal-lm":
+        raise FulldepthError(f"A dry run estimates language models; task: {settings.task} has no estimate yet.")
     processes = launch.world()
     config = build_config(settings.model, vocab_size=_vocab_size(settings), positions=settings.sequence_length)
     rate = measure_rate(pick_device(settings.device), FACTOR[settings.precision])

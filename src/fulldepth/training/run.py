@@ -134,7 +134,7 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     conductor.join(trainer)
     watcher.say(
         f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
-        f"{settings.steps * settings.units_per_step / 1e6:.2f} M {settings.unit} in {settings.steps} steps"
+        f"{_amount(settings)} {settings.unit} in {settings.steps} steps"
         + (f"; going on after {checkpoint.name}." if checkpoint else ".")
     )
     if checkpoint is None or step_of(checkpoint) < settings.steps:
@@ -263,6 +263,11 @@ def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: di
         "versions": versions(),
         "warnings": [],
     }
+
+
+def _amount(settings: TrainSettings) -> str:
+    number = settings.steps * settings.units_per_step
+    return f"{number / 1e6:.2f} M" if settings.task == "causal-lm" else f"{number:,}"
 
 
 def _last_good(folder: Path) -> str:

@@ -53,7 +53,7 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
     if len(rows) < 2:
         raise FulldepthError(f"{data.name} holds {len(rows)} conversations; training and validation need two.")
     encode_prompt(tokenizer, rows[0].get("messages") or rows[0]["prompt"], f"{data.name} row 1")  # the template works
-    most = min(max(1, round(len(rows) * data.validation_share)), data.validation_sequences)
+    most = min(max(1, round(len(rows) * data.validation_share)), settings.most_validation)
     held_out = held_out_rows(rows, most, settings.seed)
     if held_out is None:
         raise FulldepthError(f"The {len(rows)} conversations of {data.name} are one; training and validation need two.")

@@ -80,7 +80,7 @@ def packed_text(
         validation=open_documents(data.validation, column=data.column) if data.validation else None,
         max_tokens=None if whole else _budget(settings),
         validation_share=data.validation_share,
-        validation_sequences=data.validation_sequences,
+        validation_sequences=settings.most_validation,
         seed=settings.seed,
         across_documents=data.across_documents,
         vocab_size=vocab_size,

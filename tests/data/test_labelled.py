@@ -1,0 +1,91 @@
+"""Rows held out of labelled data, built-in labelled data, and archives that several processes read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fulldepth.data import Source, open_source, train_wordpiece
+from fulldepth.data.archives import Archive
+from fulldepth.data.labelled import check_rows, held_out, in_epochs, name_classes
+from fulldepth.data.sources import Record
+from fulldepth.errors import FulldepthError
+
+
+def rows_of(texts: list[str], labels: list[int]) -> Any:
+    source = Source("rows", "labelled-text", [Record(text=t, label=n) for t, n in zip(texts, labels, strict=True)])
+    return check_rows(source, "text-classification", name_classes(source))
+
+
+def test_held_out_rows_are_balanced_and_share_no_content() -> None:
+    rng = np.random.default_rng(1)
+    labels = rng.choice(3, 200, p=[0.7, 0.2, 0.1]).tolist()
+    texts = [f"{label} {rng.integers(0, 30)}" for label in labels]  # many occur several times
+    rows = rows_of(texts, labels)
+    chosen = held_out(rows, 30, seed=4)
+    inside, outside = ({t for t, c in zip(texts, chosen, strict=True) if c == part} for part in (True, False))
+    assert not inside & outside
+    assert 20 <= chosen.sum() <= 30
+    groups = [len({text for text in inside if text.startswith(str(label))}) for label in range(3)]
+    assert min(groups) >= 2
+    assert {text[0] for text in outside} == {"0", "1", "2"}
+    order = rng.permutation(200)
+    again = held_out(rows_of([texts[i] for i in order], [labels[i] for i in order]), 30, seed=4)
+    assert {texts[order[i]] for i in np.flatnonzero(again)} == inside
+
+
+def test_equal_rows_cannot_be_held_out() -> None:
+    with pytest.raises(FulldepthError, match="No row of rows can be held out"):
+        held_out(rows_of(["a", "a", "b"], [0, 0, 1]), 5, seed=0)
+
+
+def test_keys_hold_the_epoch() -> None:
+    assert list(in_epochs([2, 0, 1, 1, 2, 0, 0], 3)) == [2, 0, 1, 4, 5, 3, 6]
+
+
+@pytest.mark.parametrize(("name", "sizes", "classes"), [("digits", (1442, 355), 10), ("authors", (2400, 600), 6)])
+def test_builtin_rows_are_split_within_each_class(name: str, sizes: tuple[int, int], classes: int) -> None:
+    parts = [open_source(f"{name}:builtin/{part}") for part in ("train", "test")]
+    assert tuple(len(part) for part in parts) == sizes
+    assert open_source(f"{name}:builtin").name == f"{name}:builtin/test"
+    assert open_source(f"{name}:builtin", held_out=False).name == f"{name}:builtin/train"
+    for part, size in zip(parts, sizes, strict=True):
+        counts = np.bincount([record.label for record in part.records if record.label is not None])
+        assert len(counts) == len(part.class_names) == classes
+        assert counts.max() - counts.min() <= 9
+        assert counts.sum() == size
+    if name == "authors":
+        first, second = ({record.text for record in part.records} for part in parts)
+        assert not first & second
+
+
+def test_wordpiece_frames_texts_and_pairs_as_bert_does() -> None:
+    tokenizer = train_wordpiece(["the film is good", "the film is bad"] * 2, 300)
+    one, two = tokenizer("the film"), tokenizer("the film", "is good")
+    assert tokenizer.convert_ids_to_tokens(one["input_ids"]) == ["[CLS]", "the", "film", "[SEP]"]
+    assert two["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
+    assert tokenizer.pad_token_id == 0
+
+
+def _sizes(archive: Archive, names: list[str]) -> bool:
+    return all(archive.read(name) == name.encode() * 5000 for name in names * 20)
+
+
+def test_several_processes_read_one_archive(tmp_path: Path) -> None:
+    names = [f"{number}.bin" for number in range(10)]
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for name in names:
+            file.writestr(name, name.encode() * 5000)
+    archive = Archive(tmp_path / "a.zip")
+    assert _sizes(pickle.loads(pickle.dumps(archive)), names[:2])
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system starts all processes anew")
+    context = multiprocessing.get_context("fork")
+    with context.Pool(3) as pool:
+        assert all(pool.starmap(_sizes, [(archive, names)] * 3))

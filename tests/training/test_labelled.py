@@ -1,0 +1,297 @@
+"""Classifiers: losses and accuracies are those of stock transformers, and a resumed run ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from sklearn.metrics import accuracy_score
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+)
+
+from fulldepth.cli import main
+from fulldepth.data import ShuffledSampler, train_wordpiece
+from fulldepth.errors import FulldepthError
+from fulldepth.results import Results
+from fulldepth.settings import layer
+from fulldepth.training import TrainSettings, train
+from fulldepth.training.optimiser import multistep
+
+VIT = {
+    "task": "image-classification",
+    "model": {
+        "type": "vit",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_dropout_prob": 0.1,
+    },
+    "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test"},
+    "steps": 6,
+    "global_batch_size": 8,
+    "micro_batch_size": 4,
+    "learning_rate": 3e-3,
+    "eval_every": 3,
+    "save_every": 3,
+}
+WORDS = {"good": ["fine", "lovely", "bright", "warm"], "bad": ["dull", "bleak", "cold", "sour"]}
+BERT = {
+    "type": "bert",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+GPT2 |= {"attn_pdrop": 0.0}
+
+
+def asked(recipe: dict[str, Any], **changes: Any) -> TrainSettings:
+    return layer(TrainSettings, recipe, changes)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """60 sentences with named labels, as JSON lines."""
+    rng, rows = np.random.default_rng(0), []
+    for number in range(60):
+        label = sorted(WORDS)[number % 2]
+        words = [str(word) for word in rng.choice(WORDS[label], 2 + number % 3)]
+        rows.append({"sentence": f"the film {number} is {' and '.join(words)}", "label": label})
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def text_recipe(path: Path, model: dict[str, Any], tokenizer: str, **changes: Any) -> dict[str, Any]:
+    recipe = {"task": "text-classification", "model": model, "tokenizer": tokenizer, "data": {"name": str(path)}}
+    return recipe | {"sequence_length": 24, "global_batch_size": 8, "steps": 1, "learning_rate": 1e-12} | changes
+
+
+def value(results: Results, measure: str, step: int) -> float:
+    table = results.table
+    rows = table[(table.measure == measure) & (table.step == step) & (table.site == "model")]
+    return float(rows.value.item())
+
+
+def digits_of_the_test_part() -> tuple[np.ndarray, np.ndarray]:
+    data = load_digits()
+    chosen = np.concatenate([np.flatnonzero(data.target == digit)[4::5] for digit in range(10)])
+    return data.images[chosen], data.target[chosen]
+
+
+def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path: Path) -> None:
+    results = train(asked(VIT, method="aligned"), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-6"
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
+    processor = AutoImageProcessor.from_pretrained(folder)
+    assert model.config.id2label == {digit: str(digit) for digit in range(10)}
+    images, labels = digits_of_the_test_part()
+    assert len(labels) == 355
+    rgb = [np.repeat(np.rint(image * 255 / 16).astype(np.uint8)[..., None], 3, -1) for image in images]
+    with torch.no_grad():
+        states = model(**processor(images=rgb, return_tensors="pt"), output_hidden_states=True)
+    predicted = states.logits.argmax(-1).numpy()
+    assert value(results, "validation_accuracy", 6) == pytest.approx(accuracy_score(labels, predicted), abs=1e-12)
+    loss = torch.nn.functional.cross_entropy(states.logits, torch.tensor(labels)).item()
+    assert value(results, "validation_loss", 6) == pytest.approx(loss, rel=1e-5)
+    layers = results.table[(results.table.measure == "lens_accuracy") & (results.table.step == 6)].sort_values("layer")
+    for row, state in zip(layers.itertuples(), states.hidden_states, strict=True):
+        with torch.no_grad():
+            own = model.classifier(model.vit.layernorm(state)[:, 0]).argmax(-1).numpy()
+        assert row.value == pytest.approx(accuracy_score(labels, own), abs=1e-12), row.layer
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, augmented: bool) -> None:
+    changes: dict[str, Any] = {}
+    if augmented:
+        pytest.importorskip("kornia")
+        changes["augmentation"] = {"crop": 1, "flip": True, "rotation": 15, "randaugment": 1, "erasing": 0.5}
+    train(asked(VIT, **changes), tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
+    train(asked(VIT, workers=1, **changes), tmp_path / "cut", resume=True)
+    whole, resumed = (load_file(tmp_path / name / "checkpoint-6" / "model.safetensors") for name in ("run", "cut"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
+def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: dict[str, Any], tokenizer: str) -> None:
+    recipe = text_recipe(texts, model, tokenizer, micro_batch_size=4, weight_decay=0.0)
+    recipe["data"]["validation"] = str(texts)
+    results = train(asked(recipe), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-1"
+    stock = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    reader = AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in texts.read_text().splitlines()]
+    assert stock.config.label2id == {"bad": 0, "good": 1}
+
+    def loss(chosen: list[dict[str, Any]]) -> float:
+        batch = reader([row["sentence"] for row in chosen], padding=True, return_tensors="pt")
+        labels = torch.tensor([stock.config.label2id[row["label"]] for row in chosen])
+        with torch.no_grad():
+            return stock(**batch, labels=labels).loss.item()
+
+    first = list(ShuffledSampler(len(rows), seed=0, length=8))
+    assert value(results, "train_loss", 1) == pytest.approx(loss([rows[i] for i in first]), rel=1e-5)
+    assert value(results, "validation_loss", 1) == pytest.approx(loss(rows), rel=1e-5)
+
+
+def test_a_new_head_is_put_on_a_checkpoints_body(texts: Path, tmp_path: Path) -> None:
+    tokenizer = train_wordpiece(["a fine film", "a dull film"] * 3, 300)
+    options = {key: number for key, number in BERT.items() if key != "type"}
+    body = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=24, **options))
+    body.save_pretrained(tmp_path / "body")
+    tokenizer.save_pretrained(tmp_path / "body")
+    recipe = text_recipe(texts, {"checkpoint": str(tmp_path / "body")}, "", weight_decay=0.0) | {"tokenizer": None}
+    train(asked(recipe, method="aligned"), tmp_path / "run")
+    trained = load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors")
+    for name, weight in body.state_dict().items():
+        assert torch.allclose(trained[f"bert.{name}"], weight, atol=1e-6), name
+    assert trained["classifier.weight"].shape == (2, 16)
+
+    state = load_file(tmp_path / "body" / "model.safetensors")
+    del state["encoder.layer.1.output.dense.weight"]
+    body.save_pretrained(tmp_path / "body", state_dict=state)
+    with pytest.raises(FulldepthError, match=r"lacks 1 weights.*encoder\.layer\.1\.output"):
+        train(asked(recipe), tmp_path / "other")
+
+
+def write_folder(folder: Path, labels: str, **bad: bytes) -> Path:
+    """Digits as PNG files, four of each class."""
+    from fulldepth.data.digits import digit_rows
+
+    for label in labels:
+        (folder / label).mkdir(parents=True)
+        for number, row in enumerate([row for row in digit_rows("train") if str(row["label"]) == label][:4]):
+            row["image"]().save(folder / label / f"{number}.png")
+    for name, content in bad.items():
+        (folder / labels[0] / f"{name}.png").write_bytes(content)
+    return folder
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a recipe by the command; exit code and output."""
+
+    def command(recipe: dict[str, Any], *more: str) -> tuple[int, str]:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(recipe), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(path), "--output", str(tmp_path / "run"), *more])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out = capsys.readouterr()
+        return int(ended.value.code or 0), " ".join((out.out + out.err).split())
+
+    return command
+
+
+GOOD = [{"text": f"film {number}", "label": number % 2} for number in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "validation", "model", "expected"),
+    [
+        (
+            [*GOOD, {"text": "odd", "label": 7}],
+            None,
+            {"num_labels": 2},
+            "a.jsonl line 13: its label (7) is none of the 2",
+        ),
+        ([*GOOD, {"text": "odd", "label": None}], None, {}, "a.jsonl line 13 has no label"),
+        ([*GOOD, {"text": " ", "label": 1}], None, {}, "a.jsonl line 13 has no text"),
+        ([*GOOD, {"text": "so " * 40, "label": 1}], None, {}, "a.jsonl line 13 has 42 tokens, sequence_length is 24"),
+        (GOOD, GOOD[:1], {}, "b.jsonl has no row of 1 of the 2 classes (LABEL_1)"),
+        ([{**row, "label": 3} for row in GOOD], None, {}, "has the class 3 only"),
+        ([{"text": row["text"]} for row in GOOD], None, {}, "a.jsonl has no labels"),
+    ],
+    ids=["outside", "unlabelled", "blank", "long", "missing", "one-class", "no-labels"],
+)
+def test_bad_texts_are_refused_with_their_line(
+    tmp_path: Path, run: Run, rows: Any, validation: Any, model: Any, expected: str
+) -> None:
+    recipe = text_recipe(tmp_path, BERT | model, "wordpiece:300")
+    recipe["data"] = {"name": lines(tmp_path / "a.jsonl", *rows)}
+    if validation is not None:
+        recipe["data"]["validation"] = lines(tmp_path / "b.jsonl", *validation)
+    code, said = run(recipe)
+    assert code == 2
+    assert expected in said
+
+
+def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path: Path, run: Run) -> None:
+    bad = [{"text": "odd", "label": 7}, {"text": "so " * 40, "label": 1}, {"text": "", "label": 1}]
+    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300")
+    recipe["data"] = {
+        "name": lines(tmp_path / "a.jsonl", *GOOD, *bad),
+        "validation": lines(tmp_path / "b.jsonl", *GOOD),
+    }
+    code, _ = run(recipe, "--skip-bad")
+    warnings = " ".join(Results.load(tmp_path / "run").meta["warnings"])
+    assert code == 0
+    assert "2 bad rows are left out of a.jsonl" in warnings
+    assert "1 texts of a.jsonl are too long and left out" in warnings
+
+
+@pytest.mark.parametrize(
+    ("labels", "model", "expected"),
+    [
+        ("01", {"num_channels": 1}, "Images are read with 3 channels"),
+        ("0", {}, "A classifier needs at least two classes"),
+        ("01", {"num_labels": 3}, "has no row of 1 of the 3 classes (LABEL_2)"),
+    ],
+    ids=["channels", "one-class", "missing"],
+)
+def test_bad_image_sets_are_refused(
+    tmp_path: Path, run: Run, labels: str, model: dict[str, Any], expected: str
+) -> None:
+    recipe = VIT | {"model": VIT["model"] | model, "data": {"name": str(write_folder(tmp_path / "images", labels))}}
+    code, said = run(recipe)
+    assert code == 2
+    assert expected in said
+
+
+def test_a_damaged_image_is_named_or_skipped(tmp_path: Path, run: Run) -> None:
+    folder = write_folder(tmp_path / "images", "012", torn=b"\x89PNG\r\n\x1a\n no image")
+    recipe = VIT | {"data": {"name": str(folder)}, "steps": 1}
+    code, said = run(recipe)
+    assert code == 2
+    assert "0/torn.png" in said.replace(" ", "")
+    code, _ = run(recipe, "--skip-bad")
+    assert code == 0
+    assert "1 bad row is left out of images" in " ".join(Results.load(tmp_path / "run").meta["warnings"])
+
+
+def test_a_multistep_schedule_divides_by_ten_at_each_milestone() -> None:
+    settings = asked(VIT, schedule="multistep", steps=200, warmup_steps=4, milestones=[0.5, 0.75])
+    factors = [multistep(settings, step) for step in (0, 2, 4, 99, 100, 149, 150, 199)]
+    assert factors == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
