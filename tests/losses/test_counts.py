@@ -67,7 +67,7 @@ def test_every_term_adds_up(kind: str, tmp_path: Path) -> None:
     """Terms with oracles of their own elsewhere: one batch of five rows against micro-batches of 2, 2 and 1."""
     rows = examples(kind, 5)
     terms: dict[str, Any] = {"jump": 1.5, "aligned": {"schedule": "always"}}
-    if kind == "bert":  # whose head reads whole sequences; orthogonality leaves out shorter batches
+    if kind == "bert":  # orthogonality leaves out shorter batches
         terms, rows = {"jump": 1.5, "orthogonality": {"layers": [1]}}, rows[:4]
     settings = [(len(rows), 1), (2, (len(rows) + 1) // 2)]
     whole, parts = (

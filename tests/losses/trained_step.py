@@ -97,10 +97,11 @@ def plain_loss(model: Any, kind: str, rows: list[dict[str, Tensor]], weights: di
         share / sum(shares) * mean((1 - torch.cosine_similarity(states[layer], states[layer + 1], dim=-1)) / 2)
         for layer, share in enumerate(shares)
     )
-    similar: Any = sum(
-        2 * layer / (depth * (depth + 1)) * mean(1 - torch.cosine_similarity(states[layer], states[-1], dim=-1))
-        for layer in range(1, depth + 1)
-    )
+    similar: Any = 0.0
+    for layer in range(1, depth + 1):
+        distance = 1 - torch.cosine_similarity(states[layer], states[-1], dim=-1)
+        sample = mean(distance) if kind == "llama" else distance[:, 0].mean()  # classifiers: the feature of [CLS]
+        similar = similar + 2 * layer / (depth * (depth + 1)) * sample
     return out.loss + weights["jump"] * jump + weights["similarity"] * similar
 
 

@@ -44,6 +44,8 @@ def read_layers(
 ) -> Readout:
     """Apply the last layer's classifier to every layer, at the positions that have a target.
 
+    In a multi-exit model each of layers 1..L-1 is read by its own head.
+
     Args:
         classifier: final norm and head.
         states: `[L+1, B, T, D]` residual stream.
@@ -59,8 +61,10 @@ def read_layers(
     targets, attention_mask = targets.to(device), attention_mask.to(device)
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
     layers = [layer.to(device) for part in (inner, states) if part is not None for layer in part]
-    read = _reduce_sequences(classifier, layers, targets, attention_mask)
-    return _as_readout([column.to(origin) for column in read], row.to(origin), 0 if inner is None else len(inner))
+    number = 0 if inner is None else len(inner)
+    heads = [classifier.at(layer) for layer in (*range(1, number + 1), *range(len(states)))]
+    read = _reduce_sequences(heads, layers, targets, attention_mask)
+    return _as_readout([column.to(origin) for column in read], row.to(origin), number)
 
 
 def _as_readout(columns: Sequence[Tensor], row: Tensor, inner: int) -> Readout:
@@ -107,11 +111,13 @@ def read_and_show(
 
 
 def _reduce_sequences(
-    classifier: Classifier, states: Sequence[Tensor], targets: Tensor, attention_mask: Tensor
+    classifiers: Sequence[Classifier], states: Sequence[Tensor], targets: Tensor, attention_mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`agrees`, `correct` and `loss` of sequence heads, which have few classes: all layers at once."""
     where = targets != IGNORE
-    logits = torch.stack([classifier.sequences(layer[where], attention_mask[where]) for layer in states])
+    logits = torch.stack(
+        [head.sequences(layer[where], attention_mask[where]) for head, layer in zip(classifiers, states, strict=True)]
+    )
     index = torch.stack([targets[where], logits[-1].argmax(-1)], dim=1)
     everything = slice(0, len(index))
     read = []

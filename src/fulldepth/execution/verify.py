@@ -59,6 +59,7 @@ class Verified:
             "dtype": str(model.dtype).removeprefix("torch."),
             "config_hash": checkpoint.config_hash,
             "revision": checkpoint.revision,
+            **({"exit_heads": len(self.classifier.exits)} if self.classifier and self.classifier.exits else {}),
         }
 
 
@@ -184,7 +185,10 @@ def _prove_head(
         raise FulldepthError("the model gives no logits")
     if anatomy.task == "causal-lm":
         _check_causal(anatomy, trace, inputs)
-    return anatomy, _check_classifier(Classifier(anatomy), trace.logits, last, mask)
+    classifier = Classifier(anatomy)
+    if mask is not None:
+        mask = classifier.sample_mask(inputs, mask)
+    return anatomy, _check_classifier(classifier, trace.logits, last, mask)
 
 
 def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
@@ -27,8 +27,10 @@ from fulldepth.hf import (
     ModelCard,
     check_publishing,
     evaluating,
+    exit_heads_of,
     publish,
     sample_inputs,
+    save_exit_heads,
     truncated,
     unwrapped,
 )
@@ -167,8 +169,15 @@ def _choose(
 
 
 def weight_bytes(anatomy: Anatomy) -> list[int]:
-    """[L] bytes of the weights of a model with the first 1..L layers; tied and shared weights count once."""
-    blocks = [{id(p): p.nbytes for p in block.parameters()} for block in anatomy.blocks]
+    """[L] bytes of the weights of a model with the first 1..L layers; tied and shared weights count once.
+
+    Of a multi-exit model's heads, those of the layers before the last one count.
+    """
+    heads = [nn.Module(), *exit_heads_of(anatomy.model).values()]
+    blocks = [
+        {id(p): p.nbytes for module in (block, *heads[layer : layer + 1]) for p in module.parameters()}
+        for layer, block in enumerate(anatomy.blocks)
+    ]
     inside = {key for block in blocks for key in block}
     total = sum(p.nbytes for p in anatomy.model.parameters() if id(p) not in inside)
     sizes, seen = [], set[int]()
@@ -187,6 +196,7 @@ def _write(
     stock = type(cut).__module__.startswith("transformers.")
     with generation_settings(cut, folder), without_bars():
         cut.save_pretrained(folder)
+    save_exit_heads(cut, folder)
     publish_older_names(folder)
     notes: list[str] = []
     if anatomy.family.modality == "images":

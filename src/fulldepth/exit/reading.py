@@ -125,11 +125,12 @@ def _read_batch(
     mask = batch.attention_mask
     if mask is None:
         mask = torch.ones(states[0].shape[:2], dtype=torch.bool)
+    mask = classifier.sample_mask(batch.inputs, mask)
     layers = []
-    for state in states:
+    for layer, state in enumerate(states):
         where = chosen.to(state.device)
         if subject.classifies:
-            logits = classifier.sequences(state[where], mask[chosen].to(state.device))
+            logits = classifier.at(layer).sequences(state[where], mask[chosen].to(state.device))
             layers.append(_read_logits(logits, target, rules))
         else:
             layers.append(_read_tokens(classifier, classifier.prepare(state[where]), target, rules))

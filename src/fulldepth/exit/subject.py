@@ -83,6 +83,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings)
         _check_min_layer(settings, depth_of(model, settings.revision, settings.trust_remote_code))
     checkpoint = open_model(
         model,
+        exit_heads=True,
         dtype=settings.dtype,
         device=settings.device,
         revision=settings.revision,

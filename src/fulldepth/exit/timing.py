@@ -63,7 +63,7 @@ class EarlyExit:
             states = runner.run(layer, states)
             if layer < last and (layer < exit.min_layer or exit.is_full):
                 continue
-            logits = self._logits(anatomy.stream(states), inputs)
+            logits = self._logits(layer, anatomy.stream(states), inputs)
             predicted = logits.argmax(-1)
             if layer == last:
                 prediction[rows] = predicted
@@ -87,11 +87,12 @@ class EarlyExit:
         logits: Tensor = self.subject.checkpoint.model(**inputs).logits
         return logits.argmax(-1)
 
-    def _logits(self, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _logits(self, layer: int, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         mask = inputs.get("attention_mask")
         if mask is None:
             mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-        return self.subject.classifier.sequences(states, mask)
+        classifier = self.subject.classifier
+        return classifier.at(layer).sequences(states, classifier.sample_mask(inputs, mask))
 
 
 def timed(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -93,6 +94,19 @@ def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
                 ends = [a + b for a, b in zip(start, part, strict=True)]
                 shapes[name] = [max(a, b) for a, b in zip(shapes.get(name, ends), ends, strict=True)]
     return shapes
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """First name of each weight -> all its names, the first included."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {group[0]: group for group in names.values()}
+
+
+def missing_weights(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+    """Weights of which no name is in `stored`."""
+    return [name for name, group in aliases(model).items() if not any(other in stored for other in group)]
 
 
 def first_failure(error: BaseException) -> Exception:

@@ -232,7 +232,7 @@ BERT = Family(
     heads={
         "ForMaskedLM": Head(("cls",), normed=False),
         "ForPreTraining": Head(("cls.predictions",), normed=False),
-        "ForSequenceClassification": Head(("bert.pooler", "classifier"), pool="inside", normed=False),
+        "ForSequenceClassification": Head(("bert.pooler", "dropout", "classifier"), pool="inside", normed=False),
     },
 )
 """BERT's names: norms after the sums, no final norm."""
@@ -262,7 +262,7 @@ ALBERT = Family(
         "ForMaskedLM": Head(("predictions",), normed=False),
         "ForPreTraining": Head(("predictions",), normed=False),
         "ForSequenceClassification": Head(
-            ("albert.pooler", "albert.pooler_activation", "classifier"), pool="first", normed=False
+            ("albert.pooler", "albert.pooler_activation", "dropout", "classifier"), pool="first", normed=False
         ),
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.exit_heads import layer_heads
 from fulldepth.hf.families import Pool
 from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
 
@@ -40,6 +41,16 @@ class Classifier:
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
         self._norm: Callable[[Tensor], Tensor] | None = None
+        self.exits: dict[int, Any] = {} if self.per_token else layer_heads(anatomy)
+        """1-based layer -> last module of its own head, in a multi-exit model."""
+
+    def at(self, layer: int) -> Self:
+        """The classifier of a 1-based layer: its own head in a multi-exit model, else (and for 0 and L) the model's."""
+        if layer not in self.exits:
+            return self
+        own = copy.copy(self)
+        own.modules = [*self.modules[:-1], self.exits[layer]]
+        return own
 
     def after_forward(self) -> Self:
         """A classifier for use between the model's forward and backward pass, with gradients.
@@ -50,6 +61,7 @@ class Classifier:
             return self
         gathered = copy.copy(self)
         gathered.modules = [GatheredModule(module) for module in self.modules]
+        gathered.exits = {layer: GatheredModule(module) for layer, module in self.exits.items()}
         norm = self.anatomy.final_norm
         gathered._norm = None if norm is None else GatheredModule(norm)
         return gathered
@@ -129,8 +141,38 @@ class Classifier:
         return self.pooled(self.pool(states, attention_mask))
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, D] input of a sequence head from `states: [B, T, D]`: normed, then selected or averaged."""
+        """[B, D] input of a sequence head from `states: [B, T, D]`: normed, then selected or averaged.
+
+        A norm works on single positions, so only selected ones are normed.
+        """
+        if self.head.pool in ("first", "last"):
+            return self._normed(pool(states, attention_mask, self.head.pool))
         return pool(self._normed(states), attention_mask, self.head.pool)
+
+    def feature(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B, D] a sample's feature in the residual stream `states: [B, T, D]`: what the head selects or averages.
+
+        Heads that pool inside read the first position ([CLS]).
+        """
+        return pool(states, attention_mask, "first" if self.head.pool == "inside" else self.head.pool)
+
+    def sample_mask(self, inputs: Mapping[str, Any], attention_mask: Tensor) -> Tensor:
+        """`[B, T]`, True = counts, by which a head that reads the last position finds it.
+
+        Classes of transformers look for the last id that is not `pad_token_id`, whatever the attention mask says: text
+        that ends with the padding token, as with GPT-2's end of text, is read before it.
+
+        Args:
+            inputs: of the model.
+            attention_mask: `[B, T]`, used by all other heads, and without ids or a padding id.
+        """
+        config, ids = self.anatomy.model.config, inputs.get("input_ids")
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        padding = getattr(config, "pad_token_id", None)
+        if self.head.pool != "last" or padding is None or not isinstance(ids, Tensor):
+            return attention_mask
+        return (ids != padding).to(attention_mask.device)
 
     def pooled(self, states: Tensor) -> Tensor:
         """[B, C] logits of pooled states."""

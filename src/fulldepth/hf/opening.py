@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.hf.anatomy import anatomy_candidates
+from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.load import Checkpoint, load_checkpoint, load_tokenizer
 
 
-def open_model(model: str | Path | PreTrainedModel, **options: Any) -> Checkpoint:
+def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False, **options: Any) -> Checkpoint:
     """The model as passed in, or loaded.
 
     Args:
         model: a loaded model, a checkpoint folder or a Hub name.
+        exit_heads: also load the heads of a multi-exit checkpoint, by which each layer is read; else a warning says
+            that they are not read.
         **options: of `load_checkpoint`.
 
     Raises:
@@ -24,7 +29,15 @@ def open_model(model: str | Path | PreTrainedModel, **options: Any) -> Checkpoin
     """
     if isinstance(model, PreTrainedModel):
         return Checkpoint(model, model.name_or_path or type(model).__name__)
-    return load_checkpoint(model, **options)
+    checkpoint = load_checkpoint(model, **options)
+    path = find_exit_heads(packaged(str(model)), options.get("revision"))
+    if path is None:
+        return checkpoint
+    if exit_heads:
+        load_exit_heads(anatomy_candidates(checkpoint.model)[0], path)
+        return checkpoint
+    ignored = f"The heads of single layers ({EXIT_HEADS}) are not used here: the model is read by its own head alone."
+    return replace(checkpoint, warnings=(*checkpoint.warnings, ignored))
 
 
 def open_tokenizer(

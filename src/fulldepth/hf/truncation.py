@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
+from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.fewer_layers import cut_to_first
 from fulldepth.hf.fsdp import uses_fsdp
 from fulldepth.hf.heads import Classifier
@@ -42,7 +43,8 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
 
     It has a configuration of its own, in which every list with one entry per layer is cut; parameters and buffers are
     the same tensors as the original's. Hooks are not carried over. Before it is returned, its states and logits are
-    compared with those of the original on a small artificial batch.
+    compared with those of the original on a small artificial batch. A multi-exit model's head of layer E becomes the
+    model's own.
 
     Args:
         model: a model, or its anatomy (`execution.find_anatomy`), which families outside of the table need for the
@@ -79,6 +81,7 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
             "known name."
         )
     _share(anatomy.model, cut)
+    cut_exit_heads(anatomy, shorter)
     if hasattr(anatomy.model, "generation_config"):
         cut.generation_config = anatomy.model.generation_config
     cut.train(anatomy.model.training)
@@ -178,7 +181,7 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
         inputs = sample_inputs(anatomy)
         expected, got = _state_at(anatomy, layers, inputs), _state_at(cut, layers, inputs)
         pairs = {"states": (expected, got)}
-        classifier = None if anatomy.head is None else Classifier(anatomy)
+        classifier = None if anatomy.head is None else Classifier(anatomy).at(layers)
         logits = None if classifier is None else _logits(cut, inputs)
         if classifier is not None and logits is not None:
             mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))

@@ -2,6 +2,7 @@
 
 from fulldepth.losses.aligned_loss import aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty
+from fulldepth.losses.exit_heads import add_exit_heads
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
 from fulldepth.losses.objective import Objective
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
@@ -22,6 +23,7 @@ __all__ = [
     "Tally",
     "Task",
     "Term",
+    "add_exit_heads",
     "aligned_loss",
     "coherence_penalty",
     "jump_penalty",

@@ -1,4 +1,6 @@
-"""Aligned training: loss of all layers by one head (Representation progression and aligned training, Eq. 5)."""
+"""Aligned training: loss of all layers by one head (Representation progression and aligned training, Eq. 5); and
+multi-exit training: by a head for each layer.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import Classifier
 from fulldepth.losses.states import check_states, statistics_dtype
 from fulldepth.losses.term import Context, Term
 from fulldepth.targets import IGNORE
@@ -22,10 +25,9 @@ CHUNK = 1024
 """Number of positions whose logits exist at a time."""
 
 
-class Aligned(Term):
-    """Cross-entropy of every layer through the shared head, in place of the last layer's (Eq. 5)."""
+class LayerwiseLoss(Term):
+    """Cross-entropy of every layer in place of the last layer's: weights of layers, and the steps that it replaces."""
 
-    name = "aligned"
     sites = ("residual",)
     unit = "nats"
     needs_head = True
@@ -33,29 +35,10 @@ class Aligned(Term):
     """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
     schedule: Literal["alternate", "always"] = "alternate"
     """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
-    positions: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    """Share of the positions that each layer predicts, drawn anew for each layer and batch: the gradient is an unbiased
-    estimate, and costs less where the vocabulary is large."""
 
     def check(self, num_layers: int) -> None:
         """Check that there is one weight per layer."""
         layer_weights(self.weights, num_layers)
-
-    def value(self, context: Context) -> Tensor:
-        """`aligned_loss` of the residual stream, through the model's head.
-
-        Raises:
-            FulldepthError: if the batch has no labels.
-        """
-        labels = context.task.labels(context.batch)
-        if labels is None:
-            raise FulldepthError("The aligned loss needs `labels` in the batch.")
-        assert context.classifier is not None
-        states, classifier = context.states["residual"][1:], context.classifier.after_forward()
-        if classifier.per_token:
-            return aligned_loss(states, classifier.tokens, labels, weights=self.weights, positions=self.positions)
-        pooled = [classifier.pool(state, context.task.counted(context.batch, state)) for state in states]
-        return aligned_loss(pooled, classifier.pooled, labels, weights=self.weights, positions=self.positions)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Replace the loss on the steps of the schedule; return it unchanged on the others."""
@@ -64,12 +47,92 @@ class Aligned(Term):
         value = self.value(context)
         return self.weight * context.target_share() * value, value.detach()
 
+    def _labels(self, context: Context) -> Tensor:
+        labels = context.task.labels(context.batch)
+        if labels is None:
+            raise FulldepthError(f"The {self.name} loss needs `labels` in the batch.")
+        return labels
+
+    def of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
+        """Loss of a classifier of sequences or images, from the states that its head reads.
+
+        Args:
+            context: inputs of the term.
+            heads: of layers 1..L.
+        """
+        labels, states = self._labels(context), context.states["residual"][1:]
+        shares = layer_weights(self.weights, len(states))
+        total = torch.zeros((), dtype=statistics_dtype(*states), device=states[-1].device)
+        for share, state, head in zip(shares, states, heads, strict=True):
+            if share:
+                mask = head.sample_mask(context.batch, context.task.counted(context.batch, state))
+                total = total + share * _sample_loss(head.sequences(state, mask), labels, total.dtype).to(total.device)
+        return total
+
+
+class Aligned(LayerwiseLoss):
+    """Cross-entropy of every layer through the shared head, in place of the last layer's (Eq. 5)."""
+
+    name = "aligned"
+    positions: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    """Share of the positions that each layer predicts, drawn anew for each layer and batch: the gradient is an unbiased
+    estimate, and costs less where the vocabulary is large. For models that predict at every position."""
+
+    def value(self, context: Context) -> Tensor:
+        """`aligned_loss` of the residual stream, through the model's head.
+
+        Raises:
+            FulldepthError: if the batch has no labels, or `positions` are drawn where samples have one prediction.
+        """
+        assert context.classifier is not None
+        classifier = context.classifier.after_forward()
+        if classifier.per_token:
+            states, labels = context.states["residual"][1:], self._labels(context)
+            return aligned_loss(states, classifier.tokens, labels, weights=self.weights, positions=self.positions)
+        if self.positions < 1:
+            raise FulldepthError("aligned.positions is for models that predict at every position; this one classifies.")
+        return self.of_samples(context, [classifier] * (len(context.states["residual"]) - 1))
+
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
         """Head on all L layers at a share p of the T - 1 positions with a target, recomputed in the backward pass, less
         the backward pass of the model's own head: `(4 L p (T - 1) / T - 2) 2 D V`; half of it if it alternates.
         """
         heads: float = 4 * config.num_hidden_layers * self.positions * (sequence_length - 1) / sequence_length - 2
         return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
+
+
+class MultiExit(LayerwiseLoss):
+    """Cross-entropy of every layer through a head of its own, in place of the last layer's (the baseline of Sec. 3.1).
+
+    `DepthTrainer` gives the model its heads; in a loop of your own call `add_exit_heads` before the optimiser is made.
+    """
+
+    name = "multi_exit"
+    needs_exit_heads = True
+
+    def value(self, context: Context) -> Tensor:
+        """Weighted cross-entropy of layers 1..L, of which the last one keeps the model's own head.
+
+        Raises:
+            FulldepthError: if the batch has no labels, or the model no exit heads.
+        """
+        assert context.classifier is not None
+        classifier, layers = context.classifier.after_forward(), len(context.states["residual"]) - 1
+        if len(classifier.exits) < layers - 1:
+            raise FulldepthError("The model has no exit heads; call add_exit_heads(model) before making the optimiser.")
+        return self.of_samples(context, [classifier.at(layer) for layer in range(1, layers + 1)])
+
+
+def _sample_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean cross-entropy of `logits: [B, C]`; 0 if no sample has a label."""
+    if labels.is_floating_point() or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
+        raise FulldepthError(
+            f"Layers are trained as classifiers of one class out of several: expected integer labels [{len(logits)}] "
+            f"and at least two classes, got {labels.dtype} {tuple(labels.shape)} and {logits.shape[1]}."
+        )
+    labels = labels.to(logits.device)
+    total = F.cross_entropy(logits.to(dtype), labels, reduction="sum", ignore_index=IGNORE)
+    return total / (labels != IGNORE).sum().clamp(min=1)
 
 
 def aligned_loss(

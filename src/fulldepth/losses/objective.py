@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations, capture, find_anatomy
-from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf import Anatomy, Classifier, has_exit_heads
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
 from fulldepth.losses.terms import TERMS, make_term
@@ -23,8 +23,8 @@ class Objective:
 
         L = L_ce + sum_i weight_i * penalty_i
 
-    `aligned` replaces `L_ce` on the steps on which it is active: `L = weight * L_aligned + ...`. CR's energy penalty is
-    active while the 1-based optimiser step is at most `energy_warmup`.
+    `aligned` and `multi_exit` replace `L_ce` on the steps on which they are active: `L = weight * L_aligned + ...`.
+    CR's energy penalty is active while the 1-based optimiser step is at most `energy_warmup`.
 
     In a hand-written loop::
 
@@ -35,8 +35,8 @@ class Objective:
     In a Trainer: `DepthTrainer(..., objective=objective)`.
 
     Args:
-        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `similarity`) = its weight,
-            or a mapping of its options (the fields of its class, such as `weight`); None = off.
+        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `multi_exit`, `similarity`)
+            = its weight, or a mapping of its options (the fields of its class, such as `weight`); None = off.
         energy_warmup: optimiser steps with CR's energy penalty.
 
     Raises:
@@ -46,6 +46,8 @@ class Objective:
     def __init__(self, *, energy_warmup: int = 800, **terms: float | Mapping[str, Any] | None) -> None:
         built = {name: make_term(name, setting) for name, setting in terms.items() if setting is not None}
         self.terms: dict[str, Term] = {name: built[name] for name in TERMS if name in built}
+        if "aligned" in built and "multi_exit" in built:
+            raise FulldepthError("aligned and multi_exit both replace the cross-entropy; train with one of them.")
         self.energy_warmup = energy_warmup
         self.step = 1
         """1-based optimiser step that the next call belongs to."""
@@ -74,7 +76,12 @@ class Objective:
         self.task = Task.of(self.anatomy.model)
         for term in self.terms.values():
             term.check(self.anatomy.num_layers)
-        if any(term.needs_head for term in self.terms.values()):
+        if self.needs_exit_heads and not has_exit_heads(self.anatomy.model):
+            raise FulldepthError(
+                "The objective needs a head for every layer; call add_exit_heads(model) before making the optimiser."
+            )
+        pools = self.task.classifies and self.anatomy.head is not None
+        if pools or any(term.needs_head for term in self.terms.values()):
             self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
@@ -136,6 +143,11 @@ class Objective:
         if self._counting and torch.is_grad_enabled():
             self.step += 1
         return loss, parts
+
+    @property
+    def needs_exit_heads(self) -> bool:
+        """Whether the model must have a head for every layer (`add_exit_heads`)."""
+        return any(term.needs_exit_heads for term in self.terms.values())
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
         """Floating-point operations per token that the penalties add to a training step (matrix products only).

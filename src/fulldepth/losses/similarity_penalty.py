@@ -14,7 +14,11 @@ from fulldepth.losses.term import Context, Term
 
 
 class Similarity(Term):
-    """Cosine distance of every layer to the last one (App. B.3)."""
+    """Cosine distance of every layer to the last one (App. B.3).
+
+    In classifiers of texts and images it compares each sample's feature, which the head reads (as a rule [CLS]), in
+    other models every token that counts.
+    """
 
     name = "similarity"
     sites = ("residual",)
@@ -27,7 +31,24 @@ class Similarity(Term):
 
     def value(self, context: Context) -> Tensor:
         """`similarity_penalty` of the residual stream."""
-        return similarity_penalty(context.states["residual"][1:], self.weights, context.mask)
+        states = context.states["residual"][1:]
+        if not self._pools(context):
+            return similarity_penalty(states, self.weights, context.mask)
+        assert context.classifier is not None
+        mask = context.classifier.sample_mask(context.batch, context.task.counted(context.batch, states[-1]))
+        features = [context.classifier.feature(state, mask.to(state.device)) for state in states]  # L of [B, D]
+        return similarity_penalty(features, self.weights)
+
+    def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Add the term; a mean over samples has their share of the step."""
+        if not self._pools(context):
+            return super().apply(loss, context)
+        value = self.value(context)
+        return loss + self.weight * context.portion.share * value.to(loss.device), value.detach()
+
+    def _pools(self, context: Context) -> bool:
+        """Whether the feature of a sample is compared."""
+        return context.task.classifies and context.classifier is not None
 
 
 def similarity_penalty(

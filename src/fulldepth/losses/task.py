@@ -43,6 +43,11 @@ class Task:
         """Whether the model predicts the next token, so that the label of position t is at t + 1."""
         return self.name == "causal-lm"
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the model predicts one class of a sequence or an image."""
+        return self.name.endswith("-classification")
+
     def loss(self, outputs: Any) -> Tensor:
         """The model's own loss, a mean over targets.
 

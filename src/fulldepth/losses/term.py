@@ -53,7 +53,7 @@ class Context:
     energy_warmup: int = 0
     """Number of steps with CR's energy penalty."""
     classifier: Classifier | None = None
-    """The model's head, for terms with `needs_head`."""
+    """The model's head, for terms with `needs_head` and for classifiers of samples."""
 
     @property
     def mask(self) -> Tensor | None:
@@ -90,6 +90,8 @@ class Term(pydantic.BaseModel, ABC):
     """Whether the value is a function of the whole batch rather than a mean over tokens."""
     needs_head: ClassVar[bool] = False
     """Whether it reads `Context.classifier`."""
+    needs_exit_heads: ClassVar[bool] = False
+    """Whether each layer needs a head of its own (`hf.add_exit_heads`)."""
 
     weight: Amount = 1.0
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.losses.aligned_loss import Aligned
+from fulldepth.losses.aligned_loss import Aligned, MultiExit
 from fulldepth.losses.coherence_penalty import Coherence
 from fulldepth.losses.jump_penalty import Jump
 from fulldepth.losses.orthogonality_penalty import Orthogonality
@@ -19,6 +19,7 @@ TERMS: dict[str, type[Term]] = {
     term.name: term
     for term in (
         Aligned,  # first, because it replaces the cross-entropy
+        MultiExit,  # so does this one
         Jump,
         Coherence,
         Orthogonality,

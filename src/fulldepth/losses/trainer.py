@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import getsource
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,20 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
+from transformers.utils import CONFIG_NAME
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import (
+    has_exit_heads,
+    has_weights,
+    load_checkpoint,
+    missing_weights,
+    restore_exit_heads,
+    save_exit_heads,
+    stored_shapes,
+)
+from fulldepth.losses.exit_heads import add_exit_heads
 from fulldepth.losses.finite import StepGuard
 from fulldepth.losses.objective import Objective
 from fulldepth.losses.task import Task
@@ -99,8 +112,21 @@ class ObjectiveMixin(AnyTrainer):
         self.guard = StepGuard(lambda: self.accelerator.unwrap_model(self.model))
         """Stops the run at a loss or gradient that is not finite."""
         self.args.logging_nan_inf_filter = False  # it would read every loss, which the guard already checks
+        if self.depth_objective.needs_exit_heads:
+            self._add_exit_heads(model)
         if self.depth_objective.terms:
             self.depth_objective.attach(model)
+
+    def _add_exit_heads(self, model: Any) -> None:
+        """Give the model a head for every layer, unless it has them."""
+        if has_exit_heads(model):
+            return
+        if self.optimizer is not None:
+            raise FulldepthError(
+                "The optimiser was made before the model's exit heads, and would not train them; call "
+                "add_exit_heads(model) before making it."
+            )
+        add_exit_heads(model, self.args.seed)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
         """Groups for the optimiser; None = the Trainer's own. By default the model's `parameter_groups`, if its class
@@ -261,6 +287,25 @@ class ObjectiveMixin(AnyTrainer):
         """As the Trainer, after a check that all steps were finite."""
         self.guard.check()
         super().save_model(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the Trainer, and the exit heads of a multi-exit model beside it."""
+        super()._save(output_dir, state_dict=state_dict)
+        save_exit_heads(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would
+        leave as they are (ViT, some experts); and the exit heads of a multi-exit model.
+        """
+        folder, model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and (folder / CONFIG_NAME).is_file()
+        if whole and has_weights(folder) and missing_weights(model, stored_shapes(folder)):
+            source = load_checkpoint(folder, dtype=model.dtype, device="cpu").model.state_dict()
+            model.load_state_dict(source, strict=not has_exit_heads(model))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        if has_exit_heads(model):
+            restore_exit_heads(find_anatomy(model), folder)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""

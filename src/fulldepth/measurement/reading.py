@@ -65,7 +65,7 @@ class LensReader:
             inner: `[L, B, T, D]` stream after the attention of layers 1..L, if the lens reads it.
         """
         if not classifier.per_token:
-            return read_layers(classifier, states, targets, mask, inner=inner)
+            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), inner=inner)
         ranks = priority(_keys(targets, batch.sequence), self.seed)
         chosen = targets if self.threshold is None else targets.where(ranks <= self.threshold, IGNORE)
         if self.dtype is not None:

@@ -187,6 +187,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettin
     """The model as passed in, or loaded according to the settings."""
     return open_model(
         model,
+        exit_heads=True,
         dtype=settings.dtype,
         device=device,
         device_map=settings.device_map,

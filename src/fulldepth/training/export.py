@@ -17,16 +17,19 @@ from fulldepth.errors import FulldepthError, is_disk_full
 from fulldepth.files import atomic_folder, locked, read_json, reading, remove_leftovers, temporary_name
 from fulldepth.hf import (
     WEIGHT_SHARDS,
+    add_stored_exit_heads,
     check_publishing,
     is_sealed,
     is_sharded,
-    load_checkpoint,
     load_config,
     notes_of,
+    open_model,
     pick_dtype,
     publish,
+    save_exit_heads,
     seal,
     sealed_checkpoints,
+    stored_shapes,
 )
 from fulldepth.progress import Watcher
 from fulldepth.training.resume import step_of
@@ -126,7 +129,9 @@ def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:
     notes = notes_of(checkpoint)
     part.mkdir()
     try:
-        _sharded_model(checkpoint).save_pretrained(part)
+        model = _sharded_model(checkpoint)
+        model.save_pretrained(part)
+        save_exit_heads(model, part)
         for path in sorted(part.iterdir()):
             if path.suffix == ".safetensors" or not (checkpoint / path.name).exists():
                 with path.open("r+b") as file:  # Windows flushes only what is open for writing
@@ -149,11 +154,13 @@ def _write_model(checkpoint: Path, folder: Path, dtype: str | None) -> None:
         if dtype is not None:
             model.to(dtype=pick_dtype(dtype))  # type: ignore[call-arg]
         model.save_pretrained(folder)
+        save_exit_heads(model, folder)
     elif dtype is not None:
         for index in folder.glob("*.safetensors.index.json"):
             index.unlink()
-        loaded: PreTrainedModel = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model
+        loaded = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model
         loaded.save_pretrained(folder)
+        save_exit_heads(loaded, folder)
 
 
 def _sharded_model(checkpoint: Path) -> PreTrainedModel:
@@ -167,6 +174,7 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "float32")
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            add_stored_exit_heads(model, stored_shapes(checkpoint / WEIGHT_SHARDS))
         model.to_empty(device="cpu")
         model.tie_weights()
         if (checkpoint / GENERATION_CONFIG_NAME).is_file():

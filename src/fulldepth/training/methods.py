@@ -13,8 +13,17 @@ from fulldepth.training.settings import ObjectiveSettings, TrainSettings
 def resolved(settings: TrainSettings) -> TrainSettings:
     """The settings with the method's terms filled in (terms under `objective` take precedence), a run folder in
     `model.checkpoint` replaced by its last checkpoint, and `data.validation_sequences` of the task.
+
+    The losses of all layers alternate with the last layer's in training from scratch, and are taken at every step in
+    fine-tuning (aligned training, App. B.3 and C.2).
     """
-    chosen = {**METHODS[settings.method], **settings.objective.model_dump(exclude_unset=True)}
+    preset = METHODS[settings.method]
+    if settings.model.checkpoint is not None:
+        preset = {
+            name: {**options, "schedule": "always"} if "schedule" in options else options
+            for name, options in preset.items()
+        }
+    chosen = {**preset, **settings.objective.model_dump(exclude_unset=True)}
     on = {name: options for name, options in chosen.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
     changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}

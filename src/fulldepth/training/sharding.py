@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
-from transformers.utils import CONFIG_NAME
 
 from fulldepth.distributed import cpu_group, current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
@@ -31,9 +29,10 @@ from fulldepth.files import read_document
 from fulldepth.hf import (
     OPTIMIZER_SHARDS,
     WEIGHT_SHARDS,
+    aliases,
     first_failure,
     is_sharded,
-    load_checkpoint,
+    missing_weights,
     read_shards,
     stored_shapes,
     write_shards,
@@ -157,19 +156,6 @@ def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """First name of each weight -> all its names, the first included."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {group[0]: group for group in names.values()}
-
-
-def missing_weights(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:
-    """Weights of which no name is in `stored`."""
-    return [name for name, group in aliases(model).items() if not any(other in stored for other in group)]
-
-
 def take_weights(model: nn.Module, folder: Path, group: Any = None) -> None:
     """Load a checkpoint into a model; both may be sharded or not.
 
@@ -262,10 +248,6 @@ class ShardsMixin(AnyTrainer):
         folder = Path(resume_from_checkpoint)
         if self.sharded or is_sharded(folder):
             take_weights(self.plain_model, folder, self._cpu_groups()[0])
-        elif (folder / CONFIG_NAME).is_file() and missing_weights(self.plain_model, stored_shapes(folder)):
-            # transformers saves some experts under other names, and the Trainer would not load them
-            source = load_checkpoint(folder, dtype=self.plain_model.dtype, device="cpu").model.state_dict()
-            self.plain_model.load_state_dict(source)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 

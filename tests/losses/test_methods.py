@@ -1,0 +1,180 @@
+"""The four methods on classifiers against plain formulas on stock transformers' hidden states; parameter counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import Tensor
+
+import tiny_models
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import exit_heads_of
+from fulldepth.losses import Objective, add_exit_heads
+from fulldepth.settings.penalties import METHODS
+
+NAMES = ["vit", "deit", "bert-classifier", "gpt2-classifier"]
+BETA = 0.7
+
+
+def weighted(model: Any, name: str, state: Tensor, batch: dict[str, Tensor], matrix: Tensor | None = None) -> Tensor:
+    """Logits of a state `[B, T, D]` by the definition of the class; `matrix` replaces the last one and its bias."""
+    if name in ("vit", "deit"):
+        body = getattr(model, name)
+        norm, last = body.layernorm, model.classifier
+        feature = F.layer_norm(state[:, 0], state.shape[-1:], norm.weight, norm.bias, norm.eps)
+    elif name == "bert-classifier":
+        dense, last = model.bert.pooler.dense, model.classifier
+        feature = torch.tanh(state[:, 0] @ dense.weight.T + dense.bias)
+    else:
+        norm, last = model.transformer.ln_f, model.score
+        read = [max(t for t, token in enumerate(row) if token != 0) for row in batch["input_ids"].tolist()]
+        feature = state[range(len(read)), read]
+        feature = F.layer_norm(feature, feature.shape[-1:], norm.weight, norm.bias, norm.eps)
+    if matrix is not None:
+        return feature @ matrix.T
+    return feature @ last.weight.T + (0 if last.bias is None else last.bias)
+
+
+def feature(name: str, state: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    if name != "gpt2-classifier":
+        return state[:, 0]
+    return torch.stack([row[(ids != 0).nonzero()[-1, 0]] for row, ids in zip(state, batch["input_ids"], strict=True)])
+
+
+def oracle(model: Any, name: str, method: str, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a method in float64."""
+    model.config.tie_last_hidden_states = False
+    output = model(**batch, output_hidden_states=True)
+    states, labels = output.hidden_states[1:], batch["labels"]
+    depth, loss = len(states), output.loss
+    shares = [2 * layer / (depth * (depth + 1)) for layer in range(1, depth + 1)]
+    if method == "cos-regularised":
+        vectors = [feature(name, state, batch) for state in states]
+        for share, vector in zip(shares, vectors, strict=True):
+            product = (vector * vectors[-1]).sum(-1) / vector.norm(dim=-1) / vectors[-1].norm(dim=-1)
+            loss = loss + BETA * share * (1 - product).mean()
+    if method in ("aligned", "multi-exit"):
+        loss = torch.zeros((), dtype=torch.float64)
+        matrices = exit_heads_of(model) if method == "multi-exit" else {}
+        for layer, (share, state) in enumerate(zip(shares, states, strict=True), start=1):
+            matrix = matrices[layer].weight if layer in matrices else None
+            logits = weighted(model, name, state, batch, matrix)
+            chosen = logits[range(len(labels)), labels]
+            loss = loss + share * (logits.exp().sum(-1).log() - chosen).mean()
+    return loss
+
+
+def subject(name: str) -> tuple[Any, dict[str, Tensor]]:
+    model = tiny_models.build(name, dtype=torch.float64)
+    batch = tiny_models.inputs(model, batch=3)
+    if name == "gpt2-classifier":
+        batch["input_ids"][0, -1] = 0  # the padding id counts as padding for the model, whatever the mask says
+    return model, {**batch, "labels": torch.tensor([0, 2, 1])}
+
+
+def terms(method: str) -> dict[str, Any]:
+    changes = {"similarity": {"weight": BETA}, "aligned": {"schedule": "always"}, "multi_exit": {"schedule": "always"}}
+    return {term: {**options, **changes[term]} for term, options in METHODS[method].items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", ["baseline", "aligned", "cos-regularised", "multi-exit"])
+def test_loss_and_gradient_are_those_of_the_formula(name: str, method: str) -> None:
+    model, batch = subject(name)
+    if method == "multi-exit":
+        add_exit_heads(model)
+        for head in exit_heads_of(model).values():
+            torch.nn.init.normal_(head.weight, std=0.5)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    expected = oracle(model, name, method, batch)
+    slopes = torch.autograd.grad(expected, weights, allow_unused=True)
+    objective = Objective(**terms(method)).attach(model)
+    loss, parts = objective(model(**batch), batch)
+    objective.detach()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+    assert next(iter(parts)) == "ce"
+    for got, slope in zip(torch.autograd.grad(loss, weights, allow_unused=True), slopes, strict=True):
+        assert (got is None or not got.any()) == (slope is None or not slope.any())
+        if got is not None and slope is not None:
+            torch.testing.assert_close(got, slope, rtol=1e-7, atol=1e-10)
+
+
+def test_own_heads_are_last_matrices_inside_a_classification_head_too() -> None:
+    """RoBERTa's head is one module that pools inside: its last layer is replaced, the dense layer is shared."""
+    model, batch = subject("roberta-classifier")
+    add_exit_heads(model)
+    objective = Objective(multi_exit={"schedule": "always", "weights": [1.0, 0.0, 0.0]}).attach(model)
+    loss, _ = objective(model(**batch), batch)
+    objective.detach()
+    model.config.tie_last_hidden_states = False
+    state, dense = model(**batch, output_hidden_states=True).hidden_states[1], model.classifier.dense
+    inner = torch.tanh(state[:, 0] @ dense.weight.T + dense.bias)
+    expected = F.cross_entropy(inner @ exit_heads_of(model)[1].weight.T, batch["labels"])  # type: ignore[operator]
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0.0)
+
+
+def _deit(width: int, heads: int) -> Any:
+    return tf.DeiTConfig(
+        hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width, num_labels=1000, num_hidden_layers=12
+    )
+
+
+SHAPES: dict[str, tuple[Any, Any, float, float]] = {
+    # single classifier and multiple classifiers of Table 1 in millions; BERT-base on SST-2 is not in the table
+    "DeiT-S": (tf.DeiTForImageClassification, lambda: _deit(384, 6), 22.05, 26.27),
+    "DeiT-B": (tf.DeiTForImageClassification, lambda: _deit(768, 12), 86.57, 95.02),
+    "BERT-base": (tf.BertForSequenceClassification, lambda: tf.BertConfig(num_labels=2), 109.48, 109.50),
+    "GPT-2 with 2 classes": (tf.GPT2ForSequenceClassification, lambda: tf.GPT2Config(num_labels=2), 124.44, 124.46),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_those_of_table_1(shape: str) -> None:
+    kind, config, single, multiple = SHAPES[shape]
+    with torch.device("meta"):
+        model = kind(config())
+
+    def count() -> int:
+        return sum(p.numel() for p in model.parameters())
+
+    alone, width = count(), model.config.hidden_size
+    distillation = 2 * width if shape.startswith("DeiT") else 0  # the paper's has no distillation token
+    Objective(aligned=1.0).attach(model).detach()
+    assert count() == alone
+    assert (alone - distillation) / 1e6 == pytest.approx(single, abs=0.005)
+    add_exit_heads(model)
+    assert count() - alone == 11 * model.config.num_labels * width
+    assert (count() - distillation) / 1e6 == pytest.approx(multiple, abs=0.005)
+
+
+def test_heads_of_language_models_would_cost_what_table_1_says() -> None:
+    """GPT-2: 541.57 M with a head per layer, of which 78.39 % are saved."""
+    config = tf.GPT2Config()
+    added = (config.n_layer - 1) * config.vocab_size * config.n_embd
+    assert added / 541.57e6 == pytest.approx(0.7839, abs=1e-4)
+    with pytest.raises(FulldepthError, match=r"11 heads of 38.6 million numbers"):
+        add_exit_heads(tiny_models.build("gpt2"))
+    assert added / 11 == pytest.approx(38.6e6, rel=1e-3)
+
+
+def test_what_cannot_have_own_heads_is_refused() -> None:
+    with pytest.raises(FulldepthError, match="has no head"):
+        add_exit_heads(tiny_models.build("bert-bare"))
+    model = tiny_models.build("vit")
+    with pytest.raises(FulldepthError, match="before making the optimiser"):
+        Objective(multi_exit=1.0).attach(model)
+    add_exit_heads(model)
+    with pytest.raises(FulldepthError, match="has exit heads already"):
+        add_exit_heads(model)
+    with pytest.raises(FulldepthError, match="both replace"):
+        Objective(multi_exit=1.0, aligned=1.0)
+    model.config.problem_type = "multi_label_classification"
+    objective = Objective(multi_exit={"schedule": "always"}).attach(model)
+    batch = {**tiny_models.inputs(model), "labels": torch.rand(2, 3)}
+    with pytest.raises(FulldepthError, match="one class out of several"):
+        objective(model(**batch), batch)
+    objective.detach()
