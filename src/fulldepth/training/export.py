@@ -32,6 +32,7 @@ from fulldepth.hf import (
     stored_shapes,
 )
 from fulldepth.progress import Watcher
+from fulldepth.training.heads import HEADS
 from fulldepth.training.resume import step_of
 from fulldepth.training.sharding import take_weights
 
@@ -173,7 +174,7 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
     with reading(checkpoint):
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "float32")
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: PreTrainedModel = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
             add_stored_exit_heads(model, stored_shapes(checkpoint / WEIGHT_SHARDS))
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -181,6 +182,16 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
             model.generation_config = GenerationConfig.from_dict(read_json(checkpoint / GENERATION_CONFIG_NAME))
     take_weights(model, checkpoint)
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """The auto class that builds the class that a configuration names."""
+    names = config.architectures or ()
+    for kind in HEADS.values():
+        built = kind.mapping.get(type(config), None)
+        if built is not None and built.__name__ in names:
+            return kind.auto
+    return AutoModelForCausalLM
 
 
 @contextmanager
