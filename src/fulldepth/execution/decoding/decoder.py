@@ -237,7 +237,7 @@ def generate(
 ) -> Generation:
     """Continue prompts, with fewer layers where that is possible.
 
-    Drafts (`speculate_from`, `plan`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) may not.
+    Drafts (`speculate_from`, `plan`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
 
     Args:
         model: a decoder, whose generation configuration applies; or a `Decoder`, verified already.
