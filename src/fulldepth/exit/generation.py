@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,13 +77,7 @@ def generate_texts(
         raise FulldepthError("A prompt is empty; give some text to continue.")
     if streams and len(prompts) > 1:
         raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
-    if not isinstance(model, PreTrainedModel):
-        _check_layers(model, settings)
-    checkpoint = open_model(
-        model,
-        **({} if isinstance(model, PreTrainedModel) else settings.model_dump(include={"dtype", "device", "revision"})),
-        **({"trust_remote_code": True} if settings.trust_remote_code else {}),
-    )
+    checkpoint = _opened(model, settings)
     tokenizer = open_tokenizer(
         checkpoint,
         tokenizer if tokenizer is not None else settings.tokenizer,
@@ -107,13 +101,17 @@ def generate_texts(
     return Written(list(prompts), texts, generation, results)
 
 
-def _check_layers(model: str | Path, settings: GenerateSettings) -> None:
-    """Refuse layers that the configuration does not have, before the weights are loaded."""
+def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings) -> Checkpoint:
+    """The model; layers that its configuration does not have are refused before weights are loaded."""
+    trusted = {"trust_remote_code": True} if settings.trust_remote_code else {}
+    if isinstance(model, PreTrainedModel):
+        return open_model(model, **trusted)
     names = ("min_layer", "exit_layer", "speculate_from")
     layers = {name: value for name in names if isinstance(value := getattr(settings, name), int) and value > 1}
     depth = depth_of(model, settings.revision, settings.trust_remote_code) if layers else None
     if depth is not None:
-        Options(num_layers=depth, **layers)
+        Options(num_layers=depth, **cast(Any, layers))
+    return open_model(model, **settings.model_dump(include={"dtype", "device", "revision"}), **trusted)
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list[int]:

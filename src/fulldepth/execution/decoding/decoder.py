@@ -237,12 +237,10 @@ def generate(
 ) -> Generation:
     """Continue prompts, with fewer layers where that is possible.
 
-    With `speculate_from` or `plan`, drafts are confirmed by the full model: greedy output equals that of
-    `model.generate`, sampled output has its distribution. With `threshold` alone or `exit_layer`, tokens leave early.
-    Without these, decoding is plain. The model's generation configuration applies (end tokens, penalties).
+    Drafts (`speculate_from`, `plan`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
 
     Args:
-        model: a decoder, which is verified first; or a `Decoder`, verified already.
+        model: a decoder, whose generation configuration applies; or a `Decoder`, verified already.
         input_ids: `[B, P]` prompts, padded on the left.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
@@ -267,11 +265,10 @@ def generate(
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
     """
-    exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer}
-    exits |= {"exit_layer": exit_layer, "lens_candidates": lens_candidates}
-    drafts = {"speculate_from": speculate_from, "draft_length": draft_length, "plan": plan}
+    exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer, "exit_layer": exit_layer}
+    drafts = {"lens_candidates": lens_candidates, "speculate_from": speculate_from, "draft_length": draft_length}
     sampling = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}
+    ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer, "plan": plan}
     decoder, options = model if isinstance(model, Decoder) else Decoder(model), exits | drafts | sampling | ends
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
