@@ -63,12 +63,14 @@ def build_config(
     base = None if model.checkpoint is None else _read(model.checkpoint)
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
+    labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
     for name in given:
         if name not in _options(kind):
             raise unknown(f"option of {kind.model_type} under `model`", name, _options(kind))
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
-    if classes is not None:
-        given.pop("num_labels", None)  # the data have been checked against it
+    if classes is None:
+        ids |= labels
+    else:  # checked against `num_labels`
         if task.endswith("-classification"):
             ids["problem_type"] = "single_label_classification"  # models set it in their first pass
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
