@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from fulldepth.errors import FulldepthError, is_disk_full
@@ -29,6 +29,7 @@ from fulldepth.hf import (
     sealed_checkpoints,
 )
 from fulldepth.progress import Watcher
+from fulldepth.training.heads import auto_of
 from fulldepth.training.resume import step_of
 from fulldepth.training.sharding import take_weights
 
@@ -166,7 +167,7 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
     with reading(checkpoint):
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "float32")
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: PreTrainedModel = auto_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
         model.to_empty(device="cpu")
         model.tie_weights()
         if (checkpoint / GENERATION_CONFIG_NAME).is_file():

@@ -81,7 +81,7 @@ def build_config(
             config = _changed(base, kind, ids | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
-    _check_sizes(config, HEADS[task].mapping[type(config)], vocab_size, positions)
+    _check_sizes(config, task, vocab_size, positions)
     return config
 
 
@@ -205,8 +205,8 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
     return changed
 
 
-def _check_sizes(config: PreTrainedConfig, model_class: Any, vocab_size: int | None, positions: int | None) -> None:
-    if model_class in HEADS["causal-lm"].mapping.values() and reads_later_tokens(config, model_class):
+def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
+    if task == "causal-lm" and reads_later_tokens(config, HEADS[task].mapping[type(config)]):
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
         )
