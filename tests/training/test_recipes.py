@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,10 @@ JREG = [f"{method}-{size}" for method in ("jreg", "baseline") for size in ("170m
 CR = ["base-12l", "base-14l", "tree-12l", "cr-12l"]
 LIME = ["llama-1.2b", "lime-1.2b", "lime-dynamic-1.2b", "hyper-1.2b"]
 DEPTH = [f"{model}-depth-{layers}" for model in ("llama", "lime") for layers in (32, 64, 128)]
+
+
+TINY_CLASSIFIERS = ["tiny-vit", "tiny-bert", "tiny-gpt2"]
+ALIGNED = ["deit-small-imagenet", "deit-base-imagenet", "bert-glue", "gpt2-wikitext"]
 
 
 def settings(name: str) -> TrainSettings:
@@ -100,7 +105,14 @@ def jreg_numbers(size: str) -> dict[str, Any]:
     return JREG_TABLE_9 | {"learning_rate": rate, "min_learning_rate": rate * 0.1, "micro_batch_size": local // 2}
 
 
+APP_B = {"learning_rate": 0.1, "weight_decay": 1e-4, "global_batch_size": 256, "schedule": "multistep", "decay": "all"}
+APP_B |= {"augmentation.flip": True, "augmentation.rotation": 15, "milestones": [0.5, 0.75], "method": "aligned"}
+APP_C2 = {"learning_rate": 2e-5, "sequence_length": 256, "method": "aligned"}
+
 PAPERS = {
+    **dict.fromkeys(ALIGNED[:2], APP_B),
+    "bert-glue": APP_C2 | {"global_batch_size": 32},
+    "gpt2-wikitext": APP_C2 | {"global_batch_size": 8},
     **{name: jreg_numbers(name.partition("-")[2]) for name in JREG},
     "jreg-sft": SFT_APP_A3,
     **dict.fromkeys(CR, CR_SEC_4),
@@ -138,7 +150,8 @@ def test_checkpoints_of_the_papers_recipes_are_about_an_hour_apart() -> None:
 
 
 def test_every_recipe_is_there_and_says_what_it_is() -> None:
-    assert recipes.names("train") == sorted([*TINY, *JREG, "jreg-sft", *CR, *LIME, *DEPTH, "smollm2-aligned"])
+    known = [*TINY, *JREG, "jreg-sft", *CR, *LIME, *DEPTH, "smollm2-aligned", *TINY_CLASSIFIERS, *ALIGNED]
+    assert set(known) <= set(recipes.names("train"))
     for name in recipes.names("train"):
         asked = settings(name)
         assert asked.about.endswith(".")
@@ -202,6 +215,24 @@ def test_shapes_are_the_papers(name: str) -> None:
     assert config.initializer_range == 0.02
     assert config.vocab_size == (50257 if name in [*LIME, *DEPTH] else 32000)
     assert config.max_position_embeddings == settings(name).sequence_length
+
+
+def test_epochs_are_the_aligned_papers() -> None:
+    for name in ALIGNED[:2]:  # App. B: 200 epochs, divided at 100 and 150
+        assert settings(name).steps == round(200 * 1_281_167 / 256)
+    glue = {"SST-2": 67_349, "MRPC": 3_668, "QNLI": 104_743, "RTE": 2_490, "QQP": 363_846, "MNLI": 392_702}
+    source = settings("bert-glue").source  # App. C.2: three epochs
+    for task, rows in glue.items():
+        assert f"steps={math.ceil(3 * rows / 32)}" in source or settings("bert-glue").steps == round(3 * rows / 32), (
+            task
+        )
+
+
+@pytest.mark.parametrize(("name", "millions"), [("deit-small-imagenet", 22.1), ("deit-base-imagenet", 86.6)])
+def test_deits_have_the_papers_sizes(name: str, millions: float) -> None:
+    task = "image-classification"
+    config = build_config(settings(name).model, task=task, classes=[str(number) for number in range(1000)])
+    assert meta_model(config, task).num_parameters() / 1e6 == pytest.approx(millions, abs=0.06)  # arXiv 2012.12877
 
 
 def test_names_of_what_a_paper_leaves_open_are_in_the_source() -> None:

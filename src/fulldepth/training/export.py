@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from fulldepth.errors import FulldepthError, is_disk_full
@@ -32,7 +32,7 @@ from fulldepth.hf import (
     stored_shapes,
 )
 from fulldepth.progress import Watcher
-from fulldepth.training.heads import HEADS
+from fulldepth.training.heads import auto_of
 from fulldepth.training.resume import step_of
 from fulldepth.training.sharding import take_weights
 
@@ -174,7 +174,7 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
     with reading(checkpoint):
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "float32")
         with torch.device("meta"):
-            model: PreTrainedModel = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            model: PreTrainedModel = auto_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
             add_stored_exit_heads(model, stored_shapes(checkpoint / WEIGHT_SHARDS))
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -182,16 +182,6 @@ def _sharded_model(checkpoint: Path) -> PreTrainedModel:
             model.generation_config = GenerationConfig.from_dict(read_json(checkpoint / GENERATION_CONFIG_NAME))
     take_weights(model, checkpoint)
     return model
-
-
-def _auto_class(config: Any) -> Any:
-    """The auto class that builds the class that a configuration names."""
-    names = config.architectures or ()
-    for kind in HEADS.values():
-        built = kind.mapping.get(type(config), None)
-        if built is not None and built.__name__ in names:
-            return kind.auto
-    return AutoModelForCausalLM
 
 
 @contextmanager

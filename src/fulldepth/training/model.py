@@ -63,12 +63,14 @@ def build_config(
     base = None if model.checkpoint is None else _read(model.checkpoint)
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
+    labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
     for name in given:
         if name not in _options(kind):
             raise unknown(f"option of {kind.model_type} under `model`", name, _options(kind))
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
-    if classes is not None:
-        given.pop("num_labels", None)  # the data have been checked against it
+    if classes is None:
+        ids |= labels
+    else:  # checked against `num_labels`
         if task.endswith("-classification"):
             ids["problem_type"] = "single_label_classification"  # models set it in their first pass
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
@@ -79,7 +81,7 @@ def build_config(
             config = _changed(base, kind, ids | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
-    _check_sizes(config, HEADS[task].mapping[type(config)], vocab_size, positions)
+    _check_sizes(config, task, vocab_size, positions)
     return config
 
 
@@ -203,8 +205,8 @@ def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict
     return changed
 
 
-def _check_sizes(config: PreTrainedConfig, model_class: Any, vocab_size: int | None, positions: int | None) -> None:
-    if model_class in HEADS["causal-lm"].mapping.values() and reads_later_tokens(config, model_class):
+def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
+    if task == "causal-lm" and reads_later_tokens(config, HEADS[task].mapping[type(config)]):
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
         )
