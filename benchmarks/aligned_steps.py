@@ -1,7 +1,7 @@
 """Time and memory of a training step of image classifiers by method, relative to the baseline's.
 
 A ViT of the ViT-S shape on random images: cross-entropy alone (baseline), the loss of all layers through the shared
-head (aligned, at every step), through a head for each layer (multi-exit), and the cosine regulariser. All methods' steps
+head (aligned, at every step), through a head for each layer (multi-exit), and the cosine regulariser. Steps of methods
 alternate within a round, so that other load on the machine falls on all of them; a ratio is the median over rounds.
 Peak memory is measured in a process of its own for each method.
 

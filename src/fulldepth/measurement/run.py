@@ -26,6 +26,7 @@ from fulldepth.measurement.headline import headline
 from fulldepth.measurement.memory import check_memory
 from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
+from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.sampling import sampling
 from fulldepth.measurement.stages import prepare_stages
@@ -148,6 +149,9 @@ def measure_subject(
         data_pass.router_tokens = nearest_tokens(subject)
     table, unfit = subject.fitting(_table(plan, data_pass, by_name=settings.measures is not None))
     plan.left_out += unfit
+    if settings.probe_data is not None:
+        with data_pass.clock("probe_accuracy"):
+            table = pd.concat([table, tabulate(probe_rows(subject, settings))], ignore_index=True)
     refuse_nothing(table, subject, setup)
     data_pass.clock.seconds["load"] = loaded
     data_pass.clock.seconds["total"] = time.perf_counter() - start

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.data import Batch, Sequences, open_source, prepare
+from fulldepth.data.corruptions import corrupted
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
 from fulldepth.execution.batching import batched, model_inputs
@@ -107,7 +108,7 @@ def prepare_subject(
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(checkpoint, candidates[0], data, settings)
-    sequences = _sequences(checkpoint, candidates[0], data, tokenizer, settings)
+    sequences = sequences_for(checkpoint, candidates[0], data, tokenizer, settings)
     where = device_of(checkpoint.model)
     first = small_batch(sequences)
     verified = prove(candidates, first, where, checkpoint.model.dtype, optional=_optional(settings))
@@ -205,13 +206,15 @@ def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Me
     )
 
 
-def _sequences(
+def sequences_for(
     checkpoint: Checkpoint, anatomy: Anatomy, data: Any, tokenizer: Any, settings: MeasureSettings
 ) -> Sequences:
     """The data, prepared for this model."""
     if isinstance(data, Sequences):
         return data
     source = open_source(data, split=settings.split)
+    if settings.corrupt is not None:
+        source = corrupted(source, settings.corrupt, settings.seed)
     if anatomy.family.modality == "text" and source.kind == "images":
         raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
     if anatomy.family.modality == "images" and source.kind != "images":

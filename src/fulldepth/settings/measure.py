@@ -19,7 +19,7 @@ class MeasureSettings(LoadingSettings):
     """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
-        "What to measure": ("measures", "tokens", "words", "reference"),
+        "What to measure": ("measures", "tokens", "words", "reference", "probe_data", "corrupt"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
             *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate"),
@@ -44,6 +44,12 @@ class MeasureSettings(LoadingSettings):
     and vision without a class token; cls, last or eos for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
+    probe_data: str | None = None
+    """Second labelled data set of the same classes: also measure probe_accuracy, of a linear classifier that is fitted
+    to every layer's features of --data and scored on this set."""
+    corrupt: str | None = None
+    """Corrupt the images: gaussian-noise:S (standard deviation, 1 = full range), blur:S (pixels) or contrast:S (1 =
+    unchanged), with a strength S."""
     exact: bool = False
     """Sample nothing: the lens reads all positions, the entropies all sequences, and all tokens are kept for the
     measures that are not sums."""
