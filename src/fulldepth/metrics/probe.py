@@ -41,9 +41,11 @@ def probe_accuracy(
 
     Source: "Representation progression and aligned training", App. B.4 (linear classifier on a frozen body).
     """
-    for x, y in ((features, labels), (test_features, test_labels)):
-        if x.ndim != 2 or y.shape != x.shape[:1] or x.shape[1] != features.shape[1]:
-            raise ValueError(f"expected features [N, D] and labels [N], got {tuple(x.shape)} and {tuple(y.shape)}")
+    for samples, classes_of in ((features, labels), (test_features, test_labels)):
+        if samples.ndim != 2 or classes_of.shape != samples.shape[:1] or samples.shape[1] != features.shape[1]:
+            raise ValueError(
+                f"expected features [N, D] and labels [N], got {tuple(samples.shape)} and {tuple(classes_of.shape)}"
+            )
     x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
     test_x, test_y = test_features.detach().double().cpu().numpy(), test_labels.cpu().numpy()
     classes, sizes = np.unique(y, return_counts=True)
