@@ -203,6 +203,8 @@ def test_what_cannot_leave_early_is_refused(labelled, texts):
         exit.sweep(tiny_models.build("bert-classifier"), texts, tokenizer=tokenizer())
     with pytest.raises(FulldepthError, match="predicts neither tokens nor a class"):
         exit.sweep(tiny_models.build("bert-bare"), texts, tokenizer=tokenizer())
+    with pytest.raises(FulldepthError, match="is a detector, for which there is no rule of early exit"):
+        exit.sweep(tiny_models.build("detr"), "shapes:32x2/train")
     with pytest.raises(FulldepthError, match="min_layer is 4, but the model has 3 layers"):
         exit.sweep(tiny_models.build("llama"), texts, tokenizer=tokenizer(), min_layer=4)
     regression = tiny_models.build("bert-classifier")

@@ -46,7 +46,7 @@ DETR = Parts(
     ("self_attn", "mlp"),
     "model.decoder.layernorm",
     32,
-    "representation",
+    "detection",
     max_positions=None,
 )
 

@@ -207,7 +207,7 @@ def test_mistakes_are_refused(states, head, labels):
         aligned_loss(states, head, labels[:, 1:])
     with pytest.raises(FulldepthError, match="labels must be integers"):
         aligned_loss(states, head, labels.double())
-    with pytest.raises(FulldepthError, match="Available: linear, uniform"):
+    with pytest.raises(FulldepthError, match="Available: linear, sum, uniform"):
         aligned_loss(states, head, labels, "quadratic")
     for weights in ([1.0], [1.0, -1.0, 1.0], [1.0, float("inf"), 1.0]):
         with pytest.raises(FulldepthError, match="expected 3 finite weights"):

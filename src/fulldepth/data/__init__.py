@@ -6,9 +6,11 @@ from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.documents import Documents, open_documents
+from fulldepth.data.images import image_content
 from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.preparation import prepare
 from fulldepth.data.sequences import Batch, Sequences
+from fulldepth.data.shapes import write_shapes
 from fulldepth.data.sources import Record, Source, content_hash, open_source
 from fulldepth.data.tokens import decode_ids
 
@@ -28,6 +30,7 @@ __all__ = [
     "conversations",
     "decode_ids",
     "flatten_windows",
+    "image_content",
     "open_documents",
     "open_source",
     "pack",
@@ -35,4 +38,5 @@ __all__ = [
     "prepare_arrays",
     "train_tokenizer",
     "train_wordpiece",
+    "write_shapes",
 ]

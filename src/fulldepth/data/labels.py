@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from fulldepth.data.sources import Source
+from fulldepth.data.objects import Objects
+from fulldepth.data.sources import Record, Source
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 
@@ -50,6 +52,24 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
         )
     ids = [IGNORE if label is None else label for label in raw]
     return Labels(ids, max(len(names), max(present) + 1), names, warnings)
+
+
+def align_objects(source: Source, label2id: Mapping[str, int] | None) -> tuple[list[Objects | None], Labels]:
+    """The objects of all records in the model's numbering of classes, and the classes.
+
+    Raises:
+        FulldepthError: if the data have more classes than the model.
+    """
+    labels = align_labels(
+        replace(source, records=[Record(label=index) for index in range(len(source.class_names))]),
+        "detection-classification",
+        label2id,
+    )
+    renamed = [
+        None if r.objects is None else replace(r.objects, classes=tuple(labels.ids[i] for i in r.objects.classes))
+        for r in source.records
+    ]
+    return renamed, labels._replace(ids=[IGNORE] * len(renamed), num_classes=None)
 
 
 def _listed(names: Iterable[str]) -> str:

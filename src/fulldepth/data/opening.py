@@ -18,11 +18,14 @@ import datasets
 from PIL import Image
 
 from fulldepth.data import authors, digits
+from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
 from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
 from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
+from fulldepth.data.shapes import CLASSES as SHAPE_CLASSES
+from fulldepth.data.shapes import SHAPES, shapes_rows
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
 
@@ -62,6 +65,8 @@ class Opened:
     """Names of the classes in the column `label` of `items`."""
     limit: int | None = None
     """Most rows to read; None = all."""
+    warnings: tuple[str, ...] = ()
+    """Sentences on entries that were skipped."""
 
     @property
     def is_corpus(self) -> bool:
@@ -105,6 +110,7 @@ def open_data(
     streaming: bool = False,
     held_out: bool = False,
     images: bool = False,
+    skip_bad: bool = False,
     suffixes: Sequence[str] = tuple(ROWS),
 ) -> Opened:
     """Open a data argument; rows are read lazily.
@@ -113,24 +119,23 @@ def open_data(
         data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
             their paths; `corpus:builtin`, `corpus:builtin/train` or `corpus:builtin/heldout`; a Hub data set (`name` or
             `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings;
-            `authors:builtin` (labelled passages); with `images`, `digits:builtin`; both with `/train` or `/test`.
+            `authors:builtin` (labelled passages); with `images`, `digits:builtin`, `shapes:builtin`, or a split.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
-        limit: most rows to read: the first ones; of folders of images, spread evenly over all. Of a Hub data set only
-            these are downloaded.
+        limit: most rows to read: the first (of a Hub data set only these are downloaded); of images, spread evenly.
         streaming: read a Hub data set as a stream instead of downloading it first.
         held_out: without `split`, take the validation or test split and the corpus's held-out part where there is one,
             instead of the training split and part.
-        images: also accept a `.zip` or a folder of images.
-        suffixes: suffixes of the files to read.
+        images: also accept a `.zip` or a folder of images, and a `.json` file in COCO's format.
+        skip_bad: leave out bad entries of a file in COCO's format, and count them (`warnings`).
+        suffixes: of the files to read.
 
     Raises:
         FulldepthError: if there is nothing of that name, or `limit` is less than 1.
     """
     if limit is not None and limit < 1:
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    expected = f"a file ({', '.join(suffixes)}), a folder of them, {'a folder or .zip of images, ' if images else ''}"
-    expected += "a Hub data set, corpus:builtin" + (", digits:builtin" if images else "")
+    expected = _expected(suffixes, images=images)
     if isinstance(data, DATASETS | SPLIT_DATASETS):
         name, table = _one_split("datasets.Dataset", data, split, held_out=held_out)
         return _opened_table(name, table, None, limit)
@@ -141,10 +146,9 @@ def open_data(
             f"Cannot read data of type {type(data).__name__}. Expected {expected}, or a list of texts or mappings."
         )
     name = str(data)
-    kind = f"{name.partition(':')[0]}:"
-    if kind in BUILTIN and (images or kind != DIGITS):
-        return _opened_builtin(name, split, limit, held_out)
     path = path_of(name)
+    if (special := _special(name, path, split, limit, held_out, images, skip_bad)) is not None:
+        return special
     if path.exists():
         pictures = _pictures(path, split, limit, held_out) if images else None
         if pictures is not None:
@@ -152,11 +156,34 @@ def open_data(
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
         return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path, limit=limit)
-    if path.suffix.lower() in (*ROWS, ".zip") or not HUB_NAME.fullmatch(name):
+    if path.suffix.lower() in (*ROWS, ".zip", ".json") or not HUB_NAME.fullmatch(name):
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {expected}.")
     repository, full, table = _load(name, config, split, streaming or limit is not None, expected)
     full, table = _one_split(full, table, split, held_out=held_out)
     return _opened_table(full, table, repository, limit)
+
+
+def _expected(suffixes: Sequence[str], *, images: bool) -> str:
+    """What the data may be, for messages."""
+    pictures = "a folder or .zip of images, a .json file in COCO's format, " if images else ""
+    built_in = "corpus:builtin, digits:builtin, shapes:builtin" if images else "corpus:builtin"
+    return f"a file ({', '.join(suffixes)}), a folder of them, {pictures}a Hub data set, {built_in}"
+
+
+def _special(
+    name: str, path: Path, split: str | None, limit: int | None, held_out: bool, images: bool, skip_bad: bool
+) -> Opened | None:
+    """Built-in data and, for `images`, a file in COCO's format; None if it is none of them."""
+    kind = f"{name.partition(':')[0]}:"
+    if kind in BUILTIN and (images or kind != DIGITS):
+        return _opened_builtin(name, split, limit, held_out)
+    if images and name.startswith(SHAPES):
+        full, rows = shapes_rows(name, split, held_out=held_out)
+        return Opened(full, items=rows, labels=SHAPE_CLASSES, limit=limit)
+    if not (images and path.suffix.lower() == ".json" and path.is_file()):
+        return None
+    coco = coco_rows(path, limit=limit, skip_bad=skip_bad)
+    return Opened(coco.name, items=coco.rows, labels=coco.classes, warnings=tuple(coco.warnings))
 
 
 def _pictures(path: Path, split: str | None, limit: int | None, held_out: bool) -> Pictures | None:

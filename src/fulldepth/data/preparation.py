@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fulldepth.data.batches import Example
 from fulldepth.data.encoding import Limits, encode
-from fulldepth.data.labels import Labels, align_labels, sample
+from fulldepth.data.labels import Labels, align_labels, align_objects, sample
+from fulldepth.data.objects import Objects
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
 from fulldepth.data.sources import Record, Source, content_hash
 from fulldepth.data.tokens import WordFinder, check_vocabulary
@@ -26,7 +27,8 @@ TASKS: dict[str, tuple[str, ...]] = {
     "masked-lm": ("text", "labelled-text"),
     "text-classification": ("text", "labelled-text"),
     "image-classification": ("images",),
-    "representation": ("text", "labelled-text", "images"),
+    "detection": ("objects", "images"),
+    "representation": ("text", "labelled-text", "images", "objects"),
 }
 """Task -> supported kinds of data."""
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
@@ -58,7 +60,7 @@ def prepare(
 
     Args:
         source: from `open_source`.
-        task: `causal-lm`, `masked-lm`, `text-classification`, `image-classification` or `representation`.
+        task: `causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection` or `representation`.
         tokenizer: for text.
         processor: for images.
         max_sequences: at most this many sequences.
@@ -83,9 +85,11 @@ def prepare(
         raise FulldepthError(
             f"max_sequences and sequence_length must be at least 1, got {max_sequences} and {sequence_length}."
         )
+    if source.kind == "objects":
+        return _images(source, task, processor, *align_objects(source, label2id), max_sequences, seed)
     labels = align_labels(source, task, label2id)
     if source.kind == "images":
-        return _images(source, task, processor, labels, max_sequences, seed)
+        return _images(source, task, processor, [], labels, max_sequences, seed)
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed)
@@ -149,7 +153,15 @@ def _has_text(record: Record, kind: str) -> bool:
     return all(part is not None and part.strip() for part in parts)
 
 
-def _images(source: Source, task: str, processor: Any, labels: Labels, max_sequences: int, seed: int) -> Sequences:
+def _images(
+    source: Source,
+    task: str,
+    processor: Any,
+    objects: Sequence[Objects | None],
+    labels: Labels,
+    max_sequences: int,
+    seed: int,
+) -> Sequences:
     if processor is None:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
@@ -165,10 +177,15 @@ def _images(source: Source, task: str, processor: Any, labels: Labels, max_seque
         image = load()  # also finds corrupt files before the model runs
         for part in (str(image.size).encode(), image.tobytes(), str(labels.ids[index]).encode()):
             fingerprint.add(part)
-        pictures.append(Picture(load, labels.ids[index]))
+        if objects:
+            fingerprint.add(repr(objects[index]).encode())
+        pictures.append(Picture(load, labels.ids[index], objects[index] if objects else None))
     if not pictures:
         raise FulldepthError(f"{source.name} holds no images.")
-    labelled = sum(picture.class_index != IGNORE for picture in pictures)
+    targets = {
+        "image-classification": sum(picture.class_index != IGNORE for picture in pictures),
+        "detection": sum(len(picture.objects) for picture in pictures if picture.objects is not None),
+    }
     return Sequences(
         name=source.name,
         kind=source.kind,
@@ -177,10 +194,10 @@ def _images(source: Source, task: str, processor: Any, labels: Labels, max_seque
         examples=pictures,
         collate=partial(collate_images, pictures, processor=processor),
         lengths=[0] * len(pictures),
-        num_targets=labelled if task == "image-classification" else 0,
+        num_targets=targets.get(task, 0),
         num_classes=labels.num_classes,
         class_names=labels.class_names,
-        warnings=labels.warnings,
+        warnings=[*source.warnings, *labels.warnings],
     )
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from fulldepth.data.batches import Example, in_batches, padded, padded_batch
+from fulldepth.data.objects import Objects
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
 from fulldepth.targets import IGNORE
@@ -39,6 +40,9 @@ class Batch:
     """[B, T] int64: index of the word that ends at each position, -1 elsewhere; None if no words are searched for."""
     token_ids: Tensor | None = None
     """[B, T] int64: the tokens, with the padding token where there is padding; None for images."""
+    objects: list[dict[str, Tensor]] | None = None
+    """For each image its `class_labels` [n] int64, `boxes` [n, 4] (centre x, centre y, width, height, as shares of the
+    image) and `crowd` [n] bool; None for data without boxes."""
     masked_inputs: dict[str, Tensor] | None = None
     """`inputs` with the mask token in place of every token that is a target; None unless the task is `masked-lm`."""
 
@@ -52,6 +56,8 @@ class Picture:
 
     load: Callable[[], Image.Image]
     class_index: int = IGNORE
+    objects: Objects | None = None
+    """Objects in the image, in the model's classes; None for data without boxes."""
 
 
 @dataclass
@@ -60,7 +66,7 @@ class Sequences:
 
     name: str
     kind: str
-    """Kind of the source: `text`, `pairs`, `labelled-text` or `images`."""
+    """Kind of the source: `text`, `pairs`, `labelled-text`, `images` or `objects`."""
     task: str
     hash: str
     """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""
@@ -180,7 +186,17 @@ def collate_images(examples: Sequence[Picture], indices: Sequence[int], processo
         attention_mask=None,
         sequence=torch.tensor(list(indices), dtype=torch.int64),
         labels=_classes(examples, indices),
+        objects=[object_tensors(e.objects) for e in chosen if e.objects is not None] or None,
     )
+
+
+def object_tensors(objects: Objects) -> dict[str, Tensor]:
+    """`class_labels`, `boxes` and `crowd` of an image, see `Batch.objects`."""
+    return {
+        "class_labels": torch.tensor(objects.classes, dtype=torch.int64),
+        "boxes": torch.tensor(objects.relative, dtype=torch.float32).reshape(-1, 4),
+        "crowd": torch.tensor(objects.crowd, dtype=torch.bool),
+    }
 
 
 def _classes(examples: Sequence[Any], indices: Sequence[int]) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import datasets
 
 from fulldepth.data.columns import EXPECTED, Columns, choose_columns, require_columns, text_value
 from fulldepth.data.images import ImageLoader, image_content, image_value
+from fulldepth.data.objects import Objects
 from fulldepth.data.opening import Opened, open_data
 from fulldepth.data.sequences import Sequences
 from fulldepth.errors import FulldepthError, one_line
@@ -31,6 +32,8 @@ class Record:
     """Loader that decodes the image to RGB."""
     label: int | None = None
     """Class index, None where unknown."""
+    objects: Objects | None = None
+    """Classes and boxes of the objects in the image; None for data without boxes."""
     where: str = ""
     """Location in the data, for messages."""
 
@@ -41,10 +44,12 @@ class Source:
 
     name: str
     kind: str
-    """`text`, `pairs` (prompt and response), `labelled-text` or `images`."""
+    """`text`, `pairs` (prompt and response), `labelled-text`, `images` or `objects` (images with boxes)."""
     records: Sequence[Record]
     class_names: tuple[str, ...] = ()
     """Name of each class index; empty if classes have no names."""
+    warnings: tuple[str, ...] = ()
+    """Sentences on entries that were skipped."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -57,26 +62,28 @@ def open_source(
     split: str | None = None,
     limit: int | None = None,
     held_out: bool = True,
+    skip_bad: bool = False,
 ) -> Source:
     """Read data for measuring, or labelled rows for training.
 
     Args:
         data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below
-            `train|validation|test` or not, and `digits:builtin`. Rows hold `text` or `sentence` and perhaps `label`,
-            two sentences, `prompt` + `response`, or `image`; a `.txt` file is one document. A `Source` is returned as
-            it is.
+            `train|validation|test` or not; a `.json` file in COCO's format; `digits:builtin` and `shapes:builtin`. Rows
+            hold `text` or `sentence` and perhaps `label`, two sentences, `prompt` + `response`, or `image`; a `.txt`
+            file is one document. A `Source` is returned as it is.
         config: configuration of a Hub data set.
         split: which split of an image folder, of built-in data or of a Hub data set; by default the validation or test
             split where there is one.
         limit: most records to read: the first ones; of images in folders, spread evenly over all.
         held_out: False = by default the training split.
+        skip_bad: leave out entries of a file in COCO's format that have defects, and count them in `warnings`.
 
     Raises:
         FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """
     if isinstance(data, Source):
         return data
-    opened = open_data(data, config=config, split=split, limit=limit, held_out=held_out, images=True)
+    opened = open_data(data, config=config, split=split, limit=limit, held_out=held_out, images=True, skip_bad=skip_bad)
     if isinstance(opened.table, datasets.IterableDataset) and limit is None:
         raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
     return _source(opened)
@@ -88,6 +95,9 @@ def _columns_to_read(names: Iterable[str], where: str) -> list[str]:
 
 def _source(opened: Opened) -> Source:
     """The records of all rows. The first row determines which columns are read."""
+    if opened.items and isinstance(opened.items[0], Mapping) and isinstance(opened.items[0].get("objects"), Objects):
+        records = [Record(image=row["image"], objects=row["objects"], where=where) for where, row in opened.rows()]
+        return Source(opened.name, "objects", records, opened.labels, opened.warnings)
     columns: Columns | None = None
     values: list[tuple[Any, Any]] = []
     labels: list[tuple[str, Any]] = []
@@ -171,5 +181,7 @@ def content_hash(data: Source | Sequences) -> str:
         for text in (record.text, record.second, record.prompt, record.response):
             fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
         fingerprint.add(str(record.label).encode())
+        if record.objects is not None:
+            fingerprint.add(repr(record.objects).encode())
         fingerprint.add(b"" if record.image is None else b"=" + image_content(record.image))
     return str(fingerprint)

@@ -135,6 +135,11 @@ def check_task(anatomy: Anatomy) -> None:
         FulldepthError: with the reason.
     """
     name, config = type(anatomy.model).__name__, anatomy.model.config
+    if anatomy.task == "detection":
+        raise FulldepthError(
+            f"{name} is a detector, for which there is no rule of early exit. `fulldepth measure` gives the average "
+            "precision of every decoder layer, which is that of a decoder that stops there."
+        )
     if anatomy.task not in CLASSIFIES + PREDICTS:
         raise FulldepthError(
             f"{name} predicts neither tokens nor a class, so no layer can be left early. Expected a language model or "

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from fulldepth.figures import (
     checkpoints,
     coherence,
+    detection,
     displacement,
     early_exit,
     evaluation,
@@ -40,6 +41,7 @@ FIGURES: tuple[Figure, ...] = (
     *displacement.FIGURES,
     *similarity.FIGURES,
     *lens.FIGURES,
+    *detection.FIGURES,
     *coherence.FIGURES,
     *geometry.FIGURES,
     *memory.FIGURES,

@@ -1,6 +1,7 @@
 """Everything that depends on Hugging Face's module names and files: loading, families, anatomy, heads."""
 
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, task_of
+from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.distributed_checkpoint import (
     OPTIMIZER_SHARDS,
     WEIGHT_SHARDS,
@@ -75,6 +76,7 @@ __all__ = [
     "Anatomy",
     "Checkpoint",
     "Classifier",
+    "DetectionHeads",
     "Family",
     "Head",
     "ModelCard",

@@ -31,8 +31,11 @@ replaced tokens, others reconstruct images or sound."""
 
 
 def task_of(model: Any) -> str:
-    """The task of a model's head: a value of `TASKS`, or `representation`."""
+    """The task of a model's head: a value of `TASKS`, `detection` for families with a box head, or `representation`."""
     name = type(model).__name__
+    if name.endswith("ForObjectDetection"):
+        rows = rows_of(model.config.model_type) or ()
+        return "detection" if any(row.box_head is not None for row in rows) else "representation"
     task = next((task for suffix, task in TASKS.items() if name.endswith(suffix)), "representation")
     if name.endswith("ForPreTraining") and model.get_output_embeddings() is None:
         return "representation"
@@ -52,7 +55,7 @@ class Anatomy:
 
     @property
     def task(self) -> str:
-        """`causal-lm`, `masked-lm`, `text-classification`, `image-classification` or `representation`."""
+        """`causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection` or `representation`."""
         return task_of(self.model)
 
     @property

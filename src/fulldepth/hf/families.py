@@ -94,6 +94,10 @@ class Family:
     modality: Modality = "text"
     counted_tokens: CountedTokens | None = None
     """The default token policy of models without a language-model head; None = it follows from the task."""
+    backbone: str | None = None
+    """Convolutions before the Transformer, from the body."""
+    box_head: str | None = None
+    """Module of a detector that predicts a box from the state of each query, from the model."""
     heads: Mapping[str, Head] | None = None
     """Ending of the model's class name -> its head; None = found by following the tensors to the logits."""
 
@@ -329,6 +333,8 @@ DETR = Family(
     norm_between="auxiliary_loss",
     modality="images",
     counted_tokens="all",
+    backbone="backbone",
+    box_head="bbox_predictor",
     heads={"ForObjectDetection": Head(("class_labels_classifier",))},
 )
 

@@ -31,8 +31,8 @@ class LayerwiseLoss(Term):
     sites = ("residual",)
     unit = "nats"
     needs_head = True
-    weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
-    """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
+    weights: Literal["linear", "uniform", "sum"] | list[float] | tuple[float, ...] = "linear"
+    """linear (2l / (L (L+1))), uniform (1/L), sum (1, as DETR's auxiliary losses), or one number a layer."""
     schedule: Literal["alternate", "always"] = "alternate"
     """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
 
@@ -86,6 +86,10 @@ class Aligned(LayerwiseLoss):
         """
         assert context.classifier is not None
         classifier = context.classifier.after_forward()
+        losses = context.task.layer_losses(context.batch, context.states["residual"][1:], context.classifier)
+        if losses is not None:
+            shares = layer_weights(self.weights, len(losses))
+            return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
         if classifier.per_token:
             states, labels = context.states["residual"][1:], self._labels(context)
             return aligned_loss(states, classifier.tokens, labels, weights=self.weights, positions=self.positions)
@@ -159,7 +163,7 @@ def aligned_loss(
             positions, ignore their labels: slices of states would be copied.
         head: final norm and output projection, `[N, D] -> [N, V]`. Its parameters receive gradients.
         labels: `[B, T]` (or `[B]`), aligned with the positions: for causal models the caller shifts them.
-        weights: `"linear"` as above, `"uniform"` for `1/L`, or L numbers.
+        weights: `"linear"` as above, `"uniform"` for `1/L`, `"sum"` for 1, or L numbers.
         ignore_index: label of ignored positions. Their states have no effect, even if they are NaN.
         chunk: positions at a time, at least 1.
         positions: share of the labelled positions that each layer reads, above 0 and at most 1.
@@ -198,7 +202,7 @@ def aligned_loss(
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
-    """Weights of layers 1..L: by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`) or as given.
+    """Weights of layers 1..L: by name ("linear": `2l / (L(L+1))`, "uniform": `1/L`, "sum": 1) or as given.
 
     Raises:
         FulldepthError: for an unknown name, a wrong number of weights, or a negative or infinite weight.
@@ -209,6 +213,7 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
         named = {
             "linear": [2 * layer / (num_layers * (num_layers + 1)) for layer in range(1, num_layers + 1)],
             "uniform": [1 / num_layers] * num_layers,
+            "sum": [1.0] * num_layers,
         }
         if weights not in named:
             raise unknown("weighting of layers", weights, named)

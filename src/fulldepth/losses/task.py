@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import task_of, unwrapped
+from fulldepth.hf import Classifier, task_of, unwrapped
 from fulldepth.targets import IGNORE, next_targets
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -27,7 +27,9 @@ class Task:
     """
 
     name: str
-    """causal-lm, masked-lm, text-classification, image-classification or representation."""
+    """causal-lm, masked-lm, text-classification, image-classification, detection or representation."""
+    handles: ClassVar[str | None] = None
+    """The task that a subclass is for."""
 
     @classmethod
     def of(cls, model: Any) -> Task:
@@ -36,7 +38,9 @@ class Task:
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
-        return cls(task_of(model))
+        name = task_of(model)
+        kind = next((each for each in cls.__subclasses__() if each.handles == name), cls)
+        return kind(name)
 
     @property
     def shifts(self) -> bool:
@@ -82,6 +86,18 @@ class Task:
         """Number of targets over which the loss is averaged; None without labels."""
         labels = self.labels(batch)
         return None if labels is None else (labels != IGNORE).sum()
+
+    def layer_losses(
+        self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
+    ) -> list[Tensor] | None:
+        """Losses of layers 1..L read by the shared head; None if they are cross-entropies of `labels`.
+
+        Args:
+            batch: inputs and labels of the model.
+            states: `h_1, ..., h_L`, each `[B, T, D]`.
+            classifier: the model's head.
+        """
+        return None
 
     def sequences(self, batch: Mapping[str, Any]) -> int | None:
         """Number of sequences or images; None if the batch has none of `INPUTS`."""

@@ -33,6 +33,7 @@ def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, 
         "mean_coherence": _coherence(table, sequences),
         "median_saturation": _saturation(table, num_layers),
         "effective_depth": _effective_depth(table, num_layers),
+        "average_precision": _average_precision(table, num_layers),
     }
     return {
         name: _explained(name, finding, sequences)
@@ -132,3 +133,19 @@ def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:
     elif math.isfinite(absolute):
         sentence += "; none before the last reaches an accuracy of 95 %" if value < num_layers else ""
     return Finding(value, "layers", f"{sentence}.", error)
+
+
+def _average_precision(table: pd.DataFrame, num_layers: int) -> Finding:
+    """Finding on AP50 of the last decoder layer, and the first layer that reaches 95 % of it."""
+    values = [_value(table, "average_precision", "ap50", layer) for layer in range(1, num_layers + 1)]
+    last, name = values[-1], "average_precision"
+    sentence = f"The last of {num_layers} decoder layers has an average precision of {last:.1%} at an IoU of 0.5"
+    enough = next((layer for layer, value in enumerate(values, start=1) if value >= 0.95 * last), num_layers)
+    if last > 0:
+        sentence += (
+            f"; layer {enough} already reaches 95 % of that"
+            if enough < num_layers
+            else "; no layer before it reaches 95 % of that"
+        )
+    whole = _value(table, name, "ap", num_layers)
+    return Finding(last, "1", f"{sentence} (over IoUs of 0.5 to 0.95: {whole:.1%}).")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -15,11 +15,12 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections
 from fulldepth.execution.batching import model_inputs
+from fulldepth.hf import Classifier, DetectionHeads
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted
-from fulldepth.metrics import Observation, Readout, SpectralNorm
+from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
 from fulldepth.settings.measure import MeasureSettings
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
@@ -167,6 +168,8 @@ def observe(
         words=batch.words,
     )
     classifier = subject.verified.classifier
+    if subject.anatomy.task == "detection" and classifier is not None:
+        observation.detections = detections(classifier, residual, batch.objects)
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
     if classifier is not None and targets is not None and read is not None and reader is not None:
         targets = targets.to(device)
@@ -176,6 +179,15 @@ def observe(
 
         observation.readout = readout
     return observation
+
+
+def detections(classifier: Classifier, residual: Tensor, objects: Sequence[Mapping[str, Tensor]] | None) -> Detections:
+    """Classes and boxes of layers 1..L of a detector, from its residual stream `[L+1, B, Q, D]`."""
+    heads = DetectionHeads(classifier)
+    where = classifier.device or residual.device
+    depth = len(residual) - 1
+    read = [heads.read(residual[layer].to(where), last=layer == depth) for layer in range(1, depth + 1)]
+    return Detections(torch.stack([logits for logits, _ in read]), torch.stack([boxes for _, boxes in read]), objects)
 
 
 def _check_finite(batch: Batch, *states: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
 from fulldepth.metrics import METRICS, Cka, Measure, Setup
 
-UNUSUAL = {"routing", "streams"}
+UNUSUAL = {"routing", "streams", "boxes"}
 """Features of some models; for other models, measures of these features are left out silently."""
 
 
@@ -124,12 +124,16 @@ def missing(setup: Setup, verified: Verified, sequences: Sequences, has_referenc
         reasons["labels"] = "the data have no labels of two or more classes"
     if not setup.words:
         reasons["words"] = "no words were named (--words is,are,was,were)"
-    elif sequences.kind == "images":
+    elif sequences.kind in ("images", "objects"):
         reasons["words"] = "images have no words"
     if not sequences.equal_lengths or setup.sequence_length < 2:
         reasons["equal_lengths"] = "it needs sequences of one length, two tokens at least, without padding"
     if len(sequences) < 2:
         reasons["several_sequences"] = "it averages over sequences, and there is only one"
+    if verified.anatomy.task != "detection":
+        reasons["boxes"] = f"{type(verified.anatomy.model).__name__} predicts no boxes"
+    elif sequences.kind != "objects" or not sequences.num_targets:
+        reasons["objects"] = "the data hold no boxes of objects"
     if not has_reference:
         reasons["reference"] = "no reference model was named (--reference MODEL)"
     return reasons
@@ -142,6 +146,8 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
         return f"the head of {type(anatomy.model).__name__} is not known: {verified.unproven['head']}"
     if classifier is None:
         return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
+    if anatomy.task == "detection":
+        return "the queries of a detector have no target each: average_precision and detection_loss read them"
     if anatomy.task == "representation":
         return "the head's targets are not in this data"
     if sequences.task != anatomy.task:

@@ -31,7 +31,7 @@ from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.sampling import sampling
 from fulldepth.measurement.stages import prepare_stages
 from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, prove, small_batch
-from fulldepth.metrics import Setup
+from fulldepth.metrics import SetLoss, Setup
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
@@ -191,6 +191,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
+        set_loss=SetLoss.of(anatomy.model.config) if anatomy.task == "detection" else None,
         seed=settings.seed,
         device=device,
     )

@@ -32,6 +32,7 @@ from fulldepth.measurement import tokens
 from fulldepth.settings.measure import MeasureSettings
 
 DEFAULT_LENGTH = 256
+IMAGES = ("images", "objects")
 PROVEN_POSITIONS = 16
 """Tokens of each of two sequences that the proofs at load run on."""
 
@@ -212,18 +213,18 @@ def sequences_for(
     """The data, prepared for this model."""
     if isinstance(data, Sequences):
         return data
-    source = open_source(data, split=settings.split)
+    source = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
     if settings.corrupt is not None:
         source = corrupted(source, settings.corrupt, settings.seed)
-    if anatomy.family.modality == "text" and source.kind == "images":
+    if anatomy.family.modality == "text" and source.kind in IMAGES:
         raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
-    if anatomy.family.modality == "images" and source.kind != "images":
+    if anatomy.family.modality == "images" and source.kind not in IMAGES:
         raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
     positions = anatomy.max_positions
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
-    classifies = anatomy.task in ("text-classification", "image-classification")
+    classifies = anatomy.task in ("text-classification", "image-classification", "detection")
     processor = None
-    if source.kind == "images":
+    if source.kind in IMAGES:
         trusted = settings.trust_remote_code
         processor = load_processor(
             checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted

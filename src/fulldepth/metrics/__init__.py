@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from fulldepth.metrics.average_precision import AveragePrecision, average_precision
 from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
+from fulldepth.metrics.detection_agreement import DetectionAgreement, detection_agreement
+from fulldepth.metrics.detection_loss import DetectionLoss, SetLoss, detection_loss
+from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.displacement import Displacement, displacement
 from fulldepth.metrics.effective_depth import EffectiveDepth, effective_depth
 from fulldepth.metrics.expected_retrieval import ExpectedRetrieval, expected_retrieval, head_shares
@@ -42,14 +46,21 @@ METRICS: dict[str, type[Measure]] = {
     "retrieval_weight": RetrievalWeight,
     "expected_retrieval": ExpectedRetrieval,
     "stream_mixing": StreamMixing,
+    "average_precision": AveragePrecision,
+    "detection_loss": DetectionLoss,
+    "detection_agreement": DetectionAgreement,
 }
 """Measures by public name. Adding a measure takes one file, one line here and one test."""
 
 __all__ = [
     "METRICS",
+    "AveragePrecision",
     "Cka",
     "Coherence",
     "Cosine",
+    "DetectionAgreement",
+    "DetectionLoss",
+    "Detections",
     "Displacement",
     "EffectiveDepth",
     "ExpectedRetrieval",
@@ -68,12 +79,16 @@ __all__ = [
     "Row",
     "Saturation",
     "Separability",
+    "SetLoss",
     "Setup",
     "SpectralNorm",
     "StreamMixing",
+    "average_precision",
     "cka_matrix",
     "coherence",
     "cosine_matrix",
+    "detection_agreement",
+    "detection_loss",
     "displacement",
     "effective_depth",
     "expected_retrieval",

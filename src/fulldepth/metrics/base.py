@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn.functional import one_hot
 
 from fulldepth.metrics.accumulator import CPU, Accumulator
 from fulldepth.metrics.angle import cosine
+from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.jackknife import group_sizes
 from fulldepth.metrics.reservoir import Reservoir
 from fulldepth.targets import IGNORE
@@ -87,6 +88,8 @@ class Setup:
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
     """Names of the weight matrices inside a block whose spectral norms are measured."""
+    set_loss: Any = None
+    """A detector's `SetLoss` options; None = DETR's."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""
@@ -147,6 +150,8 @@ class Observation:
     """[B] int64: index of each sequence in the whole data set."""
     labels: Tensor | None = None
     """[B] int64 class of each sequence, -100 where unknown."""
+    detections: Detections | None = None
+    """Predictions of every layer of a detector; None for other models."""
     words: Tensor | None = None
     """[B, T] int64: index into `Setup.words` of the word that ends at this position, -1 elsewhere."""
     readout: Callable[[], Readout] | None = None
@@ -236,7 +241,7 @@ class Measure(Accumulator):
     """Activations that the measure reads."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Requirements, out of `targets, labels, words, equal_lengths, several_sequences, reference, weights, routing,
-    head_shares, streams`."""
+    head_shares, streams, boxes, objects`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class MeasureSettings(LoadingSettings):
         "What to measure": ("measures", "tokens", "words", "reference", "probe_data", "corrupt"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate"),
+            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad"),
         ),
         "Loading the model": (
             *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),
@@ -32,7 +32,8 @@ class MeasureSettings(LoadingSettings):
     measures: list[str] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, stream_mixing; None = all that model and data allow."""
+    expected_retrieval, stream_mixing, average_precision, detection_loss, detection_agreement; None = all that model
+    and data allow."""
     max_sequences: Count = 256
     """Sequences to read."""
     sequence_length: Length | None = None
@@ -72,6 +73,8 @@ class MeasureSettings(LoadingSettings):
     """Seed of all random samples."""
     split: str | None = None
     """Split of a Hub data set or an image folder."""
+    skip_bad: bool = False
+    """Leave out entries of a data file that have defects, and count them, instead of refusing the file."""
     truncate: bool = False
     """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
     tower: Literal["text", "vision"] | None = None

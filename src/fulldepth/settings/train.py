@@ -45,6 +45,9 @@ class DataSettings(Settings):
     """Split of a Hub data set."""
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
+    image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Detection: pixels of the shorter edge that images are scaled to, the longer one to at most 5/3 of it; None = as
+    the checkpoint's image processor, else 800."""
     skip_bad: bool = False
     """Classification: leave bad rows out (a damaged image, a label outside the classes, a text that is too long) and
     count them in the warnings, instead of refusing the data."""
@@ -121,10 +124,11 @@ class ObjectiveSettings(Settings):
 class InitializerSettings(Settings):
     """Initialisation of weights that come from no checkpoint; the defaults are the model class's own."""
 
-    distribution: Literal["model", "truncated-normal"] = "model"
+    distribution: Literal["model", "truncated-normal", "glorot"] = "model"
     """Distribution of matrices and embeddings. model: the class's own, normal with standard deviation
     model.initializer_range (0.02) in a llama; truncated-normal: standard deviation inputs**-0.5 (embeddings:
-    channels**-0.5), cut at three of them (Meta Lingua). Routers and Hyper-Connections keep their own initialisation."""
+    channels**-0.5), cut at three of them (Meta Lingua); glorot: linear layers uniform with variance 2 / (inputs +
+    outputs), embeddings N(0, 1) (DETR). Routers and Hyper-Connections keep their own initialisation."""
     output_scale: Rate = 1.0
     """Factor of the matrices that write into the residual stream (o_proj, down_proj): n**-0.5 for Hyper-Connections
     with n streams (arXiv 2409.19606, Sec. 4), (2 L)**-0.5 for a depth of L layers."""
@@ -197,6 +201,8 @@ class TrainSettings(Settings):
 
     learning_rate: Rate = 1e-3
     """Peak learning rate of AdamW."""
+    backbone_learning_rate: Rate | None = None
+    """Peak learning rate of a detector's backbone; None = `learning_rate`."""
     router_learning_rate: Rate | None = None
     """Peak learning rate of memory routers; None = `learning_rate`."""
     min_learning_rate: NonNegativeRate = 0.0

@@ -233,6 +233,7 @@ def _line(
         parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
     if evaluation.accuracy is not None:
         parts.append(f"accuracy {evaluation.accuracy:.2%}")
+    parts += evaluation.shown
     if evaluation.jump_rates:
         parts.append(f"jump rate {evaluation.jump_rates[0]:.2f} %")
     if speed is not None:

@@ -15,7 +15,7 @@ from fulldepth.distributed import add_up, current
 from fulldepth.execution import capture, find_anatomy, read_layers
 from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses import Task
-from fulldepth.metrics import displacement, jump_rate
+from fulldepth.metrics import Row, displacement, jump_rate
 from fulldepth.targets import IGNORE
 
 
@@ -35,6 +35,12 @@ class Evaluation:
     """Share of the rows whose top class is their label; None for other tasks than classification."""
     lens_accuracy: list[float] = field(default_factory=list)
     """The same by the last layer's classifier on layers 0..L (aligned training, Eq. 2)."""
+    unit: str = "nats"
+    """Of the loss."""
+    rows: list[Row] = field(default_factory=list)
+    """Further rows of the table."""
+    shown: list[str] = field(default_factory=list)
+    """Further numbers for the line that a run prints."""
 
 
 class Evaluator:
@@ -76,7 +82,7 @@ class Evaluator:
         add_up(sums)
         return _evaluation(sums.tolist(), anatomy.num_layers)
 
-    def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
         """This process's batches, and whether each counts: with sharding all processes must run equally many."""
         rank, world = current().rank, current().world
         starts = range(0, len(self.data), self.batch_size)
@@ -85,7 +91,14 @@ class Evaluator:
             start = starts[first + rank] if counts else 0
             items = [self.data[i] for i in range(start, min(start + self.batch_size, len(self.data)))]
             batch = self.collate(items)
-            yield {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}, counts
+            yield {name: _moved(value, device) for name, value in batch.items()}, counts
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or a list of mappings of tensors, on a device."""
+    if isinstance(value, list):
+        return [{name: tensor.to(device) for name, tensor in entry.items()} for entry in value]
+    return value.to(device)
 
 
 def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:

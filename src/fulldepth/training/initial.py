@@ -31,6 +31,9 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
       of D channels N(0, 1/D) cut likewise; the cut makes the standard deviation 0.98658 of the nominal one. Biases and
       the embedding of the padding token are zero. Norms and the weights of the model's switches (`added_parameters`)
       keep their initialisation.
+    - `distribution: glorot`: linear layers are uniform with variance 2 / (inputs + outputs), embeddings N(0, 1), as in
+      DETR's own code; convolutions keep their initialisation. transformers draws a DETR's queries with a standard
+      deviation of 0.02, so that they are hard to tell apart.
     - `output_scale`: factor of the matrices that write into the residual stream.
     - `memory`: the weights that the model lists for this rule (`memory_bounds`) are drawn from U(-b, b), with b
       from the same list.
@@ -42,13 +45,16 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     Raises:
         FulldepthError: as `check_initializer`.
 
-    Source: Meta Lingua, `lingua/transformer.py` (`reset_parameters`).
+    Source: Meta Lingua, `lingua/transformer.py` (`reset_parameters`); DETR, `models/transformer.py`.
     """
     check_initializer(model, settings)
     with torch.no_grad():
         if settings.distribution == "truncated-normal":
             for module in _matrices(model):
                 _fill_truncated(module)
+        elif settings.distribution == "glorot":
+            for module in _matrices(model):
+                _fill_glorot(module)
         if settings.output_scale != 1.0:
             for module in _outputs(model):
                 module.weight.mul_(settings.output_scale)
@@ -70,7 +76,7 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
             f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a {kind} names its own "
             "otherwise."
         )
-    if settings.distribution != "model":
+    if settings.distribution == "truncated-normal":
         matrix_ids = {id(module.weight) for module in _matrices(model)}
         added = _added(model)
         for name, parameter in model.named_parameters():
@@ -118,6 +124,17 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
             f"(model.memory); this {model.config.model_type} has none."
         )
     return bounds
+
+
+def _fill_glorot(module: Any) -> None:
+    weight = module.weight
+    drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+    if isinstance(module, nn.Embedding):
+        weight.copy_(drawn.normal_())
+    else:
+        weight.copy_(nn.init.xavier_uniform_(drawn))
+    if getattr(module, "bias", None) is not None:
+        module.bias.zero_()
 
 
 def _fill_truncated(module: Any) -> None:

@@ -15,10 +15,10 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     `model.checkpoint` replaced by its last checkpoint, and `data.validation_sequences` of the task.
 
     The losses of all layers alternate with the last layer's in training from scratch, and are taken at every step in
-    fine-tuning (aligned training, App. B.3 and C.2).
+    fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2).
     """
     preset = METHODS[settings.method]
-    if settings.model.checkpoint is not None:
+    if settings.model.checkpoint is not None or settings.task == "detection":
         preset = {
             name: {**options, "schedule": "always"} if "schedule" in options else options
             for name, options in preset.items()

@@ -111,12 +111,15 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
             checkpoint's weights do not fit.
     """
-    dtype = WEIGHTS[settings.precision]
+    dtype, attention = WEIGHTS[settings.precision], settings.attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
             model = HEADS[settings.task].auto.from_config(
-                config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=False
+                config,
+                dtype=dtype,
+                attn_implementation={"": attention} if settings.task == "detection" else attention,  # not the backbone
+                trust_remote_code=False,
             )
         except (ValueError, ImportError) as error:
             raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.losses.trainer import AnyTrainer
 from fulldepth.training.settings import TrainSettings
 
@@ -50,7 +51,7 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
     everything = settings.decay == "all"
     decayed = [p for p in trained if everything or (p.ndim >= 2 and id(p) not in embeddings)]
     decayed_ids = {id(p) for p in decayed}
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": settings.weight_decay, "lr": settings.learning_rate, "name": "decay"},
         {
             "params": [p for p in trained if id(p) not in decayed_ids],
@@ -59,6 +60,26 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
             "name": "no decay",
         },
     ]
+    return groups if settings.backbone_learning_rate is None else _with_backbone(model, groups, settings)
+
+
+def _with_backbone(model: nn.Module, groups: list[dict[str, Any]], settings: TrainSettings) -> list[dict[str, Any]]:
+    """The groups, each divided into the backbone's parameters, with their own learning rate, and all others.
+
+    Raises:
+        FulldepthError: if the model has no backbone.
+    """
+    anatomy = find_anatomy(model)  # type: ignore[arg-type]
+    if anatomy.family.backbone is None:
+        raise FulldepthError(f"backbone_learning_rate is for detectors; {type(model).__name__} has no backbone.")
+    inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
+    divided = []
+    for group in groups:
+        for is_backbone, name in ((False, group["name"]), (True, f"backbone, {group['name']}")):
+            chosen = [p for p in group["params"] if (id(p) in inside) is is_backbone]
+            rate = settings.backbone_learning_rate if is_backbone else group["lr"]
+            divided.append({**group, "params": chosen, "lr": rate, "name": name})
+    return divided
 
 
 class GroupsMixin(AnyTrainer):

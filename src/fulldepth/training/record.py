@@ -57,7 +57,7 @@ class Record:
             facts: measure -> (value, statistic, unit), or None if unknown.
         """
         rows: list[Any] = [
-            ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, "nats")
+            ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, evaluation.unit)
         ]
         if evaluation.accuracy is not None:
             value, targets = evaluation.accuracy, evaluation.targets
@@ -66,8 +66,9 @@ class Record:
             rows.append(("lens_accuracy", "residual", layer, None, "mean", value, evaluation.targets, "1"))
         for name, (total, count) in means.items():
             measure, site = ("train_loss", "model") if name == "ce" else ("penalty", name)
-            unit = "nats" if name == "ce" else TERMS[name].unit
+            unit = evaluation.unit if name in ("ce", "aligned") else TERMS[name].unit
             rows.append((measure, site, None, None, "mean", total / count, count, unit))
+        rows += evaluation.rows
         for layer, value in enumerate(evaluation.displacement, start=1):
             rows.append(("displacement", "residual", layer, None, "mean", value, evaluation.tokens, "1"))
         depth = len(evaluation.displacement)
@@ -131,9 +132,10 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     step = int(table.step.max())
     findings: dict[str, Finding] = {}
     for name, measure, unit, sentence in (
-        ("validation_loss", "validation_loss", "nats", _loss(table, step)),
+        ("validation_loss", "validation_loss", _unit(table, "validation_loss"), _loss(table, step)),
         ("validation_accuracy", "validation_accuracy", "1", _accuracy(table, step)),
-        ("train_loss", "train_loss", "nats", ""),
+        ("validation_ap50", "average_precision", "1", _precision(table, step)),
+        ("train_loss", "train_loss", _unit(table, "train_loss"), ""),
         ("zeta_L", "jump_rate", "%", _jump(table, step)),
         ("throughput", "throughput", _unit(table, "throughput"), _pace(table, step)),
         ("elapsed", "elapsed", "s", ""),
@@ -148,6 +150,8 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
 def _value(table: pd.DataFrame, measure: str, step: int) -> float | None:
     """Value of a measure at a step: of the whole model, or of the deepest layer that has it."""
     rows = table[(table.measure == measure) & (table.step == step)].sort_values("layer")
+    if measure == "average_precision":
+        rows = rows[rows.statistic == "ap50"]
     return None if rows.empty or not math.isfinite(rows.value.iloc[-1]) else float(rows.value.iloc[-1])
 
 
@@ -155,7 +159,8 @@ def _loss(table: pd.DataFrame, step: int) -> str:
     loss, before = _value(table, "validation_loss", step), _value(table, "validation_loss", 0)
     if loss is None:
         return ""
-    sentence = f"The validation loss is {loss:.3f} nats at step {step:,}"
+    unit = _unit(table, "validation_loss").replace("1", "")
+    sentence = " ".join(f"The validation loss is {loss:.3f} {unit} at step {step:,}".split())
     if before is not None and step:
         sentence += f", {before:.3f} before training"
     losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
@@ -171,6 +176,13 @@ def _jump(table: pd.DataFrame, step: int) -> str:
 def _accuracy(table: pd.DataFrame, step: int) -> str:
     value = _value(table, "validation_accuracy", step)
     return "" if value is None else f"{value:.1%} of the validation rows are classified correctly at step {step:,}."
+
+
+def _precision(table: pd.DataFrame, step: int) -> str:
+    value = _value(table, "average_precision", step)
+    return (
+        "" if value is None else f"The last layer's average precision at an IoU of 0.5 is {value:.1%} at step {step:,}."
+    )
 
 
 def _pace(table: pd.DataFrame, step: int) -> str:

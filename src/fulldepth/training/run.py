@@ -13,12 +13,15 @@ from transformers import logging as transformers_logging
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution import find_anatomy
 from fulldepth.hf import sealed_checkpoints
 from fulldepth.losses import DepthTrainer, Objective
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.training.arguments import training_arguments
 from fulldepth.training.callback import Conductor, stopping
+from fulldepth.training.detection import detection_trainer
+from fulldepth.training.detection_evaluation import DetectionEvaluator
 from fulldepth.training.evaluation import Evaluator
 from fulldepth.training.export import explaining_full_disk, put_together
 from fulldepth.training.folder import KIND, TOKENIZER, holding, open_run
@@ -39,6 +42,8 @@ from fulldepth.training.text import packed_text, run_tokenizer
 
 EVALUATION_BATCH = {True: 8, False: 32}
 """Whether the task is causal-lm -> sequences or images in a forward pass of an evaluation."""
+EVALUATORS = {"detection": DetectionEvaluator}
+"""Task -> class that evaluates it, where the loss and the displacement are not all."""
 Prepared = tuple[Any, dict[str, Any]]
 """A trainer, and facts about its data."""
 ADVICE = (
@@ -112,7 +117,9 @@ def _train(
     conductor = Conductor(
         settings,
         Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta),
-        Evaluator(held_out, trainer.data_collator, EVALUATION_BATCH[settings.task == "causal-lm"]),
+        EVALUATORS.get(settings.task, Evaluator)(
+            held_out, trainer.data_collator, EVALUATION_BATCH[settings.task == "causal-lm"]
+        ),
         watcher,
         notes.model_copy(update={"origin": origin}),
         after_evaluation,
@@ -174,6 +181,7 @@ def _prepare(settings: TrainSettings) -> Callable[[TrainSettings, Path, Any, Wat
         "causal-lm": _conversations if settings.stage == "sft" else _packed,
         "image-classification": _images,
         "text-classification": _texts,
+        "detection": _detection,
     }
     if settings.task not in by_task:
         raise unknown("task", settings.task, by_task)
@@ -201,6 +209,10 @@ def _texts(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watch
         return _tokenizer(settings, folder, arguments, watcher, texts)
 
     return text_trainer(settings, arguments, watcher, lambda config: _built(config, settings), tokenizer)
+
+
+def _detection(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
+    return detection_trainer(settings, folder, arguments, watcher, lambda config: _built(config, settings))
 
 
 def _built(config: Any, settings: TrainSettings) -> tuple[PreTrainedModel, Objective]:
@@ -257,12 +269,19 @@ def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: di
             "class": type(model).__name__,
             "model_type": config.model_type,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "num_layers": config.get_text_config().num_hidden_layers,
+            "num_layers": _depth(settings, model),
         },
         "data": {"name": settings.data.name, **data},
         "versions": versions(),
         "warnings": [],
     }
+
+
+def _depth(settings: TrainSettings, model: PreTrainedModel) -> int:
+    """L; of a detector its decoder's."""
+    if settings.task == "detection":
+        return find_anatomy(model).num_layers
+    return int(model.config.get_text_config().num_hidden_layers)
 
 
 def _amount(settings: TrainSettings) -> str:

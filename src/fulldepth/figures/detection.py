@@ -1,0 +1,134 @@
+"""Detection: average precision, set loss and agreement of every decoder layer."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from fulldepth.figures.draw import Line, each_line, over_layers
+from fulldepth.figures.record import Figure, Method, Quantity, Source
+from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis
+
+PRECISIONS = (
+    Line("average_precision", "AP50", "ap50", form=".1%"),
+    Line("average_precision", "AP75", "ap75", color=CATEGORICAL[1], dash="dash", form=".1%"),
+    Line("average_precision", "AP, IoU 0.5 to 0.95", "ap", color=CATEGORICAL[2], dash="dot", form=".1%"),
+)
+LOSSES = (
+    Line("detection_loss", "Set loss", "mean"),
+    Line("detection_loss", "Classes (nats)", "class", color=CATEGORICAL[1], dash="dash"),
+    Line("detection_loss", "Distance of boxes", "l1", color=CATEGORICAL[2], dash="dot"),
+    Line("detection_loss", "1 − GIoU of boxes", "giou", color=CATEGORICAL[3], dash="dashdot"),
+)
+AGREEMENTS = tuple(
+    Line("detection_agreement", name, statistic, color=color, form=".1%", spread=f"standard_error_of_{statistic}")
+    for name, statistic, color in zip(
+        ("Same class, all queries", "Same class, objects", "Overlap of boxes, objects"),
+        ("class", "object_class", "box_iou"),
+        CATEGORICAL,
+        strict=False,
+    )
+)
+
+
+def _precision(source: Source) -> go.Figure | None:
+    return over_layers(
+        source.table, source.layers, PRECISIONS, alt=each_line(".1%"), yaxis=axis("Average precision", **SHARE)
+    )
+
+
+def _loss(source: Source) -> go.Figure | None:
+    return over_layers(source.table, source.layers, LOSSES, alt=each_line(), yaxis=axis("Loss", **ZERO))
+
+
+def _agreement(source: Source) -> go.Figure | None:
+    return over_layers(
+        source.table,
+        source.layers,
+        AGREEMENTS,
+        alt=each_line(".1%"),
+        yaxis=axis("Agreement with the last layer", **SHARE),
+    )
+
+
+FIGURES = (
+    Figure(
+        "average_precision",
+        "predictions",
+        _precision,
+        title="Average precision per decoder layer",
+        subtitle="Each layer read by the model’s own final norm, class head and box head",
+        methods=(
+            Method(
+                "Average precision",
+                ("average_precision",),
+                (
+                    "Every query gives one detection: its most probable class, with that probability as score. A "
+                    "detection is right if it overlaps a free object of its class by at least the threshold "
+                    "(intersection over union). Precision is averaged over 101 points of recall and over the classes; "
+                    "AP50 has the threshold 0.5, AP is the mean over 0.5, 0.55, …, 0.95. Boxes of all sizes count."
+                ),
+                source="Lin et al., <cite>Microsoft COCO</cite>, its evaluation code.",
+            ),
+        ),
+        curves=(
+            Quantity(
+                "average_precision",
+                "ap50",
+                "Average precision (AP50)",
+                "AP50",
+                form=".1%",
+                settings={**ZERO, "tickformat": ".0%"},
+            ),
+        ),
+        followed=True,
+    ),
+    Figure(
+        "detection_loss",
+        "predictions",
+        _loss,
+        title="Set loss per decoder layer",
+        subtitle="Loss of a detector that stops at this layer",
+        methods=(
+            Method(
+                "Set loss",
+                ("detection_loss",),
+                (
+                    "The loss that the detector was trained with, of every layer alone. Objects are matched to queries "
+                    "anew for each layer; queries without an object are to say that there is none."
+                ),
+                source="Carion et al., <cite>End-to-end object detection with Transformers</cite>, Eq. 2.",
+            ),
+        ),
+        curves=(Quantity("detection_loss", "mean", "Set loss", "Set loss"),),
+        secondary=True,
+    ),
+    Figure(
+        "detection_agreement",
+        "predictions",
+        _agreement,
+        title="Agreement with the last layer",
+        subtitle="Each query against itself at the last layer; objects are the queries in which that layer sees one",
+        methods=(
+            Method(
+                "Agreement of layers",
+                ("detection_agreement",),
+                (
+                    "Share of queries whose class, or “no object”, is that of the last layer, over all queries and "
+                    "over those in which the last layer sees an object; and the mean intersection over union of "
+                    "their boxes with the last layer’s."
+                ),
+            ),
+        ),
+        curves=(
+            Quantity(
+                "detection_agreement",
+                "box_iou",
+                "Overlap with the last layer’s boxes",
+                "Overlap",
+                form=".1%",
+                settings=SHARE,
+            ),
+        ),
+        secondary=True,
+    ),
+)

@@ -1,0 +1,207 @@
+"""Average precision of a detector at every layer, by COCO's protocol (aligned training, App. B.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulldepth.distributed import current
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.detections import Target, areas, corners, intersections, iou
+
+THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))
+"""Intersections over union from which a detection counts as right."""
+RECALLS = 101
+"""Points of recall, 0 to 1, over which precision is averaged."""
+MOST_DETECTIONS = 100
+"""Most detections of a class in an image, those of highest score."""
+SLACK = 1e-10
+"""COCO's own: an intersection over union of a threshold passes despite rounding."""
+
+
+class Matches(NamedTuple):
+    """The detections of one image, matched to its objects; n detections, T thresholds."""
+
+    scores: np.ndarray
+    """[n] float64."""
+    classes: np.ndarray
+    """[n] int64."""
+    right: np.ndarray
+    """[T, n] bool: matched to an object of its class."""
+    ignored: np.ndarray
+    """[T, n] bool: matched to a crowd, so neither right nor wrong."""
+
+
+def average_precision(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, float]:
+    """Average precision of the detections of some images, in [0, 1].
+
+    Each query gives one detection: its most probable class other than "no object", with that probability as score
+    (DETR's own reading). Per class and threshold, detections are matched in the order of their scores to the free
+    object of their class with the largest intersection over union. Precision, made non-increasing, is averaged over 101
+    points of recall, then over the classes that occur. Areas of all sizes count; detections on crowds are ignored; at
+    most 100 detections of a class count in an image.
+
+    Args:
+        logits: of each image, `[Q, C+1]`, the last class "no object".
+        boxes: of each image, `[Q, 4]`, as in `Detections`.
+        targets: of each image.
+
+    Returns:
+        `ap` (mean over the thresholds 0.5, 0.55, ..., 0.95), `ap50` and `ap75`; NaN without objects.
+
+    Source: Lin et al. 2014, "Microsoft COCO" (its evaluation code, `COCOeval`).
+    """
+    matches = [match(*each) for each in zip(logits, boxes, targets, strict=True)]
+    return summary(matches, positives(targets))
+
+
+def positives(targets: Sequence[Target]) -> dict[int, int]:
+    """Class -> number of objects that are no crowds."""
+    counts: dict[int, int] = {}
+    for target in targets:
+        for index, crowd in zip(target["class_labels"].tolist(), _crowd(target).tolist(), strict=True):
+            counts[index] = counts.get(index, 0) + (not crowd)
+    return counts
+
+
+def match(logits: Tensor, boxes: Tensor, target: Target) -> Matches:
+    """Match the detections of an image, `logits: [Q, C+1]` and `boxes: [Q, 4]`, to its objects."""
+    scores, classes = logits.detach().double().cpu().softmax(-1)[:, :-1].max(-1)
+    found, true = corners(boxes.detach().double().cpu()), corners(target["boxes"].double().cpu())
+    labels, crowd = target["class_labels"].cpu(), _crowd(target).cpu()
+    parts = [
+        _of_class(scores[classes == index], found[classes == index], true[labels == index], crowd[labels == index])
+        for index in classes.unique().tolist()
+    ]
+    indices = [np.full(len(part[0]), index) for part, index in zip(parts, classes.unique().tolist(), strict=True)]
+    if not parts:
+        empty = np.zeros((len(THRESHOLDS), 0), dtype=bool)
+        return Matches(np.zeros(0), np.zeros(0, dtype=np.int64), empty, empty)
+    return Matches(
+        np.concatenate([part[0] for part in parts]),
+        np.concatenate(indices),
+        np.concatenate([part[1] for part in parts], axis=1),
+        np.concatenate([part[2] for part in parts], axis=1),
+    )
+
+
+def _of_class(scores: Tensor, found: Tensor, true: Tensor, crowd: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores, and [T, n] whether right and whether ignored, of one class in one image; n detections, m objects."""
+    order = scores.argsort(descending=True, stable=True)[:MOST_DETECTIONS]
+    scores, found = scores[order], found[order]
+    overlap = iou(found[:, None], true[None])  # [n, m]
+    inside = intersections(found[:, None], true[None]) / areas(found)[:, None].clamp(min=1e-300)
+    overlaps = torch.where(crowd[None], inside, overlap).numpy()
+    single, group = (~crowd).numpy(), crowd.numpy()
+    limits = np.minimum(np.array(THRESHOLDS), 1 - SLACK)[:, None]
+    taken = np.zeros((len(THRESHOLDS), len(true)), dtype=bool)
+    right, ignored = (np.zeros((len(THRESHOLDS), len(found)), dtype=bool) for _ in range(2))
+    rows = np.arange(len(THRESHOLDS))
+    for index, shares in enumerate(overlaps if len(true) else ()):
+        free = (shares[None] >= limits) & single & ~taken
+        best = len(true) - 1 - np.where(free, shares, -1.0)[:, ::-1].argmax(1)  # of equals the last, as COCO's code
+        hit = free[rows, best]
+        taken[rows[hit], best[hit]] = True
+        right[:, index] = hit
+        ignored[:, index] = ~hit & ((shares[None] >= limits) & group).any(1)
+    return scores.numpy(), right, ignored
+
+
+def summary(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[str, float]:
+    """Average precisions of matched detections.
+
+    Args:
+        matches: of all images, in the order of the data.
+        counts: class -> number of objects.
+    """
+    classes = [index for index, count in sorted(counts.items()) if count]
+    if not classes:
+        return {"ap": np.nan, "ap50": np.nan, "ap75": np.nan}
+    scores, labels = (np.concatenate([each[part] for each in matches]) for part in (0, 1))
+    right, ignored = (np.concatenate([each[part] for each in matches], axis=1) for part in (2, 3))
+    table = np.stack(  # [classes, T]
+        [_interpolated(scores[chosen], right[:, chosen], ignored[:, chosen], counts[index])
+         for index in classes
+         for chosen in [labels == index]]
+    )  # fmt: skip
+    means = table.mean(0)
+    ap50, ap75 = (float(means[THRESHOLDS.index(threshold)]) for threshold in (0.5, 0.75))
+    return {"ap": float(means.mean()), "ap50": ap50, "ap75": ap75}
+
+
+def _interpolated(scores: np.ndarray, right: np.ndarray, ignored: np.ndarray, positives: int) -> np.ndarray:
+    """[T] mean of the non-increasing precision over the points of recall, of one class."""
+    order = np.argsort(-scores, kind="stable")
+    right, ignored = right[:, order], ignored[:, order]
+    hits, misses = right.cumsum(1), (~right & ~ignored).cumsum(1)
+    recall = hits / positives
+    precision = hits / np.maximum(hits + misses, 1)
+    envelope = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+    points, values = np.linspace(0, 1, RECALLS), np.zeros(len(right))
+    for threshold in range(len(right)):
+        at = np.searchsorted(recall[threshold], points, side="left")
+        reached = at[at < len(scores)]
+        values[threshold] = envelope[threshold][reached].sum() / RECALLS
+    return values
+
+
+def _crowd(target: Target) -> Tensor:
+    return target["crowd"] if "crowd" in target else torch.zeros_like(target["class_labels"], dtype=torch.bool)
+
+
+class AveragePrecision(Measure):
+    """Average precision of layers 1..L, each read by the model's own final norm, class head and box head."""
+
+    name = "average_precision"
+    units = dict.fromkeys(("ap", "ap50", "ap75"), "1")
+    needs = frozenset({"boxes", "objects"})
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.matches: dict[int, list[Matches]] = {}
+        """Index of an image -> the matches of layers 1..L."""
+        self.counts: dict[int, int] = {}
+
+    def reset(self) -> None:
+        """Remove all images."""
+        super().reset()
+        self.matches, self.counts = {}, {}
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        detections = observation.detections
+        if detections is None or detections.targets is None:
+            raise ValueError("this observation has no boxes; average_precision needs predicted and true ones")
+        for row, (sequence, target) in enumerate(zip(observation.sequence.tolist(), detections.targets, strict=True)):
+            self.matches[sequence] = [
+                match(logits[row], boxes[row], target)
+                for logits, boxes in zip(detections.logits, detections.boxes, strict=True)
+            ]
+            for index, count in positives([target]).items():
+                self.counts[index] = self.counts.get(index, 0) + count
+
+    def compute(self) -> tuple[list[dict[str, float]], int]:
+        """The average precisions of layers 1..L over all processes, and the number of objects."""
+        everyone = current().gather((self.matches, self.counts))
+        matches = {index: found for part, _ in everyone for index, found in part.items()}
+        counts: dict[int, int] = {}
+        for _, part in everyone:
+            for index, count in part.items():
+                counts[index] = counts.get(index, 0) + count
+        ordered = [matches[index] for index in sorted(matches)]
+        layers = range(self.setup.num_layers)
+        return [summary([each[layer] for each in ordered], counts) for layer in layers], sum(counts.values())
+
+    def rows(self) -> list[Row]:
+        """Three rows for each layer 1..L; none without objects."""
+        layers, count = self.compute()
+        return [
+            self.row(statistic, value, count, layer)
+            for layer, statistics in enumerate(layers, start=1)
+            for statistic, value in statistics.items()
+            if count
+        ]

@@ -1,0 +1,172 @@
+"""Detection data: hand-made files in COCO's format, their defects, and the synthetic shapes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fulldepth.data import content_hash, open_source, prepare, write_shapes
+from fulldepth.data.shapes import CLASSES, COLOURS, draw
+from fulldepth.errors import FulldepthError
+
+GOOD = {
+    "images": [
+        {"id": 7, "file_name": "b.png", "width": 40, "height": 20},
+        {"id": 3, "file_name": "a.png", "width": 20, "height": 20},
+    ],
+    "categories": [{"id": 18, "name": "dog"}, {"id": 2, "name": "car"}],
+    "annotations": [
+        {"id": 1, "image_id": 7, "category_id": 18, "bbox": [10, 5, 20, 10], "iscrowd": 0},
+        {"id": 2, "image_id": 7, "category_id": 2, "bbox": [0, 0, 4, 20.5], "iscrowd": 1},
+    ],
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """`written(changes)` writes the good file with changes at paths such as `annotations.0.bbox`, and its images."""
+
+    def write(changes=None, folder="images"):
+        content = json.loads(json.dumps(GOOD))
+        for path, value in (changes or {}).items():
+            *above, last = path.split(".")
+            entry = content
+            for key in above:
+                entry = entry[int(key)] if key.isdigit() else entry[key]
+            if isinstance(entry, list) and int(last) == len(entry):
+                entry.append(value)
+            else:
+                entry[int(last) if last.isdigit() else last] = value
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("RGB", (40, 20), (200, 0, 0)).save(tmp_path / folder / "b.png")
+        Image.new("RGB", (20, 20), (0, 200, 0)).save(tmp_path / folder / "a.png")
+        path = tmp_path / "instances.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_hand_made_file_is_read_as_written(written):
+    source = open_source(written())
+    assert (source.kind, source.class_names) == ("objects", ("car", "dog"))  # by the categories' ids
+    first, second = source.records
+    assert first.objects.classes == (1, 0)
+    assert first.objects.boxes == ((10, 5, 20, 10), (0, 0, 4, 20))  # half a pixel outside is cut off
+    assert first.objects.crowd == (False, True)
+    np.testing.assert_allclose(first.objects.relative[0], (0.5, 0.5, 0.5, 0.5))
+    assert (first.image().size, second.image().size, len(second.objects)) == ((40, 20), (20, 20), 0)
+
+
+def test_the_layout_of_coco_is_found(written, tmp_path):
+    path = written(folder="val2017")
+    (tmp_path / "annotations").mkdir()
+    moved = path.rename(tmp_path / "annotations" / "instances_val2017.json")
+    assert open_source(moved).records[0].image().size == (40, 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "kind"),
+    [
+        ({"annotations.1.image_id": 99}, r"annotations\[1\] \(id 2\): image_id 99 is not among", "annotation"),
+        ({"annotations.0.category_id": 3}, r"annotations\[0\] \(id 1\): category_id 3 is not among", "annotation"),
+        (
+            {"annotations.0.bbox": [30, 5, 20, 10]},
+            r"annotations\[0\].*not inside its image of 40 x 20",
+            "annotation",
+        ),
+        (
+            {"annotations.0.bbox": [-9, 5, 20, 10]},
+            r"annotations\[0\].*not inside its image of 40 x 20",
+            "annotation",
+        ),
+        ({"annotations.0.bbox": [3, 5, 0, 10]}, r"annotations\[0\].*has no area", "annotation"),
+        ({"annotations.0.bbox": [3, 5, "w", 10]}, r"annotations\[0\].*expected \[x, y, width, height\]", "annotation"),
+        ({"annotations.0.iscrowd": 2}, r"annotations\[0\].*iscrowd is 2", "annotation"),
+        ({"images.1.file_name": "c.png"}, r"images\[1\] \(id 3\): there is no image file c\.png", "image"),
+        ({"images.1.file_name": "../a.png"}, r"images\[1\].*expected a relative path", "image"),
+        ({"images.1.id": 7}, r"images\[1\] \(id 7\): another image has the same id", "image"),
+        ({"images.1.width": None}, r"images\[1\].*needs its width and height", "image"),
+    ],
+)
+def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, changes, where, kind):
+    path = written(changes)
+    with pytest.raises(FulldepthError, match=where):
+        open_source(path)
+    source = open_source(path, skip_bad=True)
+    assert f"skipped 1 {kind} with defects" in source.warnings[0]
+    count = sum(len(record.objects) for record in source.records)
+    assert (len(source), count) == ((2, 1) if kind == "annotation" else (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"categories": "dogs"}, "is not in COCO's format"),
+        ({"categories": []}, "has 0 categories"),
+        ({"categories.1.id": 18}, r"categories\[1\] \(id 18\): another category has the same id"),
+        ({"images": []}, r"image_id 7 is not among the images"),
+    ],
+)
+def test_files_of_another_format_are_refused(written, changes, message):
+    with pytest.raises(FulldepthError, match=message):
+        open_source(written(changes))
+
+
+def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written):
+    source = open_source(written({"images.0.width": 41}))
+    with pytest.raises(FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file has 40"):
+        source.records[0].image()
+
+
+class Plain:
+    """An image processor that only scales to [0, 1]."""
+
+    def __call__(self, images, return_tensors):
+        return {"pixel_values": torch.stack([torch.from_numpy(np.asarray(i) / 255).permute(2, 0, 1) for i in images])}
+
+
+def test_prepared_images_follow_the_classes_of_the_model(written):
+    model = {"dog": 0, "N/A": 1, "Car": 2}
+    prepared = prepare(open_source(written()), task="detection", processor=Plain(), label2id=model)
+    objects = prepared.collate([0]).objects[0]
+    assert objects["class_labels"].tolist() == [0, 2]
+    torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
+    assert objects["crowd"].tolist() == [False, True]
+    assert prepared.num_targets == 2
+    with pytest.raises(FulldepthError, match="labels up to 1, the model has 1 classes: thing"):
+        prepare(open_source(written()), task="detection", processor=Plain(), label2id={"thing": 0})
+
+
+def test_shapes_are_boxed_exactly_and_written_as_coco(tmp_path):
+    image, objects = draw("train", 48, 5)
+    again, _ = draw("train", 48, 5)
+    assert image.tobytes() == again.tobytes() != draw("validation", 48, 5)[0].tobytes()
+    assert 1 <= len(objects) <= 4
+    singles = 0
+    for index in range(30):
+        image, objects = draw("train", 64, index)
+        pixels = np.asarray(image)[:, :, None, :] == np.array(COLOURS)
+        drawn = pixels.all(-1).any(-1)  # [64, 64]: a pixel has the colour of a shape
+        covered = np.zeros_like(drawn)
+        for x, y, width, height in np.array(objects.boxes, dtype=int):
+            covered[y : y + height, x : x + width] = True
+        assert drawn[covered].mean() > 0.4
+        assert drawn[~covered].mean() < 0.001
+        if len(objects) == 1:
+            (rows, columns), (x, y, width, height) = drawn.nonzero(), objects.boxes[0]
+            assert (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1) == (x, y, x + width, y + height)
+            singles += 1
+    assert singles > 3
+    made = open_source("shapes:48x6/train")
+    read = open_source(write_shapes(tmp_path, "shapes:48x6/train"))
+    assert read.class_names == CLASSES
+    assert [record.objects for record in read.records] == [record.objects for record in made.records]
+    assert content_hash(read) == content_hash(made)
+    assert len(open_source("shapes:builtin", limit=3)) == 3
+    assert open_source("shapes:builtin", limit=1).name == "shapes:builtin/validation"
+    for name in ("shapes:builtin/test", "shapes:other", "shapes:8x3/train"):
+        with pytest.raises(FulldepthError, match="shapes"):
+            open_source(name)

@@ -1,0 +1,90 @@
+"""Training of detectors: the task, its losses per layer in the objective, and the replaced loss function."""
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models
+from fulldepth.data.shapes import draw
+from fulldepth.losses import Detection, Objective, Task, use_set_loss
+
+
+def batch(size, empty=()):
+    pixels, labels = [], []
+    for index in range(size):
+        image, objects = draw("train", 48, index)
+        pixels.append(torch.from_numpy(np.asarray(image, dtype=np.float32) / 255).permute(2, 0, 1))
+        keep = slice(0, 0 if index in empty else None)
+        boxes = torch.tensor(objects.relative, dtype=torch.float32)[keep]
+        labels.append({"class_labels": torch.tensor(objects.classes)[keep], "boxes": boxes})
+    return {"pixel_values": torch.stack(pixels), "labels": labels}
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("detr").eval()
+
+
+def stock_layers(model, inputs):
+    """transformers' own loss of each decoder layer, whose state goes through the final norm and both heads once."""
+    states = []
+    hooks = [layer.register_forward_hook(lambda *a: states.append(a[2])) for layer in model.model.decoder.layers]
+    model.model(inputs["pixel_values"])
+    for hook in hooks:
+        hook.remove()
+    losses, stock = [], type(model).loss_function.fget(model)
+    for state in map(model.model.decoder.layernorm, states):
+        logits, boxes = model.class_labels_classifier(state), model.bbox_predictor(state).sigmoid()
+        losses.append(stock(logits, inputs["labels"], model.device, boxes, model.config)[0])
+    return losses
+
+
+def test_the_task_of_a_detector(model):
+    task, inputs = Task.of(model), batch(3)
+    assert type(task) is Detection
+    assert (task.name, task.labels(inputs), task.targets(inputs), task.tokens(inputs)) == (
+        "detection",
+        None,
+        None,
+        None,
+    )
+    assert task.sequences(inputs) == 3
+    assert type(Task.of(tiny_models.build("vit"))) is Task
+
+
+@pytest.mark.parametrize("weights", ["linear", "uniform", "sum"])
+def test_aligned_is_the_weighted_sum_of_the_losses_of_transformers(model, weights):
+    inputs = batch(4, empty=(2,))
+    shares = {"linear": [1 / 6, 2 / 6, 3 / 6], "uniform": [1 / 3] * 3, "sum": [1.0] * 3}[weights]
+    expected = sum(share * loss for share, loss in zip(shares, stock_layers(model, inputs), strict=True))
+    objective = Objective(aligned={"weights": weights, "schedule": "always"}).attach(model)
+    loss, parts = objective(model(**inputs), inputs)
+    objective.detach()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert list(parts) == ["ce", "aligned"]
+    query = model.model.query_position_embeddings.weight
+    ours, theirs = (torch.autograd.grad(value, [query])[0] for value in (loss, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_the_replaced_loss_is_transformers_and_takes_batches_without_objects(model):
+    inputs = batch(3)
+    stock = model(**inputs).loss
+    use_set_loss(model)
+    assert model(**inputs).loss.item() == pytest.approx(stock.item(), abs=1e-6)
+    assert torch.isfinite(model(**batch(2, empty=(0, 1))).loss)
+
+
+def test_the_similarity_penalty_reads_the_queries(model):
+    """Cosine regularisation: 1 - cos of every layer's query states to the last layer's, linear weights."""
+    inputs = batch(2)
+    states = []
+    for layer in model.model.decoder.layers:
+        layer.register_forward_hook(lambda *a: states.append(a[2].detach().double()))
+    objective = Objective(similarity=0.5).attach(model)
+    loss, parts = objective(model(**inputs), inputs)
+    states = states[:3]
+    cosines = [torch.cosine_similarity(state, states[-1], dim=-1).mean() for state in states]
+    expected = sum(2 * (layer + 1) / 12 * (1 - cosine) for layer, cosine in enumerate(cosines))
+    assert parts["similarity"].item() == pytest.approx(expected.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(parts["ce"].item() + 0.5 * expected.item(), abs=1e-5)
