@@ -64,6 +64,8 @@ def _groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
 class GroupsMixin(AnyTrainer):
     """Adds `settings=` to a Trainer with an objective, and takes the parameter groups from them."""
 
+    lr_scheduler: Any
+
     def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
         self.settings = settings
         super().__init__(*args, **kwargs)
