@@ -151,7 +151,8 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
     return chosen
 
 
-class Item(NamedTuple):
+@dataclass(frozen=True)
+class Item:
     """One row of a batch."""
 
     example: Any

@@ -29,6 +29,7 @@ from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import load_processor
 from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
+from fulldepth.targets import IGNORE
 from fulldepth.training.augmentation import Augmentation
 from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.model import build_config, special_tokens
@@ -61,7 +62,7 @@ class LabelledTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, Depth
     """Makes the batches of training; `data_collator` those of evaluations."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        data = self.train_dataset if train_dataset is None else train_dataset
+        data: Any = self.train_dataset if train_dataset is None else train_dataset
         return EpochSampler(super()._get_train_sampler(data), len(data))
 
     def get_train_dataloader(self) -> Any:
@@ -98,15 +99,21 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     rows = check_rows(source, settings.task, classes, skip_bad=skip)
     warnings = [*rows.warnings, *check_classes(rows, skip_bad=skip)]
     if data.validation is not None:
-        train, validation = rows, check_rows(open_source(data.validation), settings.task, classes, skip_bad=skip)
+        other = _sampled(open_source(data.validation), settings)
+        train, validation = rows, check_rows(other, settings.task, classes, skip_bad=skip)
         warnings += [*validation.warnings, *check_classes(validation, skip_bad=skip)]
-        if len(validation.digests) > settings.most_validation:
-            validation = validation.select(sample(validation.labels, settings.most_validation, settings.seed))
     else:
         most = min(max(len(classes), round(len(rows.digests) * data.validation_share)), settings.most_validation)
         chosen = held_out(rows, most, settings.seed)
         train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
     return LabelledData(train, validation, classes, warnings)
+
+
+def _sampled(source: Source, settings: TrainSettings) -> Source:
+    """At most `most_validation` records, the classes in turn."""
+    labels = [IGNORE if record.label is None else record.label for record in source.records]
+    chosen = sample(labels, settings.most_validation, settings.seed)
+    return source if len(chosen) == len(source) else replace(source, records=[source.records[i] for i in chosen])
 
 
 def image_trainer(

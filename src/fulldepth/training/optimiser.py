@@ -85,6 +85,8 @@ def _with_backbone(model: nn.Module, groups: list[dict[str, Any]], settings: Tra
 class GroupsMixin(AnyTrainer):
     """Adds `settings=` to a Trainer with an objective, and takes the parameter groups from them."""
 
+    lr_scheduler: Any
+
     def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
         self.settings = settings
         super().__init__(*args, **kwargs)
