@@ -6,11 +6,13 @@ from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer
 from fulldepth.data.documents import Documents, open_documents
+from fulldepth.data.labels import sample as choose_sample
 from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.preparation import prepare
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import Record, Source, content_hash, open_source
 from fulldepth.data.tokens import decode_ids
+from fulldepth.data.translation import input_texts, prepare_translation
 
 __all__ = [
     "MASKED_SHARE",
@@ -24,14 +26,17 @@ __all__ = [
     "Source",
     "Windows",
     "builtin_texts",
+    "choose_sample",
     "content_hash",
     "conversations",
     "decode_ids",
     "flatten_windows",
+    "input_texts",
     "open_documents",
     "open_source",
     "pack",
     "prepare",
     "prepare_arrays",
+    "prepare_translation",
     "train_tokenizer",
 ]

@@ -28,7 +28,7 @@ class Record:
     prompt: str | None = None
     response: str | None = None
     image: ImageLoader | None = None
-    """Loader that decodes the image to RGB."""
+    """Loader that decodes the image to RGB. Its caption, if it has one, is `text`."""
     label: int | None = None
     """Class index, None where unknown."""
 
@@ -43,6 +43,11 @@ class Source:
     records: Sequence[Record]
     class_names: tuple[str, ...] = ()
     """Name of each class index; empty if classes have no names."""
+
+    @property
+    def captioned(self) -> bool:
+        """Whether these are images with a text each."""
+        return self.kind == "images" and any(record.text is not None for record in self.records)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -85,7 +90,9 @@ def _source(opened: Opened) -> Source:
         require_columns(row, (columns.first, columns.second, columns.label), where)
         read = image_value if columns.kind == "images" else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
-        second = None if columns.second is None else text_value(row[columns.second], f"{where}, {columns.second!r}")
+        second = None if columns.second is None else row[columns.second]
+        if second is not None or (columns.second is not None and columns.kind != "images"):
+            second = text_value(second, f"{where}, {columns.second!r}")
         values.append((first, second))
         labels.append((where, row[columns.label] if columns.label else None))
     if columns is None:
@@ -94,7 +101,8 @@ def _source(opened: Opened) -> Source:
         return Source(opened.name, "pairs", [Record(prompt=first, response=second) for first, second in values])
     classes, names = _class_indices(labels, opened.class_names(columns.label))
     if columns.kind == "images":
-        records = [Record(image=image, label=index) for (image, _), index in zip(values, classes, strict=True)]
+        pairs = zip(values, classes, strict=True)
+        records = [Record(text=caption, image=image, label=index) for (image, caption), index in pairs]
         return Source(opened.name, "images", records, names)
     kind = "text" if all(index is None for index in classes) else "labelled-text"
     records = [Record(text=text, second=second, label=i) for (text, second), i in zip(values, classes, strict=True)]

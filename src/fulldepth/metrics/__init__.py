@@ -6,6 +6,7 @@ from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
+from fulldepth.metrics.cross import Cross, cross_similarity
 from fulldepth.metrics.displacement import Displacement, displacement
 from fulldepth.metrics.effective_depth import EffectiveDepth, effective_depth
 from fulldepth.metrics.expected_retrieval import ExpectedRetrieval, expected_retrieval, head_shares
@@ -50,6 +51,7 @@ __all__ = [
     "Cka",
     "Coherence",
     "Cosine",
+    "Cross",
     "Displacement",
     "EffectiveDepth",
     "ExpectedRetrieval",
@@ -74,6 +76,7 @@ __all__ = [
     "cka_matrix",
     "coherence",
     "cosine_matrix",
+    "cross_similarity",
     "displacement",
     "effective_depth",
     "expected_retrieval",
