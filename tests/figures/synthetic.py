@@ -68,7 +68,7 @@ def pair_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
                     value = max(-1.0 if measure == "cosine" else 0.0, 1 - contrast * squeeze * (1 - alike))
                     rows.append((measure, "residual", a, b, statistic + suffix, value, 2048, "1"))
             if b == layers:
-                for statistic, shift in (("p25", -0.08), ("p50", 0.01), ("p75", 0.07)):
+                for statistic, shift in (("p05", -0.2), ("p25", -0.08), ("p50", 0.01), ("p75", 0.07), ("p95", 0.12)):
                     rows.append(("cosine", "residual", a, b, statistic, min(1.0, alike + shift), 2048, "1"))
     return rows
 

@@ -11,8 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fulldepth
+from fulldepth.data import open_source
 from fulldepth.errors import FulldepthError
+from fulldepth.hf import load_processor
 from fulldepth.measurement import measure
+from fulldepth.metrics import nc1
 from measurement import oracle
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]
@@ -55,18 +58,19 @@ def test_batch_size_changes_nothing_for_pictures_and_full_windows(checkpoint, pi
         assert_same(tables[0], tables[2])
 
 
-@pytest.mark.parametrize("policy", ["all", "no-first", "last", "cls"])
+@pytest.mark.parametrize("policy", ["all", "no-first", "last", "cls", "mean"])
 def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer, policy):
     """Against states of every text alone, cut by hand."""
     results = measure(
         checkpoint("llama"), ragged_tsv, token_policy=policy, batch_size=5, sequence_length=64, dtype="float64"
     )
     model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float64).eval()
-    cut = {"all": slice(None), "no-first": slice(1, None), "last": slice(-1, None), "cls": slice(0, 1)}[policy]
+    cuts = {"no-first": slice(1, None), "last": slice(-1, None), "cls": slice(0, 1)}
     states = []
     for text, _ in ragged_texts:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
-        states.append(oracle.taps(model, "model.layers", {"input_ids": ids})[0][:, 0, cut])
+        own = oracle.taps(model, "model.layers", {"input_ids": ids})[0][:, 0, cuts.get(policy, slice(None))]
+        states.append(own.mean(1, keepdims=True) if policy == "mean" else own)
     kept = np.concatenate(states, axis=1)
     psi = oracle.psi(kept[:-1], kept[1:])
     rows = results.table[(results.table.measure == "displacement") & (results.table.site == "residual")]
@@ -77,6 +81,48 @@ def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer,
     assert bool(results.table.statistic.str.endswith(":no-first").any()) is (policy == "all")
     assert results.meta["token_policy"]["name"] == policy
     assert results.meta["sampling"]["counted_tokens"] == kept.shape[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "policy", "chosen"),
+    [
+        ("vit", "cls", "cls"),
+        ("vit", "patches", "patches"),
+        ("vit", "mean", "mean"),
+        ("vit", "mean-patches", "mean-patches"),
+        ("clip-classifier", "auto", "mean-patches"),
+    ],
+)
+def test_policies_for_images(checkpoint, picture_folder, family, policy, chosen):
+    """Against the hidden states that transformers returns, for a class token and 16 patches."""
+    folder = checkpoint(family)
+    names = ["displacement", "cosine", "nc1", "lens_accuracy"]
+    results = measure(folder, picture_folder, token_policy=policy, measures=names, batch_size=5, dtype="float64")
+    assert results.meta["token_policy"]["name"] == chosen
+    source = open_source(picture_folder)
+    config = tf.AutoConfig.from_pretrained(folder)
+    processor = load_processor(str(folder), getattr(config, "vision_config", config))
+    model = tf.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    pixels = processor(images=[record.image() for record in source.records], return_tensors="pt")["pixel_values"]
+    output = model(pixel_values=pixels.double(), output_hidden_states=True)
+    states = np.stack([h.numpy() for h in output.hidden_states])  # [L+1, B, 17, D]
+    cut = {"cls": states[:, :, :1], "mean": states.mean(2, keepdims=True), "patches": states[:, :, 1:]}
+    kept = cut.get(chosen, states[:, :, 1:].mean(2, keepdims=True))
+    labels = np.repeat([record.label for record in source.records], kept.shape[2])
+    flat = kept.reshape(len(kept), -1, kept.shape[-1])
+    np.testing.assert_allclose(
+        results.values("displacement", "mean", "residual"), oracle.psi(flat[:-1], flat[1:]).mean(1), rtol=1e-7
+    )
+    expected = [nc1(torch.from_numpy(h), torch.tensor(labels)).item() for h in flat]
+    np.testing.assert_allclose(results.values("nc1", "value"), expected, rtol=1e-3)
+    right = (output.logits.argmax(-1).numpy() == [record.label for record in source.records]).mean()
+    assert results.values("lens_accuracy", "mean").iloc[-1] == pytest.approx(right)
+
+
+def test_patches_need_images(checkpoint, ragged_tsv):
+    with pytest.raises(FulldepthError, match="needs images"):
+        measure(checkpoint("llama"), ragged_tsv, token_policy="patches")
 
 
 def test_all_without_the_first_is_what_no_first_gives(checkpoint, ragged_tsv):

@@ -65,7 +65,7 @@ def measure(
         max_sequences: maximum number of sequences. None = 256.
         sequence_length: tokens per sequence. None = 256, or the model's maximum if smaller.
         batch_size: sequences per forward pass; it does not affect the results. None = 8.
-        token_policy: `auto`, `all`, `no-first`, `last`, `cls` or `eos`; padding never counts. None = `auto`.
+        token_policy: as `MeasureSettings.tokens`; padding never counts. None = `auto`.
         device: None = the first accelerator, else the CPU.
         dtype: None = the checkpoint's own.
         series: False = of a folder with checkpoints and a model, measure the model alone.

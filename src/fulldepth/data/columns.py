@@ -16,6 +16,7 @@ Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 IMAGE_COLUMNS = ("image", "img")
 TEXT_COLUMNS = ("text", "sentence")
+CAPTION_COLUMNS = ("text", "caption")
 TEXT_PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -29,9 +30,14 @@ PROMPT_COLUMNS = (
     ("question", "answer"),
     ("instruction", "output"),
     ("context", "target"),
+    ("input", "target"),
+    ("source", "target"),
 )
 LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")
-EXPECTED = "text (or sentence, or sentence1 + sentence2) or image, with or without label; or prompt + response"
+EXPECTED = (
+    "text (or sentence, or sentence1 + sentence2) or image (and text or caption), with or without label; or prompt + "
+    "response"
+)
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -50,7 +56,7 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
     label = next((name for name in LABEL_COLUMNS if name in have), None)
     for name in IMAGE_COLUMNS:
         if name in have:
-            return Columns("images", name, None, label)
+            return Columns("images", name, next((text for text in CAPTION_COLUMNS if text in have), None), label)
     for first, second in TEXT_PAIR_COLUMNS:
         if first in have and second in have:
             return Columns("text", first, second, label)

@@ -5,7 +5,7 @@ A folder without images, or without the split, is a `FulldepthError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from fulldepth.data.archives import Archive
+from fulldepth.data.columns import CAPTION_COLUMNS, require_columns, text_value
+from fulldepth.data.files import ROWS
 from fulldepth.data.images import ImageLoader, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+METADATA = "metadata.jsonl"
+"""File of a folder of images that gives their captions, as Hugging Face's `imagefolder` reads it."""
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
 """Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
 
@@ -27,7 +31,7 @@ class Pictures(NamedTuple):
 
     name: str
     rows: list[dict[str, Any]]
-    """`image` (a loader) and `label` (class index, or None)."""
+    """`image` (a loader), `label` (class index, or None) and, in a folder with captions, `text` (None without one)."""
     classes: tuple[str, ...]
 
 
@@ -44,7 +48,24 @@ def folder_images(path: Path, split: str | None = None, limit: int | None = None
     most so many images, spread evenly over all.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
-    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit, held_out)
+    captions = _captions(path, files)
+    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit, held_out, captions)
+
+
+def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """Image -> text, from every `metadata.jsonl` of a folder: rows with `file_name`, relative to it, and a caption."""
+    captions: dict[PurePosixPath, str] = {}
+    for file in sorted(file for file in files if file.name == METADATA):
+        for where, row in ROWS[".jsonl"](path / file):
+            column = next((name for name in CAPTION_COLUMNS if name in row), None)
+            if column is None:
+                continue
+            require_columns(row, ["file_name"], where)
+            image = file.parent / text_value(row["file_name"], f"{where}, 'file_name'")
+            captions[image] = text_value(row[column], f"{where}, {column!r}")
+    if missing := sorted(map(str, captions.keys() - set(files))):
+        raise FulldepthError(f"{METADATA} of {path.name} names {missing[0]}, which is not there.")
+    return captions
 
 
 def zip_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
@@ -68,13 +89,18 @@ def _pictures(
     split: str | None,
     limit: int | None,
     held_out: bool,
+    captions: Mapping[PurePosixPath, str] | None = None,
 ) -> Pictures:
     images, chosen = _arrange(name, files, split, held_out)
     if limit is not None and limit < len(images):  # sorted by class: spread evenly to cover all classes
         images = [images[i * len(images) // limit] for i in range(limit)]
     classes = tuple(sorted({label for _, label in images if label is not None}))
     index = {label: i for i, label in enumerate(classes)}
-    rows = [{"image": loader(file), "label": None if label is None else index[label]} for file, label in images]
+    rows: list[dict[str, Any]] = [
+        {"image": loader(file), "label": None if label is None else index[label]} for file, label in images
+    ]
+    if captions:
+        rows = [{**row, "text": captions.get(file)} for row, (file, _) in zip(rows, images, strict=True)]
     return Pictures(f"{name}/{chosen}" if chosen else name, rows, classes)
 
 

@@ -285,13 +285,13 @@ def _table_rows(name: str, table: Any, choose: Choice | None) -> Rows:
     return ((f"{name} row {number}", row) for number, row in enumerate(reading_each(name, table), start=1))
 
 
-def _image_rows(name: str, table: datasets.Dataset, image: str, label: str | None = None) -> Rows:
-    """Rows whose images are read on use."""
-    labels = table[label] if label else [None] * len(table)
-    for index, value in enumerate(labels):
+def _image_rows(name: str, table: datasets.Dataset, image: str, *others: str) -> Rows:
+    """Rows whose images are read on use; the `others` are captions and labels."""
+    values = {column: table[column] for column in others}
+    for index in range(len(table)):
         arguments = table, index, image
         loader = StoredImage(partial(_table_image, *arguments), partial(_table_content, *arguments))
-        yield f"{name} row {index + 1}", {image: loader} if label is None else {image: loader, label: value}
+        yield f"{name} row {index + 1}", {image: loader, **{column: values[column][index] for column in others}}
 
 
 def _table_image(table: datasets.Dataset, index: int, column: str) -> Image.Image:

@@ -29,7 +29,7 @@ class Record:
     prompt: str | None = None
     response: str | None = None
     image: ImageLoader | None = None
-    """Loader that decodes the image to RGB."""
+    """Loader that decodes the image to RGB. Its caption, if it has one, is `text`."""
     label: int | None = None
     """Class index, None where unknown."""
     objects: Objects | None = None
@@ -50,6 +50,11 @@ class Source:
     """Name of each class index; empty if classes have no names."""
     warnings: tuple[str, ...] = ()
     """Sentences on entries that were skipped."""
+
+    @property
+    def captioned(self) -> bool:
+        """Whether these are images with a text each."""
+        return self.kind == "images" and any(record.text is not None for record in self.records)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -107,7 +112,9 @@ def _source(opened: Opened) -> Source:
         require_columns(row, (columns.first, columns.second, columns.label), where)
         read = image_value if columns.kind == "images" else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
-        second = None if columns.second is None else text_value(row[columns.second], f"{where}, {columns.second!r}")
+        second = None if columns.second is None else row[columns.second]
+        if second is not None or (columns.second is not None and columns.kind != "images"):
+            second = text_value(second, f"{where}, {columns.second!r}")
         values.append((first, second))
         labels.append((where, row[columns.label] if columns.label else None))
     if columns is None:
@@ -117,7 +124,8 @@ def _source(opened: Opened) -> Source:
     classes, names = _class_indices(labels, opened.class_names(columns.label))
     places = [where for where, _ in labels]
     if columns.kind == "images":
-        records = [Record(image=v[0], label=c, where=w) for v, c, w in zip(values, classes, places, strict=True)]
+        rows = zip(values, classes, places, strict=True)
+        records = [Record(text=text, image=image, label=label, where=where) for (image, text), label, where in rows]
         return Source(opened.name, "images", records, names)
     kind = "text" if all(index is None for index in classes) else "labelled-text"
     records = [

@@ -108,7 +108,7 @@ def _states(anatomy: Anatomy, sequences: Prepared, indices: Sequence[int], devic
     """[L+1, T, D] residual stream of the first of these sequences, which are run in one batch."""
     batch = sequences.collate(indices)
     with capture(anatomy, ["residual"]) as activations:
-        anatomy.body(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
+        anatomy.runner(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
         states = activations.stack("residual")[:, 0]  # [L+1, T, D]
     return states if batch.attention_mask is None else states[:, batch.attention_mask[0].to(states.device)]
 

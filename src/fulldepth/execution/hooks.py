@@ -199,7 +199,7 @@ def capture(
                 )
             handles.append(_hook(activations, point, layers, grad))
         if len(turns) > len(blocks):
-            handles.append(anatomy.body.register_forward_pre_hook(lambda *_: activations.begin()))
+            handles.append(anatomy.runner.register_forward_pre_hook(lambda *_: activations.begin()))
         yield activations
     finally:
         for handle in handles:

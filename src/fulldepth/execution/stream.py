@@ -14,6 +14,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.trace import Call, Trace, equal
 from fulldepth.hf import Anatomy, Classifier, Head
 from fulldepth.hf.families import Pool
+from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -118,8 +119,9 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
     kinds = {type(block) for block in own}
     inside = {module for block in own for module in block.modules()}
     first = trace.calls.index(calls[0])
+    stack = {id(module) for module in anatomy.body.modules()} if anatomy.family.tower in STACKS else None
     for position, call in enumerate(trace.calls):
-        if call.module in inside:
+        if call.module in inside or (stack is not None and id(call.module) not in stack):
             continue
         alike = call.gave.shape == call.given.shape == calls[0].given.shape
         if type(call.module) in kinds or (position < first and alike and _is_list_member(anatomy, call.path)):

@@ -61,7 +61,9 @@ def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of the body, without a decoder's cache, which would only take memory."""
     if anatomy.family.tower == "vision" and "pixel_values" in inputs:
         inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP also takes text
-    decodes = anatomy.task == "causal-lm" or getattr(anatomy.config, "use_cache", None) is True
+    if anatomy.family.tower == "encoder":
+        return dict(inputs)
+    decodes = anatomy.task in ("causal-lm", "seq2seq-lm") or getattr(anatomy.config, "use_cache", None) is True
     return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
 
 
@@ -76,10 +78,10 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     Raises:
         FulldepthError: if the model fails on the batch.
     """
-    ids = inputs.get("input_ids") if anatomy.family.modality == "text" else None
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids")) if anatomy.family.modality == "text" else None
     trace = Trace(None if ids is None else (ids.shape[0], ids.shape[1]))
     alone = anatomy.family.tower and anatomy.head is None  # a whole CLIP needs both inputs
-    runner = anatomy.body if alone else anatomy.model
+    runner = anatomy.runner if alone else anatomy.model
     with ExitStack() as hooks:
         for path, module in anatomy.model.named_modules():
             if _is_followed(path):

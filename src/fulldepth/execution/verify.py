@@ -171,7 +171,7 @@ def _prove_head(
     anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], last: Tensor
 ) -> tuple[Anatomy, Classifier | None]:
     """The head of the family, or the one found by following the tensors, checked against the model's logits."""
-    mask = inputs.get("attention_mask")
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     if anatomy.head is None and anatomy.searches_head and trace.logits is not None:
         head = find_head(anatomy, trace, last, mask)
         if head is None:
@@ -223,7 +223,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
     )
     weights = [site for site, role in ROLES.items() if anatomy.layers_with(role)]
     with capture(anatomy, [*sites, *weights]) as activations:
-        anatomy.body(**body_inputs(anatomy, inputs))
+        anatomy.runner(**body_inputs(anatomy, inputs))
         states = {site: activations[site] for site in sites}
         coefficients = {site: activations.coefficients(site) for site in weights}
     last = states["residual"][-1]

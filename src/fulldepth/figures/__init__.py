@@ -27,6 +27,7 @@ from fulldepth.figures import (
     pareto,
     removal,
     similarity,
+    towers,
     training_run,
     training_runs,
 )
@@ -40,6 +41,7 @@ FIGURES: tuple[Figure, ...] = (
     *checkpoints.FIGURES,
     *displacement.FIGURES,
     *similarity.FIGURES,
+    *towers.FIGURES,
     *lens.FIGURES,
     *detection.FIGURES,
     *coherence.FIGURES,
@@ -106,12 +108,39 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
         its losses and costs over steps; a comparison one line or one map per model, and differences from the
         baseline (`difference_...`). Folders of `fulldepth skip` have figures of their own.
     """
+    if meta.get("stacks") and "model" not in table.columns:
+        return _of_stacks(table, meta)
     source = Source(table, meta)
     last = Source(table[table["step"] == table["step"].max()], meta) if source.kind == SERIES else source
     drawn: dict[str, go.Figure] = {}
     for record in records(source.kind):
         drawn |= record.drawn(last if SINGLE in record.kinds else source)
     return drawn
+
+
+def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
+    """The figures of every stack as variants of one another, `name:Stack`, and those across stacks."""
+    rest = {key: value for key, value in meta.items() if key != "stacks"}
+    drawn: dict[str, dict[str, go.Figure]] = {}
+    for stack in meta["stacks"]:
+        title = str(stack["name"]).capitalize()
+        model = {**(rest.get("model") or {}), "num_layers": stack.get("num_layers")}
+        for name, figure in build(stack_rows(table, str(stack["name"])), {**rest, "model": model}).items():
+            about = dict(figure.layout.meta)
+            about["variant"] = f"{title}, {about['variant']}" if about.get("variant") else title
+            base, _, variant = name.partition(":")
+            own = f"{base}:{title}" + (f" {variant}" if variant else "")
+            drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
+    across = {name: figure for record in towers.FIGURES for name, figure in record.drawn(Source(table, rest)).items()}
+    return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}
+
+
+def stack_rows(table: pd.DataFrame, stack: str) -> pd.DataFrame:
+    """The rows of one stack, with the sites that they have in a model of one stack."""
+    sites = table["site"].astype(str)
+    own = table[(sites == stack) | sites.str.startswith(f"{stack}:")]
+    sites = own["site"].astype(str).str.removeprefix(f"{stack}:")
+    return own.assign(site=sites.where(own["site"] != stack, "residual"))
 
 
 __all__ = ["FIGURES", "Figure", "Method", "Quantity", "Source", "build", "records"]

@@ -87,9 +87,9 @@ def curve(
     )
 
 
-def matrix(table: pd.DataFrame, measure: str, statistic: str, column: str = "value") -> Matrix:
+def matrix(table: pd.DataFrame, measure: str, statistic: str, column: str = "value", site: str = "residual") -> Matrix:
     """A statistic over all pairs of layers. A pair given in one order holds for both."""
-    rows = select(table, measure, statistic).dropna(subset=["layer", "other"])
+    rows = select(table, measure, statistic, site).dropna(subset=["layer", "other"])
     pairs: dict[tuple[int, int], tuple[float | None, str]] = {}
     for layer, other, value, count in zip(rows["layer"], rows["other"], rows[column], rows["count"], strict=True):
         cell = (number(value), counted(count))

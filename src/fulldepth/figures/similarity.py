@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.curves import NO_FIRST, Matrix, curve, matrix
+from fulldepth.figures.curves import NO_FIRST, Matrix, curve, matrix, number, select
 from fulldepth.figures.draw import Line, band, first_line, layer_map, over_layers
 from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source, readings
-from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
+from fulldepth.figures.style import CATEGORICAL, Figures, axis, figure, layer_axis, layer_name, minus
 
 READINGS = {"cosine": {"mean": "Centred", "mean_raw": "Raw"}, "cka": {"debiased": "Debiased", "biased": "Biased"}}
 """Measure -> statistic -> name of the variant; the first is the default."""
@@ -128,12 +128,74 @@ def _to_last(source: Source) -> go.Figure | None:
     )
 
 
+def _spread(source: Source) -> go.Figure | None:
+    """One box for each layer: the quantiles of the tokens' cosine to the last layer."""
+    quantiles = {name: curve(source.table, "cosine", name, other=source.layers) for name in QUANTILES}
+    if not all(quantiles.values()):
+        return None
+    boxes = go.Box(
+        x=quantiles["p50"].layers,
+        **{part: quantiles[name].values for name, part in QUANTILES.items()},
+        line={"color": CATEGORICAL[0]},
+        boxpoints=False,
+        showlegend=False,
+    )
+    low, middle = (quantiles[name].values for name in ("p05", "p50"))
+    negative = [layer for layer, value in zip(quantiles["p05"].layers, low, strict=True) if value and value < 0]
+    first = middle[0]
+    return figure(
+        [boxes],
+        alt=f"Median at layer {quantiles['p50'].layers[0]}: {'?' if first is None else minus(first, '.2f')}; "
+        f"layers where the lowest 5 % are negative: {', '.join(map(str, negative)) or 'none'}.",
+        xaxis=layer_axis(source.layers, first=0),
+        yaxis=axis("Cosine", range=[-1.04 if negative else -0.04, 1.04]),
+    )
+
+
+def _relation(source: Source) -> go.Figure | None:
+    """CKA against cosine, one point for every pair of layers."""
+    pairs = cosine_and_cka(source.table)
+    if len(pairs) < FEWEST_PAIRS:
+        return None
+    points = go.Scatter(
+        x=[number(value) for value in pairs["cosine"]],
+        y=[number(value) for value in pairs["cka"]],
+        mode="markers",
+        marker={"color": CATEGORICAL[0], "size": 6, "opacity": 0.7},
+        customdata=[[int(a), int(b)] for a, b in zip(pairs["layer"], pairs["other"], strict=True)],
+        hovertemplate="Layers %{customdata[0]} and %{customdata[1]}<br>cosine <b>%{x:.4f}</b><br>CKA <b>%{y:.4f}</b>"
+        "<extra></extra>",
+        showlegend=False,
+    )
+    order = float(pairs["cosine"].rank().corr(pairs["cka"].rank()))
+    return figure(
+        [points],
+        alt=f"{len(pairs)} pairs; rank correlation (Spearman) {minus(order, '.2f')}.",
+        xaxis=axis("Cosine"),
+        yaxis=axis("CKA"),
+    )
+
+
+def cosine_and_cka(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns `layer`, `other`, `cosine` (centred) and `cka` (debiased) of every pair of different layers with both."""
+    parts = []
+    for measure, statistic in (("cosine", "mean"), ("cka", "debiased")):
+        rows = select(table, measure, statistic, "residual").dropna(subset=["layer", "other", "value"])
+        rows = rows[(rows["layer"] < rows["other"]).astype(bool)]
+        parts.append(rows[["layer", "other", "value"]].rename(columns={"value": measure}))
+    return parts[0].merge(parts[1], on=["layer", "other"])
+
+
 def _cosine_axis(values: list[float | None]) -> dict[str, Any]:
     """From 0 to 1, or from -1 to 1 if a value is negative."""
     negative = any(value is not None and value < 0 for value in values)
     return axis("Cosine", range=[-1.04 if negative else 0, 1.04])
 
 
+FEWEST_PAIRS = 3
+"""Fewest pairs of layers that an order is stated for."""
+QUANTILES = {"p05": "lowerfence", "p25": "q1", "p50": "median", "p75": "q3", "p95": "upperfence"}
+"""Statistic -> part of a box."""
 FIGURES = (
     Figure(
         "cosine",
@@ -191,6 +253,34 @@ FIGURES = (
                 "Cosine",
                 to_last=True,
                 settings={"range": [-1.04, 1.04]},
+            ),
+        ),
+        secondary=True,
+    ),
+    Figure(
+        "cosine_spread",
+        "similarity",
+        _spread,
+        title="Tokens’ cosine similarity to the last layer",
+        subtitle="Boxes: quartiles over the sampled tokens; whiskers: 5 % and 95 %",
+        secondary=True,
+    ),
+    Figure(
+        "cosine_against_cka",
+        "similarity",
+        _relation,
+        title="Cosine against CKA",
+        subtitle="One point for each pair of layers; if the two agree, the points lie on a rising curve",
+        methods=(
+            Method(
+                "Cosine and CKA",
+                ("cka",),
+                (
+                    "Cosine compares the states of one token at two layers, CKA the arrangement of all tokens, "
+                    "whatever its rotation. In residual networks the two put pairs of layers in the same order: they "
+                    "agree up to a monotone map. Where features rotate, CKA stays high and cosine does not."
+                ),
+                source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.1, Fig. 2.",
             ),
         ),
         secondary=True,

@@ -55,7 +55,11 @@ class Anatomy:
 
     @property
     def task(self) -> str:
-        """`causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection` or `representation`."""
+        """`causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection`, `seq2seq-lm` or
+        `representation`.
+        """
+        if self.family.tower == "decoder":
+            return "seq2seq-lm" if self._class.endswith("ForConditionalGeneration") else "representation"
         return task_of(self.model)
 
     @property
@@ -68,6 +72,11 @@ class Anatomy:
         if self.family.body and hasattr(self.model, self.family.body.partition(".")[0]):
             return self.model.get_submodule(self.family.body)
         return body_of(self.model)
+
+    @property
+    def runner(self) -> nn.Module:
+        """The module that one pass runs: the body, or the whole model for a decoder that reads an encoder's states."""
+        return self.model if self.family.tower == "decoder" else self.body
 
     @property
     def config(self) -> Any:
@@ -179,6 +188,12 @@ class Anatomy:
         return states if norm is None else norm(states)
 
     @property
+    def projection(self) -> nn.Module | None:
+        """The map to the space that both towers share; None for models without one."""
+        path = self.family.projection
+        return None if path is None else getattr(self.model, path, None)
+
+    @property
     def branch_scale(self) -> float:
         """The factor of both branches in the residual sum."""
         name = self.family.branch_scale
@@ -263,7 +278,7 @@ def anatomy_candidates(
 
     Args:
         model: a loaded model, possibly inside a wrapper that `unwrapped` knows.
-        tower: `text` or `vision`, for models that have both.
+        tower: `text` or `vision`, `encoder` or `decoder`, for models that have both.
         override: fields of `Family`, in place of the table and the finder.
 
     Raises:
@@ -280,7 +295,10 @@ def anatomy_candidates(
     if len(present) > 1:
         if tower is None:
             towers = " or ".join(str(row.tower) for row in present)
-            raise FulldepthError(f"{type(model).__name__} has two towers; say which one: --tower {towers}.")
+            raise FulldepthError(
+                f"{type(model).__name__} has two towers; say which one: --tower {towers}, or give "
+                "images with texts (columns image and text), which both are measured on."
+            )
         present = [row for row in present if row.tower == tower]
     if not present:
         raise FulldepthError(f"{type(model).__name__} has no {tower or rows[0].name} tower.")

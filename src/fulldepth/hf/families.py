@@ -17,6 +17,7 @@ Design = Literal["pre", "parallel", "post"]
 ValuePart = Literal["whole", "last-third", "last-third-of-each-head"]
 Modality = Literal["text", "images"]
 Pool = Literal["token", "first", "last", "mean-patches", "mean", "inside"]
+Tower = Literal["text", "vision", "encoder", "decoder"]
 CountedTokens = Literal["all", "eos"]
 
 
@@ -89,8 +90,10 @@ class Family:
     """Whether layers may lack a branch."""
     body: str | None = None
     """Path from the model to the body; None = the model's own base model."""
-    tower: Literal["text", "vision"] | None = None
-    """For models of two towers: the one that this row describes."""
+    tower: Tower | None = None
+    """For models of two towers or stacks: the one that this row describes. A decoder runs with the whole model."""
+    projection: str | None = None
+    """Module that maps the pooled state, after the final norm, to the space that both towers share, from the model."""
     modality: Modality = "text"
     counted_tokens: CountedTokens | None = None
     """The default token policy of models without a language-model head; None = it follows from the task."""
@@ -305,6 +308,7 @@ CLIP_TEXT = Family(
     final_norm="final_layer_norm",
     body="text_model",
     tower="text",
+    projection="text_projection",
     counted_tokens="eos",
     heads={},
 )
@@ -315,10 +319,37 @@ CLIP_VISION = replace(
     final_norm="post_layernorm",
     body="vision_model",
     tower="vision",
+    projection="visual_projection",
     modality="images",
     counted_tokens=None,
     heads={"ForImageClassification": Head(("classifier",), pool="mean-patches", normed=False)},
 )
+
+T5_ENCODER = Family(
+    "t5-encoder",
+    blocks="block",
+    attention="layer.0.SelfAttention",
+    mlp="layer.1.DenseReluDense",
+    attention_norm="layer.0.layer_norm",
+    mlp_norm="layer.1.layer_norm",
+    value="layer.0.SelfAttention.v",
+    final_norm="final_layer_norm",
+    body="encoder",
+    tower="encoder",
+    heads={},
+)
+
+T5_DECODER = replace(
+    T5_ENCODER,
+    name="t5-decoder",
+    attention=None,
+    mlp=None,
+    mlp_norm=None,
+    body="decoder",
+    tower="decoder",
+    heads={"ForConditionalGeneration": Head(("lm_head",))},
+)
+"""Cross-attention stands between attention and MLP, so a layer has three branches and none is named here."""
 
 DETR = Family(
     "detr",
@@ -358,6 +389,9 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "clip_text_model": (CLIP_TEXT,),
     "clip_vision_model": (CLIP_VISION,),
     "detr": (DETR,),
+    "t5": (T5_ENCODER, T5_DECODER),
+    "mt5": (T5_ENCODER, T5_DECODER),
+    "umt5": (T5_ENCODER, T5_DECODER),
 }
 """model_type -> its rows (two for models of two towers)."""
 SKIPPED = "fulldepth_skipped_"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.families import BERT, SKIPPED, Family
+from fulldepth.hf.families import BERT, SKIPPED, Family, rows_of
 
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
 MLP = re.compile(r"mlp|feed_?forward|ffn|^ff$|moe|dense_h_to_4h", re.I)
@@ -23,6 +24,8 @@ NORM = re.compile(r"norm|ln_?\d*|layernorm", re.I)
 VALUE = re.compile(r"(^|\.)(v_proj|value|v|v_lin|wv)$")
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Class of a wrapper -> its attribute that holds the model."""
+STACKS = ("encoder", "decoder")
+"""Stacks of an encoder-decoder."""
 MOST_LISTS = 24
 """Most lists of modules that are tried as blocks."""
 
@@ -43,7 +46,11 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
             neither text nor images.
     """
     name = type(model).__name__
-    if tower is not None:
+    if tower in STACKS:
+        if tower not in stacks(model):
+            raise FulldepthError(f"{name} has no {tower} beside another stack.")
+        body, inputs = _stack(model, str(tower)), "input_ids"
+    elif tower is not None:
         if tower not in towers(model):
             raise FulldepthError(f"{name} has no {tower} tower (a part named {tower}_model).")
         body, inputs = model.get_submodule(f"{tower}_model"), {"text": "input_ids", "vision": "pixel_values"}[tower]
@@ -62,6 +69,9 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
     sparse = str(model.config.model_type).startswith(SKIPPED)
     fields: dict[str, Any] = {} if tower is None else {"body": f"{tower}_model", "tower": tower, "heads": {}}
+    if tower in STACKS:
+        path = next(path for path, module in model.named_modules() if module is body)
+        fields |= {"body": path, "heads": {} if tower == "encoder" else None}
     fields |= {"modality": "images" if inputs == "pixel_values" else "text", "sparse": sparse}
     return [
         replace(family, **fields)
@@ -101,13 +111,32 @@ def towers(model: PreTrainedModel) -> list[str]:
     return names if all(isinstance(getattr(model, f"{name}_model", None), nn.Module) for name in names) else []
 
 
+def stacks(model: PreTrainedModel) -> list[str]:
+    """`encoder` and `decoder`, for a model of text whose decoder reads its encoder; empty for others."""
+    if not getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
+        return []
+    rows = rows_of(model.config.model_type)
+    if rows is not None and not any(row.tower in STACKS for row in rows):
+        return []
+    parts = [_stack(model, name) for name in STACKS]
+    inside = {id(module) for module in model.modules() if module is not model}
+    return list(STACKS) if parts[0] is not parts[1] and all(id(part) in inside for part in parts) else []
+
+
+def _stack(model: PreTrainedModel, name: str) -> Any:
+    """What transformers calls a model's encoder or decoder; None where it has none."""
+    with suppress(AttributeError, NotImplementedError, TypeError):
+        return getattr(model, f"get_{name}")()
+    return None
+
+
 def _refuse_other_inputs(model: PreTrainedModel) -> None:
     """Refuse encoder-decoders, and models of inputs other than text and images."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
             f"{name} is an encoder-decoder; only DETR's decoder is known among these. "
-            "Measure its encoder or decoder as a model of its own, or describe the anatomy in the settings."
+            "Measure both stacks on rows with input + target, one with --tower, or describe the anatomy."
         )
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")

@@ -40,6 +40,8 @@ class Classifier:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
+        if getattr(config, "scale_decoder_outputs", False):  # T5 with tied embeddings
+            self.scale *= float(config.d_model) ** -0.5
         self._norm: Callable[[Tensor], Tensor] | None = None
         self.exits: dict[int, Any] = {} if self.per_token else layer_heads(anatomy)
         """1-based layer -> last module of its own head, in a multi-exit model."""

@@ -27,7 +27,7 @@ def shown_positions(subject: Subject, attention_mask: Tensor, samples: int) -> T
         samples: maximum number of sequences.
     """
     task = subject.anatomy.task
-    if task not in ("causal-lm", "masked-lm") or subject.sequences.task != task:
+    if task not in ("causal-lm", "masked-lm", "seq2seq-lm") or subject.sequences.task != task:
         samples = 0
     shown = attention_mask & (attention_mask.long().cumsum(1) <= POSITIONS)
     return shown & (torch.arange(len(shown), device=shown.device) < samples)[:, None]
@@ -59,8 +59,9 @@ def _entry(
 ) -> dict[str, Any]:
     """One sample as plain data."""
     assert batch.targets is not None
-    inputs = batch.inputs if batch.masked_inputs is None else batch.masked_inputs
-    ids = inputs["input_ids"][index, shown]
+    ids = batch.token_ids if batch.masked_inputs is None else batch.masked_inputs["input_ids"]
+    assert ids is not None
+    ids = ids[index, shown]
     targets = batch.targets[index, shown]
     rounded = torch.round(probability.double(), decimals=4).tolist()
     return {

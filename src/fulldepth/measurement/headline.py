@@ -6,12 +6,17 @@ import math
 from dataclasses import replace
 
 import pandas as pd
+import scipy.stats
 
 from fulldepth.metrics.jump_rate import describe_jump, size_of_jump
 from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE
 
 ERROR = "standard_error"
+MONOTONE = 0.8
+"""Kendall's tau from which two orders are called the same: at most one pair in ten is exchanged."""
+FEWEST_PAIRS = 3
+"""Fewest pairs of layers whose order is stated."""
 SIGNIFICANT = 2.0
 """Standard errors that a jump must exceed to be called one."""
 
@@ -34,6 +39,7 @@ def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, 
         "median_saturation": _saturation(table, num_layers),
         "effective_depth": _effective_depth(table, num_layers),
         "average_precision": _average_precision(table, num_layers),
+        "cosine_cka_order": _order(table),
     }
     return {
         name: _explained(name, finding, sequences)
@@ -44,6 +50,8 @@ def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, 
 
 def _explained(name: str, finding: Finding, sequences: int) -> Finding:
     """The finding, with the reason if it has no standard error."""
+    if finding.no_standard_error:
+        return finding
     if finding.standard_error is not None and math.isfinite(finding.standard_error):
         return finding
     fewest = 3 if name == "mean_coherence" else 2
@@ -119,6 +127,31 @@ def _saturation(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "saturation", name) for name in ("median", "standard_error_of_median"))
     sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers} and change no more."
     return Finding(value, "layers", sentence, error)
+
+
+def _of_pairs(table: pd.DataFrame, measure: str, statistic: str) -> pd.Series:
+    """The values of a statistic by pair of different layers."""
+    rows = table[(table.measure == measure) & (table.statistic == statistic) & (table.site == "residual")]
+    rows = rows[(rows.layer < rows.other).fillna(False).astype(bool)]
+    return rows.set_index(["layer", "other"]).value.astype("float64")
+
+
+def _order(table: pd.DataFrame) -> Finding:
+    """Finding on the order in which cosine and CKA put the pairs of layers."""
+    pairs = pd.DataFrame(
+        {"cosine": _of_pairs(table, "cosine", "mean"), "cka": _of_pairs(table, "cka", "debiased")}
+    ).dropna()
+    reason = "pairs of layers share layers, so they are no independent observations"
+    if len(pairs) < FEWEST_PAIRS or pairs["cosine"].nunique() < 2 or pairs["cka"].nunique() < 2:
+        return Finding(None)
+    spearman = float(scipy.stats.spearmanr(pairs["cosine"], pairs["cka"]).statistic)
+    kendall = float(scipy.stats.kendalltau(pairs["cosine"], pairs["cka"]).statistic)
+    verdict = "the same order up to few exchanges" if kendall >= MONOTONE else "different orders"
+    sentence = (
+        f"Cosine and CKA put the {len(pairs)} pairs of layers in {verdict} (Spearman {spearman:.2f}, Kendall "
+        f"{kendall:.2f}; 1 = each is a monotone function of the other)."
+    )
+    return Finding(spearman, "1", sentence, None, reason)
 
 
 def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:

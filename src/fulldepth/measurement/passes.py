@@ -19,7 +19,7 @@ from fulldepth.hf import Classifier, DetectionHeads
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.subject import Subject
-from fulldepth.measurement.tokens import counted
+from fulldepth.measurement.tokens import POOLED, counted
 from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
 from fulldepth.settings.measure import MeasureSettings
 
@@ -89,14 +89,14 @@ def run_pass(
         for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world, plan.together):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
-                subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+                subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
             with result.clock("states"):
                 states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
                 coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
             activations.clear(keep_stacks=batch.masked_inputs is None)
             if reference is not None and other is not None:
                 with result.clock("forward (reference)"):
-                    reference.anatomy.body(**body_inputs(reference.anatomy, inputs))
+                    reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
                 states["reference"] = other.stack("residual", device)
                 other.clear()
             read, inner = _read_by_lens(subject, plan, batch, states, activations, result.clock)
@@ -125,7 +125,7 @@ def _read_by_lens(
         return None, None
     inputs = model_inputs(batch.masked_inputs, subject.device, subject.checkpoint.model.dtype)
     with clock("forward (masked)"):
-        subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+        subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
     read = [activations.stack(site, plan.setup.device) for site in sites]
     activations.clear(keep_stacks=False)
     return read[0], read[1] if len(read) > 1 else None
@@ -162,7 +162,8 @@ def observe(
     observation = Observation(
         states=states,
         attention_mask=mask,
-        counted=counted(subject.policy, mask, batch.token_ids, subject.eos),
+        counted=counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading),
+        pooled=subject.policy in POOLED,
         sequence=batch.sequence.to(device),
         labels=batch.labels,
         words=batch.words,

@@ -13,13 +13,14 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth.data import MASKED_SHARE
+from fulldepth.data import MASKED_SHARE, Sequences, open_source
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names
 from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
+from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
 from fulldepth.measurement.headline import headline
@@ -31,7 +32,9 @@ from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.sampling import sampling
 from fulldepth.measurement.stages import prepare_stages
 from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, prove, small_batch
+from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.metrics import SetLoss, Setup
+from fulldepth.metrics.cross import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
@@ -69,7 +72,7 @@ def measure(
         max_sequences: maximum number of sequences.
         sequence_length: tokens per sequence; None = 256, or the model's maximum if smaller.
         batch_size: sequences per forward pass; it does not affect the results.
-        token_policy: `auto`, `all`, `no-first`, `last`, `cls` or `eos`; padding never counts.
+        token_policy: as `MeasureSettings.tokens`; padding never counts.
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = the checkpoint's own.
         watcher: receives messages and progress.
@@ -125,20 +128,51 @@ def measure_with(
     reset_peak()
     if isinstance(model, torch.nn.Module):
         model = unwrapped(model)
+    device = process.device(settings.device)
     with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        subject = prepare_subject(model, data, settings, tokenizer=tokenizer, device=process.device(settings.device))
-        return measure_subject(subject, settings, process, watcher, start=start)
+        checkpoint = open_checkpoint(model, settings, device)
+
+        def measured(
+            data: Any, settings: MeasureSettings, extra: Extra | None = None, start: float | None = None
+        ) -> tuple[Results, Subject]:
+            subject = prepare_subject(checkpoint, data, settings, tokenizer=tokenizer, device=device)
+            return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
+
+        if settings.tower is None and settings.anatomy is None and not isinstance(data, Sequences):
+            data = open_source(data, split=settings.split)
+            if data.captioned and towers(checkpoint.model):
+                return measure_towers(checkpoint, data, settings, measured)
+            if names := stacks(checkpoint.model):
+                return measure_each(names, data, settings, measured)
+        return measured(data, settings, start=start)[0]
 
 
 def measure_subject(
-    subject: Subject, settings: MeasureSettings, process: Processes, watcher: Watcher, *, start: float | None = None
+    subject: Subject,
+    settings: MeasureSettings,
+    process: Processes,
+    watcher: Watcher,
+    *,
+    start: float | None = None,
+    extra: Extra | None = None,
 ) -> Results:
-    """Measure a verified model, in evaluation mode, on its data; `start` is when its loading began."""
+    """Measure a verified model, in evaluation mode, on its data.
+
+    Args:
+        subject: model and data.
+        settings: what to measure.
+        process: this process.
+        watcher: receives messages and progress.
+        start: when loading began; None = now.
+        extra: makes a measure beside those of the settings.
+    """
     start = time.perf_counter() if start is None else start
     reference = _reference(subject, settings, process)
     loaded = time.perf_counter() - start
     setup = make_setup(subject, settings)
     plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
+    if extra is not None and (further := extra(subject, setup)) is not None:
+        plan.measures[SITE] = further
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
@@ -169,7 +203,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
     lengths = sequences.lengths
     if not any(lengths):
         lengths = [subject.verified.positions] * len(sequences)
-    num_tokens = tokens.how_many(subject.policy, lengths)
+    num_tokens = tokens.how_many(subject.policy, lengths, subject.leading)
     if not num_tokens:
         raise FulldepthError(f"--tokens {subject.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
@@ -182,7 +216,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         head_shares=shares_of_heads(anatomy),
         num_streams=subject.verified.num_streams,
         sequence_length=max(lengths),
-        counted_length=tokens.how_many(subject.policy, [max(lengths)]),
+        counted_length=tokens.how_many(subject.policy, [max(lengths)], subject.leading),
         num_sequences=len(sequences),
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",

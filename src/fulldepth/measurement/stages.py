@@ -36,7 +36,7 @@ UNCHECKED = (
     "in the stated order, and the head gives the module's own output{head}. Not checked: whether the stages are all "
     "that changes the states, and whether a stage adds to its input."
 )
-POLICIES = ("auto", "all", "no-first", "cls", "last")
+POLICIES = ("auto", "all", "no-first", "cls", "last", "mean")
 
 
 class StagedCheckpoint(Checkpoint):

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth.data import Batch, Sequences, open_source, prepare
+from fulldepth.data import Batch, Sequences, input_texts, open_source, prepare, prepare_translation
 from fulldepth.data.corruptions import corrupted
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
@@ -53,6 +53,8 @@ class Subject:
     """How the sequences begin."""
     class_token: bool | None = None
     """Whether they begin with a class token; None if unknown."""
+    leading: int = 0
+    """Tokens before the first patch of an image; 0 for text."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -96,7 +98,12 @@ class Subject:
 
 
 def prepare_subject(
-    model: str | Path | PreTrainedModel, data: Any, settings: MeasureSettings, *, tokenizer: Any, device: str | None
+    model: str | Path | PreTrainedModel | Checkpoint,
+    data: Any,
+    settings: MeasureSettings,
+    *,
+    tokenizer: Any,
+    device: str | None,
 ) -> Subject:
     """Load the model, prepare the data for it, and verify its anatomy on the first batch.
 
@@ -117,6 +124,9 @@ def prepare_subject(
     cls = getattr(tokenizer, "cls_token_id", None)
     class_token = tokens.opens_with_class_token(first, verified.anatomy, verified.positions, cls)
     policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
+    leading = tokens.leading_tokens(first, verified.anatomy, verified.positions)
+    if policy in ("patches", "mean-patches") and leading is None:
+        raise FulldepthError(f"--tokens {policy} needs images that the model cuts into patches of one known size.")
     openings = _openings(sequences, tokenizer, verified.anatomy)
     warnings = [] if batching is None else [batching]
     if openings.mixed and policy in ("all", "cls"):
@@ -124,7 +134,7 @@ def prepare_subject(
             f"{openings.sentence} In a model that uses its first token as an attention sink, the sequences with it "
             "and those without it are unlike."
         )
-    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token)
+    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token, leading or 0)
     if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
         warnings.append("The tokenizer adds no end-of-sequence token, so the last token of each sequence counts.")
         subject.policy = "last"
@@ -185,8 +195,12 @@ def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.
     return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
 
 
-def open_checkpoint(model: str | Path | PreTrainedModel, settings: MeasureSettings, device: str | None) -> Checkpoint:
+def open_checkpoint(
+    model: str | Path | PreTrainedModel | Checkpoint, settings: MeasureSettings, device: str | None
+) -> Checkpoint:
     """The model as passed in, or loaded according to the settings."""
+    if isinstance(model, Checkpoint):
+        return model
     return open_model(
         model,
         exit_heads=True,
@@ -220,8 +234,19 @@ def sequences_for(
         raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
     if anatomy.family.modality == "images" and source.kind not in IMAGES:
         raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
+    if anatomy.family.tower == "encoder" and source.kind == "pairs":
+        source = input_texts(source)
     positions = anatomy.max_positions
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    if anatomy.family.tower == "decoder":
+        return prepare_translation(
+            source,
+            tokenizer=tokenizer,
+            start=_start(checkpoint.model.config),
+            max_sequences=settings.max_sequences,
+            sequence_length=length,
+            vocab_size=anatomy.vocab_size,
+        )
     classifies = anatomy.task in ("text-classification", "image-classification", "detection")
     processor = None
     if source.kind in IMAGES:
@@ -243,6 +268,12 @@ def sequences_for(
         truncate=settings.truncate,
         seed=settings.seed,
     )
+
+
+def _start(config: Any) -> int | None:
+    """The first token that a decoder reads."""
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
 def _labels(config: Any) -> Mapping[str, int] | None:

@@ -18,7 +18,14 @@ SENTENCES = {
     "last": "Only the last token of each sequence counts.",
     "cls": "Only the first token of each sequence counts.",
     "eos": "Only the end-of-sequence token of each sequence counts.",
+    "patches": "Every patch of each image counts; a class token and other tokens before the patches do not.",
+    "mean": "Each sequence counts as one vector, the mean over all its tokens.",
+    "mean-patches": "Each image counts as one vector, the mean over its patches, without the tokens before them.",
 }
+POOLED = ("mean", "mean-patches")
+"""Policies that make one vector of each sequence."""
+OF_POOL = {"first": "cls", "last": "last", "mean": "mean", "mean-patches": "mean-patches"}
+"""Pooling of a head (`Head.pool`) -> the policy that counts what it reads; heads that pool inside read the first."""
 
 
 MASKED = (
@@ -87,6 +94,13 @@ def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: 
     return None if patches is None or positions < patches else positions > patches
 
 
+def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None:
+    """Number of tokens before the first patch of an image; None if unknown, and for text."""
+    pixels = batch.inputs.get("pixel_values")
+    patches = None if pixels is None else _patches(pixels, getattr(anatomy.config, "patch_size", None))
+    return None if patches is None or positions < patches else positions - patches
+
+
 def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
     """Number of patches of images `[B, C, H, W]`, or of images cut into patches already, `[B, N, *]`."""
     if pixels.ndim == 3:
@@ -110,21 +124,23 @@ def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> s
     """
     chosen = _default(anatomy) if policy == "auto" else policy
     without = anatomy.family.modality == "images" and class_token is False
-    return "all" if policy == "auto" and chosen == "cls" and without else chosen
+    if policy == "auto" and without:
+        return {"cls": "all", "mean-patches": "mean"}.get(chosen, chosen)
+    return chosen
 
 
 def _default(anatomy: Anatomy) -> str:
     """What `auto` means for a model, assuming a class token if its kind usually has one."""
-    if anatomy.task in ("causal-lm", "masked-lm"):
+    if anatomy.task in ("causal-lm", "masked-lm", "seq2seq-lm"):
         return "all"
     if anatomy.family.counted_tokens is not None:
         return anatomy.family.counted_tokens
-    if anatomy.head is not None and anatomy.head.pool == "last":
-        return "last"
+    if anatomy.head is not None and anatomy.head.pool in OF_POOL:
+        return OF_POOL[anatomy.head.pool]
     return "cls" if anatomy.task != "representation" or anatomy.family.modality == "images" else "all"
 
 
-def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: int | None) -> Tensor:
+def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: int | None, leading: int = 0) -> Tensor:
     """[B, T] bool: the positions that a policy counts.
 
     Args:
@@ -132,13 +148,16 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
         attention_mask: `[B, T]` bool, False = padding (on either side).
         token_ids: `[B, T]`, for `eos`.
         eos: id of the end-of-sequence token, for `eos`.
+        leading: tokens before the first patch, for `patches` and `mean-patches`.
 
     Raises:
         FulldepthError: if the policy is `eos` and a sequence has no end-of-sequence token.
     """
-    if policy == "all":
+    if policy in ("all", "mean"):
         return attention_mask
     position = attention_mask.long().cumsum(1) - 1
+    if policy in ("patches", "mean-patches"):
+        return attention_mask & (position >= leading)
     first = attention_mask & (position == 0)
     if policy == "cls":
         return first
@@ -155,10 +174,12 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
     return torch.zeros_like(attention_mask).scatter_(1, last_eos[:, None], True)
 
 
-def how_many(policy: str, lengths: Sequence[int]) -> int:
-    """Number of tokens that a policy counts in sequences of these lengths."""
+def how_many(policy: str, lengths: Sequence[int], leading: int = 0) -> int:
+    """Number of tokens that a policy counts in sequences of these lengths; of pooled ones, of sequences."""
     if policy == "all":
         return sum(lengths)
     if policy == "no-first":
         return sum(length - 1 for length in lengths)
+    if policy == "patches":
+        return sum(length - leading for length in lengths)
     return len(lengths)

@@ -7,6 +7,7 @@ from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
+from fulldepth.metrics.cross import Cross, cross_similarity
 from fulldepth.metrics.detection_agreement import DetectionAgreement, detection_agreement
 from fulldepth.metrics.detection_loss import DetectionLoss, SetLoss, detection_loss
 from fulldepth.metrics.detections import Detections
@@ -58,6 +59,7 @@ __all__ = [
     "Cka",
     "Coherence",
     "Cosine",
+    "Cross",
     "DetectionAgreement",
     "DetectionLoss",
     "Detections",
@@ -87,6 +89,7 @@ __all__ = [
     "cka_matrix",
     "coherence",
     "cosine_matrix",
+    "cross_similarity",
     "detection_agreement",
     "detection_loss",
     "displacement",

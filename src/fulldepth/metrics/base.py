@@ -160,6 +160,9 @@ class Observation:
     """site -> layer -> mixing weights of the model: `routing` (see `retrieval_weight`), `attention_mixing` and
     `mlp_mixing` (see `stream_mixing`)."""
 
+    pooled: bool = False
+    """Whether a sequence counts as one vector, the mean of its counted states (then N = B everywhere below)."""
+
     @cached_property
     def lens(self) -> Readout:
         """The head applied to every layer, computed at most once."""
@@ -177,7 +180,16 @@ class Observation:
     @cached_property
     def tokens(self) -> Tensor:
         """[L+1, N, D] residual stream at the `N` counted positions, float32 (float64 for float64 states)."""
-        return self.select("residual", self.counted)
+        return self.features("residual")
+
+    def features(self, site: str) -> Tensor:
+        """[S, N, D] states of a site that count: at the counted positions, or their mean for each sequence."""
+        if not self.pooled:
+            return self.select(site, self.counted)
+        states = self.states[site]
+        precision = torch.float64 if states.dtype == torch.float64 else torch.float32
+        weights = self.counted.to(states.device, precision)[..., None]  # [B, T, 1]
+        return (states.to(precision) * weights).sum(2) / weights.sum(1)
 
     def keys_at(self, where: Tensor) -> Tensor:
         """[N] int64: the key (see `POSITION_BITS`) of each token where `where: [B, T]` holds."""
@@ -187,8 +199,8 @@ class Observation:
 
     @cached_property
     def keys(self) -> Tensor:
-        """[N] int64: the key of each counted token."""
-        return self.keys_at(self.counted)
+        """[N] int64: the key of each counted token; of a pooled sequence, that of its first token."""
+        return self.sequence << POSITION_BITS if self.pooled else self.keys_at(self.counted)
 
     @cached_property
     def first(self) -> Tensor:
@@ -214,7 +226,8 @@ class Observation:
     def token_labels(self) -> Tensor:
         """[N] int64: the label of each counted token's sequence, -100 without labels."""
         labels = self.labels if self.labels is not None else torch.full_like(self.sequence, IGNORE)
-        return labels.to(self.counted.device)[:, None].expand_as(self.counted)[self.counted]
+        labels = labels.to(self.counted.device)
+        return labels if self.pooled else labels[:, None].expand_as(self.counted)[self.counted]
 
     @cached_property
     def gram(self) -> Tensor:

@@ -11,7 +11,7 @@ from fulldepth.metrics.angle import cosine
 from fulldepth.metrics.base import Measure, Observation, Row, Setup, later_than_first
 from fulldepth.metrics.reservoir import Sample
 
-PERCENTILES = {"p25": 0.25, "p50": 0.50, "p75": 0.75}
+PERCENTILES = {"p05": 0.05, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p95": 0.95}
 BLOCK = 1 << 18
 """Numbers converted to float64 at a time."""
 

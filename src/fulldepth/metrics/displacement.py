@@ -68,7 +68,7 @@ class Displacement(Measure):
         """Add one batch."""
         adjacent = observation.cosines.diagonal(offset=1, dim1=1, dim2=2)  # [N, L]
         if "final_normed" in observation.states:
-            normed = observation.select("final_normed", observation.counted)[0]
+            normed = observation.features("final_normed")[0]
             last = 1 - 2 * displacement(observation.tokens[-2], normed)
         else:
             last = torch.full_like(adjacent[:, 0], torch.nan)

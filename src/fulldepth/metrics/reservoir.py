@@ -103,7 +103,7 @@ class Reservoir(Accumulator):
         if observation is self._last:
             return
         self._last = observation
-        features = observation.tokens if site == "residual" else observation.select(site, observation.counted)
+        features = observation.tokens if site == "residual" else observation.features(site)
         self.update(features.transpose(0, 1), observation.keys, observation.token_labels)
 
     def reset(self) -> None:

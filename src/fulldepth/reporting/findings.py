@@ -20,6 +20,7 @@ HEADLINES = {
     "mean_coherence": ("Mean coherence", "over layers"),
     "median_saturation": ("Median saturation layer", "half of all have settled"),
     "effective_depth": ("Effective depth", "layers needed"),
+    "cosine_cka_order": ("Cosine against CKA", "rank correlation"),
     "time_per_step": ("Time per step", ""),
     "throughput": ("Tokens per second", "since the evaluation before"),
     "elapsed": ("Training time", ""),

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
-TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos"]
+TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
 
 SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
@@ -41,8 +41,9 @@ class MeasureSettings(LoadingSettings):
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     tokens: TokenPolicy = "auto"
-    """Which tokens count: all, no-first, last, cls (the first), eos; never padding. auto: all for language models
-    and vision without a class token; cls, last or eos for classifiers and CLIP."""
+    """Which tokens count: all, no-first, last, cls (the first), eos, patches (of an image, without class token), mean
+    and mean-patches (one vector for each sequence or image, the mean of these); never padding. auto: all for language
+    models and vision without a class token; for classifiers and CLIP what their head reads (cls, last, eos, mean)."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
     probe_data: str | None = None
@@ -77,8 +78,9 @@ class MeasureSettings(LoadingSettings):
     """Leave out entries of a data file that have defects, and count them, instead of refusing the file."""
     truncate: bool = False
     """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
-    tower: Literal["text", "vision"] | None = None
-    """text or vision, for models with two towers."""
+    tower: Literal["text", "vision", "encoder", "decoder"] | None = None
+    """text or vision, encoder or decoder: measure this part of a model alone. Without it both are measured where the
+    data allow it: images with texts, or rows with input and target."""
     device_map: str | dict[str, Any] | None = None
     """auto: spread a large model over devices, CPU and disk."""
     reference: str | None = None

@@ -1,0 +1,128 @@
+"""Pairs of an input and a target text for encoder-decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fulldepth.data.batches import Example, padded_batch
+from fulldepth.data.sequences import Batch, Sequences
+from fulldepth.data.sources import Record, Source, content_hash
+from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
+from fulldepth.errors import FulldepthError
+from fulldepth.fingerprint import Fingerprint
+from fulldepth.targets import IGNORE
+
+TASK = "seq2seq-lm"
+
+
+def input_texts(source: Source) -> Source:
+    """The input texts of pairs, for an encoder alone."""
+    return Source(source.name, "labelled-text", [Record(text=record.prompt) for record in _filled(source)])
+
+
+def prepare_translation(
+    source: Source,
+    *,
+    tokenizer: Any,
+    start: int | None,
+    max_sequences: int = 256,
+    sequence_length: int = 256,
+    vocab_size: int | None = None,
+) -> Sequences:
+    """Inputs for both stacks of an encoder-decoder; positions and targets are the decoder's.
+
+    The decoder reads the target shifted right by one, behind the start token, and predicts every token of the target,
+    the tokenizer's own end included.
+
+    Args:
+        source: pairs of input (`prompt`) and target (`response`).
+        tokenizer: of both texts.
+        start: the decoder's first token.
+        max_sequences: at most so many pairs, the first ones.
+        sequence_length: tokens of either text, special tokens included; longer ones are cut there.
+        vocab_size: rows of the model's embedding; None = not checked.
+
+    Raises:
+        FulldepthError: if the data hold no pairs, or the model names no start token.
+    """
+    _check(source, tokenizer, start)
+    assert start is not None
+    records = _filled(source)[:max_sequences]
+    pairs = [(record.prompt or "", record.response or "") for record in records]
+    frame = Frame.of(tokenizer, [text for pair in pairs for text in pair])
+    room = sequence_length - len(frame)
+    if room < 1:
+        raise FulldepthError(
+            f"A sequence_length of {sequence_length} leaves no room beside {len(frame)} special tokens."
+        )
+    ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
+    cut = sum(len(part) > room for pair in ids for part in pair)
+    inputs, targets = ([Example.of(frame.wrap(pair[side][:room])) for pair in ids] for side in (0, 1))
+    examples = [_shifted(example, start) for example in targets]
+    highest = max(int(example.input_ids.max()) for example in (*inputs, *examples))
+    warnings = [f"{cut} texts are longer than {sequence_length} tokens and cut there."] if cut else []
+    fingerprint = Fingerprint(TASK)
+    for given, example in zip(inputs, examples, strict=True):
+        for tensor in (given.input_ids, example.input_ids, example.labels):
+            fingerprint.add(tensor.numpy().astype("<i8").tobytes())
+    pad = tokenizer.pad_token_id or 0
+    return Sequences(
+        name=source.name,
+        kind=source.kind,
+        task=TASK,
+        hash=str(fingerprint),
+        text_hash=content_hash(source),
+        examples=examples,
+        collate=partial(_collate, inputs, examples, pad_id=pad),
+        lengths=[len(example) for example in examples],
+        num_targets=sum(example.predicted for example in examples),
+        warnings=warnings + check_vocabulary(highest, tokenizer, vocab_size),
+    )
+
+
+def _check(source: Source, tokenizer: Any, start: int | None) -> None:
+    """Refuse data without pairs, and a model that names no start token."""
+    if source.kind != "pairs":
+        raise FulldepthError(
+            f"{source.name} holds {source.kind}, and an encoder-decoder reads an input and a target: give rows with "
+            "input + target or prompt + response. fulldepth makes no such pairs of plain text, because the rule "
+            "(which spans are hidden) belongs to the model's pre-training; --tower encoder measures the encoder alone."
+        )
+    if tokenizer is None or start is None:
+        raise FulldepthError("An encoder-decoder needs a tokenizer, and decoder_start_token_id in its configuration.")
+
+
+def _filled(source: Source) -> list[Record]:
+    """The pairs of which neither text is blank."""
+    records = [r for r in source.records if (r.prompt or "").strip() and (r.response or "").strip()]
+    if not records:
+        raise FulldepthError(f"{source.name} has no pair of two texts.")
+    return records
+
+
+def _shifted(target: Example, start: int) -> Example:
+    """What the decoder reads for a target, labelled with the target itself."""
+    ids = target.input_ids
+    return replace(target, input_ids=torch.cat([ids.new_tensor([start]), ids[:-1]]), labels=ids)
+
+
+def _collate(inputs: Sequence[Example], targets: Sequence[Example], indices: Sequence[int], *, pad_id: int) -> Batch:
+    read = padded_batch([inputs[index] for index in indices], pad_id)
+    said = padded_batch([targets[index] for index in indices], pad_id)
+    return Batch(
+        inputs={
+            "input_ids": read["input_ids"],
+            "attention_mask": read["attention_mask"],
+            "decoder_input_ids": said["input_ids"],
+            "decoder_attention_mask": said["attention_mask"],
+        },
+        attention_mask=said["attention_mask"].bool(),
+        sequence=torch.tensor(list(indices), dtype=torch.int64),
+        targets=said["labels"].where(said["attention_mask"].bool(), IGNORE),
+        token_ids=said["input_ids"],
+    )

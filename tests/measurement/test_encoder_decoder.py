@@ -1,0 +1,100 @@
+"""Both stacks of encoder-decoders, against numpy on transformers' own hidden states, logits and losses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+import fulldepth
+from fulldepth.errors import FulldepthError
+from measurement import oracle
+
+PAIRS = [
+    ("translate: the cat sat", "le chat"),
+    ("translate: a dog and a very old house", "un chien et une maison"),
+    ("translate: no", "non"),
+    ("translate: the rain falls on the sea", "la pluie tombe sur la mer"),
+    ("translate: one more", "encore une fois"),
+]
+SMALL = {"vocab_size": 320, "d_model": 32, "pad_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}
+T5 = {**SMALL, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+BART = {**SMALL, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "bos_token_id": 0}
+MODELS = {
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5)),
+    "t5-gated": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    ),
+    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART)),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory, tokenizer):
+    torch.manual_seed(0)
+    model = MODELS[request.param]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    place = tmp_path_factory.mktemp(request.param) / request.param
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"input": a, "target": b}) for a, b in PAIRS))
+    return path
+
+
+@torch.no_grad()
+def test_both_stacks(folder, rows, tokenizer, tmp_path):
+    results = fulldepth.measure(
+        str(folder), str(rows), output=tmp_path / "out", batch_size=2, dtype="float64", progress=False
+    )
+    assert [(stack["name"], stack["num_layers"]) for stack in results.meta["stacks"]] == [
+        ("encoder", 3),
+        ("decoder", 2),
+    ]
+    model = tf.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float64).eval()
+    path = "model." if hasattr(model, "model") else ""
+    blocks = "block" if hasattr(model, "encoder") and hasattr(model.encoder, "block") else "layers"
+    states = {"encoder": [], "decoder": []}
+    losses, right, count = [], 0, 0
+    for given, said in PAIRS:
+        ids, labels = (torch.tensor([tokenizer(text)["input_ids"]]) for text in (given, said))
+        for name in states:
+            inputs = {"input_ids": ids, "labels": labels}
+            states[name].append(oracle.taps(model, f"{path}{name}.{blocks}", inputs)[0][:, 0])
+        output = model(input_ids=ids, labels=labels)
+        losses.append(float(output.loss) * labels.shape[1])
+        right += int((output.logits.argmax(-1) == labels).sum())
+        count += labels.shape[1]
+    for name, parts in states.items():
+        h = np.concatenate(parts, axis=1)  # [L+1, N, D]
+        psi = oracle.psi(h[:-1], h[1:]).mean(1)
+        np.testing.assert_allclose(results.values("displacement", "mean", name), psi, rtol=1e-6)
+        cosine = oracle.cosines(h[0], h[-1]).mean()
+        assert results.values("cosine", "mean_raw", name, other=len(h) - 1).iloc[0] == pytest.approx(cosine, rel=1e-6)
+    assert results.values("lens_loss", "mean", "decoder").iloc[-1] == pytest.approx(sum(losses) / count, rel=1e-5)
+    assert results.values("lens_accuracy", "mean", "decoder").iloc[-1] == pytest.approx(right / count)
+    assert not len(results.table[(results.table.measure == "lens_loss") & (results.table.site == "encoder")])
+    assert {"encoder:zeta_L", "decoder:zeta_L"} <= set(results.headline)
+    assert {"displacement:Encoder", "displacement:Decoder"} <= set(results.figures())
+    assert results.meta["lens_grid"]["samples"]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_one_stack_alone_and_refusals(folder, rows, text_file):
+    one = fulldepth.measure(str(folder), str(rows), tower="encoder", progress=False, measures=["displacement"])
+    assert set(one.table.site) <= {"residual", "final_normed"}
+    text = fulldepth.measure(str(folder), str(text_file), tower="encoder", progress=False, measures=["displacement"])
+    assert len(text.table)
+    with pytest.raises(FulldepthError, match="input and a target"):
+        fulldepth.measure(str(folder), str(text_file), progress=False)
