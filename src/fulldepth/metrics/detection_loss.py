@@ -152,16 +152,17 @@ class DetectionLoss(Measure):
         ]
         self.sums += torch.stack(layers).to(self.sums)
 
-    def compute(self) -> list[dict[str, Tensor]]:
-        """The parts for layers 1..L."""
-        return [self.options.parts(sums) for sums in self.sums]
+    def compute(self) -> tuple[list[dict[str, float]], int]:
+        """The parts for layers 1..L over all processes, and the number of boxes."""
+        parts = [{name: float(value) for name, value in self.options.parts(sums).items()} for sums in self.sums]
+        return parts, int(self.sums[0, 4])
 
     def rows(self) -> list[Row]:
         """Four rows for each layer 1..L; none without objects."""
-        count = int(self.sums[0, 4])
+        layers, count = self.compute()
         return [
             self.row(statistic, value, count, layer)
-            for layer, parts in enumerate(self.compute(), start=1)
+            for layer, parts in enumerate(layers, start=1)
             for statistic, value in parts.items()
             if count
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -74,7 +75,9 @@ def _turned(states: list[Tensor]) -> Tensor:
 
 
 def _evaluation(precision: AveragePrecision, loss: DetectionLoss, turned: Tensor) -> Evaluation:
-    rows = [*precision.rows(), *loss.rows()]
+    with warnings.catch_warnings():  # a process may have had no batches
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+        rows = [*precision.rows(), *loss.rows()]
     values = {(row.measure, row.statistic, row.layer): row for row in rows}
     layers = turned.shape[1]
     total, ap50 = values["detection_loss", "mean", layers], values["average_precision", "ap50", layers]
