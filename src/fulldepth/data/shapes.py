@@ -11,7 +11,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -63,6 +63,18 @@ def shapes_rows(name: str, split: str | None, *, held_out: bool) -> tuple[str, l
     return f"{SHAPES}{specification}/{part}", rows
 
 
+class Shape(NamedTuple):
+    """One shape of an image."""
+
+    kind: int
+    """Index of `CLASSES`."""
+    x: int
+    y: int
+    size: int
+    colour: tuple[int, int, int]
+    box: Box
+
+
 def draw(split: str, side: int, index: int) -> tuple[Image.Image, Objects]:
     """An image and its objects.
 
@@ -75,24 +87,34 @@ def draw(split: str, side: int, index: int) -> tuple[Image.Image, Objects]:
         The RGB image, and 1 to 4 objects. A box encloses the pixels of its shape, of which a later shape may cover a
         few.
     """
-    random = np.random.default_rng([SPLITS.index(split), side, index])
+    shapes = _shapes(split, side, index)
+    random = np.random.default_rng([SPLITS.index(split), side, index, 1])
     pixels = random.normal(random.uniform(60, 190, 3), 25, (side, side, 3)).clip(0, 255).astype(np.uint8)
     image = Image.fromarray(pixels)
-    boxes: list[Box] = []
-    classes: list[int] = []
+    for shape in shapes:
+        image.paste(shape.colour, mask=_mask(shape.kind, side, shape.x, shape.y, shape.size))
+    return image, _objects(side, shapes)
+
+
+def _shapes(split: str, side: int, index: int) -> list[Shape]:
+    """The shapes of an image, without drawing it."""
+    random = np.random.default_rng([SPLITS.index(split), side, index])
+    shapes: list[Shape] = []
     for _ in range(int(random.integers(1, MOST_OBJECTS + 1))):
         for _ in range(20):  # attempts to find a free place
             kind, size = int(random.integers(len(CLASSES))), int(random.uniform(0.2, 0.45) * side)
             x, y = (int(value) for value in random.integers(0, side - size, 2))
-            mask = _mask(kind, side, x, y, size)
-            left, top, right, bottom = mask.getbbox() or (0, 0, 0, 0)
+            left, top, right, bottom = _mask(kind, side, x, y, size).getbbox() or (0, 0, 0, 0)
             box = (float(left), float(top), float(right - left), float(bottom - top))
-            if all(_overlap(box, other) <= LARGEST_OVERLAP for other in boxes):
-                image.paste(COLOURS[int(random.integers(len(COLOURS)))], mask=mask)
-                boxes.append(box)
-                classes.append(kind)
+            if all(_overlap(box, other.box) <= LARGEST_OVERLAP for other in shapes):
+                shapes.append(Shape(kind, x, y, size, COLOURS[int(random.integers(len(COLOURS)))], box))
                 break
-    return image, Objects(side, side, tuple(classes), tuple(boxes), (False,) * len(boxes))
+    return shapes
+
+
+def _objects(side: int, shapes: list[Shape]) -> Objects:
+    boxes, classes = tuple(shape.box for shape in shapes), tuple(shape.kind for shape in shapes)
+    return Objects(side, side, classes, boxes, (False,) * len(shapes))
 
 
 def write_shapes(folder: str | Path, name: str = "shapes:builtin/train") -> Path:
@@ -138,7 +160,7 @@ def write_shapes(folder: str | Path, name: str = "shapes:builtin/train") -> Path
 def _row(split: str, side: int, index: int) -> dict[str, Any]:
     return {
         "image": StoredImage(partial(_picture, split, side, index), partial(_content, split, side, index)),
-        "objects": draw(split, side, index)[1],
+        "objects": _objects(side, _shapes(split, side, index)),
     }
 
 
