@@ -209,7 +209,7 @@ EVALUATE = {
         arguments=0.3,
     ),
     "evaluate quality": Scenario(
-        "evaluate model --generation-quality data/text.txt --prompts 2 --prefix-tokens 4 --new-tokens 2 --output new",
+        "evaluate model --generation-quality data/text.txt --prompts 2 --prefix-tokens 4 --new-tokens 4 --output new",
         "data/text.txt model",
         1,
         arguments=0.3,

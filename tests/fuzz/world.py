@@ -157,7 +157,7 @@ def _write_data(folder: Path) -> None:
             for i in range(8)
         ],
     }
-    rows["lambada_test"] = [{"context": sentence(i, 6), "target": sentence(i + 3, 1)} for i in range(4)]
+    rows["lambada_test"] = [{"context": sentence(i, 6), "target": f" {sentence(i + 3, 1)}"} for i in range(4)]
     rows["arc_easy_test"] = [
         {"question": sentence(i, 6), "choices": [sentence(i + k, 3) for k in range(3)], "gold": i % 3} for i in range(4)
     ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.harness.answers import Answers, Scored, key_of
 from fulldepth.execution.harness.running import audible, quiet
 from fulldepth.execution.hooks import capture
@@ -143,6 +144,12 @@ class LayeredAnswers:
     ) -> list[tuple[float, bool]]:
         """Answers of tokenised requests; those without an answer are read at all exit layers."""
         session = self.session
+        if bad := next((request for request in requests if not request[2]), None):
+            context, continuation = bad[0] or ("", "")
+            raise FulldepthError(
+                f"{session.title}: with this tokenizer {one_line(repr(continuation), 80)} has no tokens of its own "
+                f"after {one_line(repr(str(context)[-60:]), 80)}, so no likelihood (a missing space?)."
+            )
         keys = [_key(request) for request in requests]
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in session.answers}
         if waiting:
