@@ -116,8 +116,7 @@ def open_data(
             `authors:builtin` (labelled passages); with `images`, `digits:builtin`; both with `/train` or `/test`.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
-        limit: most rows to read: the first ones; of folders of images, spread evenly over all. Of a Hub data set only
-            these are downloaded.
+        limit: most rows to read: the first (of a Hub data set only these are downloaded); of images, spread evenly.
         streaming: read a Hub data set as a stream instead of downloading it first.
         held_out: without `split`, take the validation or test split and the corpus's held-out part where there is one,
             instead of the training split and part.
