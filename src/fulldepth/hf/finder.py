@@ -135,8 +135,8 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
-            f"{name} is an encoder-decoder. fulldepth measure reads both stacks on rows with input + target, or one with "
-            "--tower; other commands know only DETR's decoder among these."
+            f"{name} is an encoder-decoder. fulldepth measure reads both stacks on rows with input + target, or one "
+            "with --tower; other commands know only DETR's decoder among these."
         )
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")
