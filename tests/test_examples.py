@@ -32,6 +32,16 @@ def test_hand_written_loop() -> None:
 
 
 @pytest.mark.slow
+def test_any_module() -> None:
+    """One seed, few steps: with residual connections cosine rises with CKA, without them it does not."""
+    curves = runpy.run_path(str(EXAMPLES / "any_module.py"))["main"](1, 500)
+    without, residual = ({name: values[0] for name, values in curves[kind].items()} for kind in (False, True))
+    assert float(without["cka"][-2]) > 0.8
+    assert float(without["cosine"][-2]) < 0.5 < float(residual["cosine"][-2])
+    assert float(residual["accuracy"][-2]) > float(without["accuracy"][-2]) + 0.3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trainer", "sft"])
 def test_trainers(name: str) -> None:
     if name == "sft":

@@ -36,8 +36,9 @@ def column(table, measure, statistic, site="residual", other=None):
 def test_the_reading_order(drawn):
     expected = [
         "displacement", "jump_rate", "cosine", "cka", "cosine_to_last", "cosine_spread", "cosine_against_cka",
-        "lens_accuracy", "lens_loss", "saturation", "effective_depth", "coherence", "coherence_effective",
-        "coherence_bins", "norm_ratio", "renyi_entropy", "spectral_norm", "separability",
+        "lens_accuracy", "lens_loss", "saturation", "effective_depth",
+        "coherence", "coherence_effective", "coherence_bins", "norm_ratio", "renyi_entropy",
+        "spectral_norm", "separability",
     ]  # fmt: skip
     assert [name for name in drawn if ":" not in name] == expected
 

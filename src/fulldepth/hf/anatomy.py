@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.families import Family, Head, rows_of
-from fulldepth.hf.finder import body_of, find_families, unwrapped
+from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
 TASKS = {
     "ForCausalLM": "causal-lm",
@@ -293,6 +293,8 @@ def anatomy_candidates(
     # A type of one row needs no check: a bare tower has a model type of its own.
     present = [row for row in rows if len(rows) == 1 or hasattr(model, str(row.body))]
     if len(present) > 1:
+        if tower is None and present[0].tower in STACKS:
+            refuse_other_inputs(model)
         if tower is None:
             towers = " or ".join(str(row.tower) for row in present)
             raise FulldepthError(

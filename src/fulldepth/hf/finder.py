@@ -55,7 +55,7 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
             raise FulldepthError(f"{name} has no {tower} tower (a part named {tower}_model).")
         body, inputs = model.get_submodule(f"{tower}_model"), {"text": "input_ids", "vision": "pixel_values"}[tower]
     else:
-        _refuse_other_inputs(model)
+        refuse_other_inputs(model)
         body, inputs = body_of(model), str(model.main_input_name)
     lists = [
         (path, module) for path, module in body.named_modules() if isinstance(module, nn.ModuleList) and len(module)
@@ -130,13 +130,13 @@ def _stack(model: PreTrainedModel, name: str) -> Any:
     return None
 
 
-def _refuse_other_inputs(model: PreTrainedModel) -> None:
+def refuse_other_inputs(model: PreTrainedModel) -> None:
     """Refuse encoder-decoders, and models of inputs other than text and images."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
-            f"{name} is an encoder-decoder; only DETR's decoder is known among these. "
-            "Measure both stacks on rows with input + target, one with --tower, or describe the anatomy."
+            f"{name} is an encoder-decoder. fulldepth measure reads both stacks on rows with input + target, or one "
+            "with --tower; other commands know only DETR's decoder among these."
         )
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")
