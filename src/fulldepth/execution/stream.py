@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.trace import Call, Trace, equal
 from fulldepth.hf import Anatomy, Classifier, Head
-from fulldepth.hf.families import Pool
+from fulldepth.hf.family import Pool
 from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
 

@@ -25,7 +25,8 @@ from fulldepth.hf.exit_heads import (
     restore_exit_heads,
     save_exit_heads,
 )
-from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
+from fulldepth.hf.families import FAMILIES, rows_of
+from fulldepth.hf.family import Family, Head
 from fulldepth.hf.fewer_layers import renumber_layers, slice_lists
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.gguf import find_gguf, packaged

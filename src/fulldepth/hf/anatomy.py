@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf.families import Family, Head, rows_of
+from fulldepth.hf.families import rows_of
+from fulldepth.hf.family import Family, Head
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
 TASKS = {

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.families import BERT, SKIPPED, Family, rows_of
+from fulldepth.hf.families import BERT, SKIPPED, rows_of
+from fulldepth.hf.family import Family
 
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
 MLP = re.compile(r"mlp|feed_?forward|ffn|^ff$|moe|dense_h_to_4h", re.I)
