@@ -123,12 +123,10 @@ def load_checkpoint(
         trust_remote_code: run modelling code that the checkpoint carries.
         model_class: class to load; None = the one that the checkpoint's `config.json` names.
         config: configuration for `model_class`; None = the checkpoint's.
-        may_lack: (model, name of a weight) -> whether the checkpoint may lack it or hold it in another shape; None =
-            it may lack nothing.
+        may_lack: (model, weight's name) -> whether it may be missing or have another shape; None = no weight may.
 
     Raises:
-        FulldepthError: if the checkpoint has no safetensors weights, its files are broken, or it lacks weights that the
-            model needs (stock loading would leave them at random with a warning).
+        FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs.
     """
     where = packaged(str(name))
     gguf = find_gguf(where)
@@ -155,8 +153,7 @@ def load_checkpoint(
                 options |= {"revision": revision, "use_safetensors": True, **REPORTED, **changed}
                 model, info = loader.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     model.name_or_path = model.config.name_or_path = str(name)
-    fresh = _take_fresh(model, info, may_lack)
-    warnings = _check_fit(where, type(model).__name__, info)
+    fresh, warnings = _take_fresh(model, info, may_lack), _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
     if target is not None and not getattr(model, "is_quantized", False):
