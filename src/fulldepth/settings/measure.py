@@ -41,9 +41,8 @@ class MeasureSettings(LoadingSettings):
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     tokens: TokenPolicy = "auto"
-    """Which tokens count: all, no-first, last, cls (the first), eos, patches (of an image, without class token), mean
-    and mean-patches (one vector for each sequence or image, the mean of these); never padding. auto: all for language
-    models and vision without a class token; for classifiers and CLIP what their head reads (cls, last, eos, mean)."""
+    """Which tokens count: all, no-first, last, cls (the first), eos, patches, or one vector each: mean, mean-patches;
+    never padding. auto: all for language models, what the head reads for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)
     """Comma-separated look-alike words whose linear separability is measured: is,are,was,were."""
     probe_data: str | None = None
@@ -79,8 +78,7 @@ class MeasureSettings(LoadingSettings):
     truncate: bool = False
     """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
-    """text or vision, encoder or decoder: measure this part of a model alone. Without it both are measured where the
-    data allow it: images with texts, or rows with input and target."""
+    """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None
     """auto: spread a large model over devices, CPU and disk."""
     reference: str | None = None
