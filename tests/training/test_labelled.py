@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
 )
 
@@ -31,6 +32,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
+from fulldepth.training.heads import with_new_head
 from fulldepth.training.optimiser import multistep
 
 VIT = {
@@ -177,6 +179,22 @@ def test_a_new_head_is_put_on_a_checkpoints_body(texts: Path, tmp_path: Path) ->
     body.save_pretrained(tmp_path / "body", state_dict=state)
     with pytest.raises(FulldepthError, match=r"lacks 1 weights.*encoder\.layer\.1\.output"):
         train(asked(recipe), tmp_path / "other")
+
+
+def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path: Path) -> None:
+    options = {key: number for key, number in BERT.items() if key != "type"} | {"vocab_size": 50}
+
+    def classifier(*names: str) -> BertForSequenceClassification:
+        return BertForSequenceClassification(BertConfig(**options, id2label=dict(enumerate(names))))
+
+    stored = classifier("bad", "good")
+    stored.save_pretrained(tmp_path / "stored")
+    for names, kept in ((("Bad", "Good"), True), (("LABEL_0", "LABEL_1"), True), (("good", "bad"), False)):
+        model = classifier(*names)
+        given = with_new_head(model, str(tmp_path / "stored"), torch.float32)
+        expected = stored if kept else model
+        assert torch.equal(given["classifier.weight"], expected.classifier.weight), names
+        assert torch.equal(given["bert.pooler.dense.weight"], stored.bert.pooler.dense.weight)
 
 
 def write_folder(folder: Path, labels: str, **bad: bytes) -> Path:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import find_gguf, load_checkpoint
+from fulldepth.hf import find_gguf, load_checkpoint, load_config
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def auto_of(config: Any) -> Any:
 def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
     """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
 
-    A head that is missing, or has another shape, is that of `model`; so is the pooler of an encoder that was saved
-    without one, as in stock fine-tuning.
+    A head that is missing, has another shape, or names other classes (or the same in another order) is that of `model`;
+    so is the pooler of an encoder that was saved without one, as in stock fine-tuning.
 
     Args:
         model: the model to train, with the head as it was drawn.
@@ -89,8 +89,20 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     loaded = load_checkpoint(
         checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=is_of_head
     )
-    own = model.state_dict()
-    return {name: own[name] if name in loaded.fresh else weight for name, weight in loaded.model.state_dict().items()}
+    own, body = model.state_dict(), f"{model.base_model_prefix}."
+    fresh = set(loaded.fresh)
+    if not _same_classes(load_config(checkpoint), model.config):
+        fresh |= {name for name in own if not name.startswith(body)}
+    return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
+
+
+def _same_classes(stored: Any, wanted: Any) -> bool:
+    """Whether two configurations name the same classes in the same order, as far as both name any."""
+    names = [
+        [str(name).casefold() for _, name in sorted((config.id2label or {}).items())] for config in (stored, wanted)
+    ]
+    unnamed = (all(name.startswith("label_") for name in each) for each in names)
+    return names[0] == names[1] or any(unnamed)
 
 
 def is_of_head(model: PreTrainedModel, name: str) -> bool:
