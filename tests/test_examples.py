@@ -96,4 +96,4 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_run_here() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"tour"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"hand_written_loop", "trainer", "sft"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"any_module", "hand_written_loop", "trainer", "sft"}

@@ -25,6 +25,7 @@ HEADLINE = {
     "mean_coherence": "1",
     "median_saturation": "layers",
     "effective_depth": "layers",
+    "cosine_cka_order": "1",
 }
 """With three layers there is no zeta_{L-2}: it would start at layer 1."""
 

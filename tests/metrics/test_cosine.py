@@ -64,8 +64,8 @@ def test_rows_against_scikit_learn(world_name, dtype, request, any_split, expect
                 centred = per_token(states, a, b, center=True)
                 expected["residual", a, b, f"mean{view}"] = (centred.mean(), count)
                 expected["residual", a, b, f"mean_raw{view}"] = (per_token(states, a, b, center=False).mean(), count)
-                for share in (25, 50, 75) if b == last else ():
-                    expected["residual", a, b, f"p{share}{view}"] = (np.percentile(centred, share), count)
+                for share in (5, 25, 50, 75, 95) if b == last else ():
+                    expected["residual", a, b, f"p{share:02}{view}"] = (np.percentile(centred, share), count)
     expect(any_split(Cosine, world, rtol=1e-5, atol=1e-6), expected, atol=2e-6)
 
 

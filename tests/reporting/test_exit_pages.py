@@ -115,8 +115,8 @@ def test_the_paragraph_of_several_evaluations_says_which_is_clearly_better():
     results = compare([folders.evaluation(count=200), folders.evaluation("b", better=-0.4)], names=["plain", "other"])
     said, _ = story(results)
     found = results.table.query("layer == 30 and site == 'arc_easy_local'").set_index(["model", "statistic"]).value
-    plain, other = found["plain", "acc"], found["other", "acc"]
-    limit = 2 * (found["plain", "acc_stderr"] ** 2 + found["other", "acc_stderr"] ** 2) ** 0.5
+    plain, other = found["plain", "acc_norm"], found["other", "acc_norm"]
+    limit = 2 * (found["plain", "acc_norm_stderr"] ** 2 + found["other", "acc_norm_stderr"] ** 2) ** 0.5
     best, next_best = ("plain (baseline)", "other") if plain > other else ("other", "plain (baseline)")
     verdict = "clearly" if abs(plain - other) > limit else "not clearly"
     sentence = next(line for line in payload(results)["views"][0]["story"]["sentences"] if "arc_easy" in line)

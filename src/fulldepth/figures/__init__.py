@@ -143,4 +143,4 @@ def stack_rows(table: pd.DataFrame, stack: str) -> pd.DataFrame:
     return own.assign(site=sites.where(own["site"] != stack, "residual"))
 
 
-__all__ = ["FIGURES", "Figure", "Method", "Quantity", "Source", "build", "records"]
+__all__ = ["FIGURES", "Figure", "Method", "Quantity", "Source", "build", "records", "stack_rows"]

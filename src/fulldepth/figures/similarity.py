@@ -155,7 +155,8 @@ def _spread(source: Source) -> go.Figure | None:
 def _relation(source: Source) -> go.Figure | None:
     """CKA against cosine, one point for every pair of layers."""
     pairs = cosine_and_cka(source.table)
-    if len(pairs) < FEWEST_PAIRS:
+    order = float(pairs["cosine"].rank().corr(pairs["cka"].rank()))
+    if len(pairs) < FEWEST_PAIRS or not math.isfinite(order):
         return None
     points = go.Scatter(
         x=[number(value) for value in pairs["cosine"]],
@@ -167,7 +168,6 @@ def _relation(source: Source) -> go.Figure | None:
         "<extra></extra>",
         showlegend=False,
     )
-    order = float(pairs["cosine"].rank().corr(pairs["cka"].rank()))
     return figure(
         [points],
         alt=f"{len(pairs)} pairs; rank correlation (Spearman) {minus(order, '.2f')}.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +112,7 @@ class StageHead(Classifier):
     """
 
     def __init__(self, head: nn.Module, anatomy: StagedAnatomy) -> None:
-        self.module, self.stages = head, anatomy
+        self.module, self.stages, self.exits = head, anatomy, {}
 
     @property
     def per_token(self) -> bool:
@@ -123,6 +123,10 @@ class StageHead(Classifier):
     def device(self) -> torch.device | None:
         """Device of the head's weights; None without any."""
         return next((parameter.device for parameter in self.module.parameters()), None)
+
+    def sample_mask(self, inputs: Mapping[str, Any], attention_mask: Tensor) -> Tensor:
+        """The mask as it is: a module has no padding id."""
+        return attention_mask
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, C] scores of `states: [B, T, D]`, padded as by `StagedAnatomy.stream`."""

@@ -21,6 +21,7 @@ HEADLINES = {
     "median_saturation": ("Median saturation layer", "half of all have settled"),
     "effective_depth": ("Effective depth", "layers needed"),
     "cosine_cka_order": ("Cosine against CKA", "rank correlation"),
+    "average_precision": ("Average precision", "at the last layer"),
     "time_per_step": ("Time per step", ""),
     "throughput": ("Tokens per second", "since the evaluation before"),
     "elapsed": ("Training time", ""),
@@ -55,15 +56,33 @@ def in_order(headline: Mapping[str, Entry]) -> dict[str, Entry]:
     return {**known, **headline}
 
 
-def with_cards(headline: Mapping[str, Entry], layers: object = None) -> list[Shown]:
-    """All findings with their cards; unknown names are shown as they are. `layers` is L of the model."""
-    return [Shown(entry, (*_titled(name), *figure_of(entry, layers))) for name, entry in in_order(headline).items()]
+def with_cards(
+    headline: Mapping[str, Entry], layers: object = None, stacks: Mapping[str, object] | None = None
+) -> list[Shown]:
+    """All findings with their cards; unknown names are shown as they are.
+
+    `layers` is L of the model, `stacks` that of each stack by name.
+    """
+
+    def depth(name: str) -> object:
+        return (stacks or {}).get(name.partition(":")[0], layers)
+
+    return [
+        Shown(entry, (*_titled(name), *figure_of(entry, depth(name)))) for name, entry in in_order(headline).items()
+    ]
 
 
 def _titled(name: str) -> tuple[str, str]:
-    """Title and symbol of a card; `NAME_OTHER` is the number `NAME` of something else, such as a rule."""
+    """Title and symbol of a card.
+
+    `NAME_OTHER` is the number `NAME` of something else, such as a rule, and `STACK:NAME` that of one stack.
+    """
     if name in HEADLINES:
         return HEADLINES[name]
+    stack, _, own = name.partition(":")
+    if own in HEADLINES:
+        title, symbol = HEADLINES[own]
+        return f"{short(stack, 30).capitalize()}: {title[0].lower()}{title[1:]}", symbol
     base = next((known for known in HEADLINES if name.startswith(f"{known}_")), None)
     if base is None:
         return short(name, 60).replace("_", " "), ""

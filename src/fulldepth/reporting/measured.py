@@ -59,7 +59,8 @@ def compared(meta: Meta, subjects: str, at_step: str = "") -> str:
 def findings(entry: Meta, source: Source) -> list[Shown]:
     """The findings of a measurement, a run, or a step."""
     model = entry.get("model") or source.meta.get("model") or {}
-    return with_cards(entry.get("headline") or {}, model.get("num_layers"))
+    stacks = {str(stack["name"]): stack.get("num_layers") for stack in source.meta.get("stacks") or []}
+    return with_cards(entry.get("headline") or {}, model.get("num_layers"), stacks)
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:

@@ -22,7 +22,7 @@ from fulldepth.reporting.measured import left_out
 from fulldepth.reporting.phrases import short
 from fulldepth.reporting.profile import profile
 from fulldepth.reporting.sections import arrange
-from fulldepth.reporting.story import Facts, story
+from fulldepth.reporting.story import Facts, opening
 from fulldepth.results import Results
 
 MAX_STEPS = 60
@@ -77,13 +77,13 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         {"label": short(model.get("label", "?"), 60), "samples": lens.pack(model.get("lens_grid"), vocabulary)}
         for model in models
     ]
-    opening = _opening(source, entry) if source.kind in (SINGLE, SERIES) else {"story": page.opening(source)}
-    if opening["story"]:
+    top = _top(source, entry) if source.kind in (SINGLE, SERIES) else {"story": page.opening(source)}
+    if top["story"]:
         first, more = [], [*first, *more]
     return {
         "step": entry.get("step"),
         "profile": None,
-        **opening,
+        **top,
         "cards": cards(findings),
         "sentences": first,
         "more_sentences": more,
@@ -93,13 +93,12 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
     }
 
 
-def _opening(source: Source, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _top(source: Source, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The paragraph and the strip of layers of one step, or of the only measurement."""
     step, model = entry.get("step"), entry.get("model") or source.meta.get("model") or {}
     table = source.table if step is None else source.steps[int(step)]
     meta = {**source.meta, "model": model}
-    facts = Facts(table, num_layers(table, model))
-    return {"story": story(facts, meta), "profile": profile(facts)}
+    return {"story": opening(table, meta), "profile": profile(Facts(table, num_layers(table, model)))}
 
 
 def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocabulary) -> list[dict[str, Any]]:

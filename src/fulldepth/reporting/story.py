@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fulldepth.figures import stack_rows
 from fulldepth.figures.curves import num_layers
 from fulldepth.reporting import reference
 from fulldepth.reporting.phrases import short
@@ -122,9 +123,23 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def opening(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`story` of a measurement; of a model of several stacks the first two sentences on each."""
+    if not meta.get("stacks"):
+        return story(Facts(table, num_layers(table, meta.get("model"))), meta)
+    sentences: list[str] = []
+    for stack in meta["stacks"]:
+        rows = stack_rows(table, str(stack["name"]))
+        told = story(Facts(rows, num_layers(rows, stack)), {})
+        if told:
+            first, *others = told["sentences"][:2]
+            sentences += [f"{str(stack['name']).capitalize()}: {first}", *others]
+    return {"sentences": sentences, "next": _next({}, 0)} if sentences else None
+
+
 def paragraph(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
-    """The sentences of `story` as one paragraph; empty if there is none."""
-    told = story(Facts(table, num_layers(table, meta.get("model"))), meta)
+    """The sentences of `opening` as one paragraph; empty if there is none."""
+    told = opening(table, meta)
     return " ".join(told["sentences"]) if told else ""
 
 
