@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers as tf
+from scipy.stats import spearmanr
 
 import fulldepth
 from fulldepth.errors import FulldepthError
@@ -120,6 +121,9 @@ def test_half_precision(trained, text_file, results):
 def test_headline_is_the_tables(results):
     assert {name: entry["unit"] for name, entry in results.headline.items()} == HEADLINE
     saturation = results.values("saturation", "cumulative")
+    pairs = results.table.query("site == 'residual' and layer < other").set_index(["layer", "other"])
+    cosine = pairs.query("measure == 'cosine' and statistic == 'mean'").value
+    cka = pairs.query("measure == 'cka' and statistic == 'debiased'").value
     expected = {
         "zeta_L": results.values("jump_rate", "value")[3],
         "zeta_L-1": results.values("jump_rate", "value")[2],
@@ -127,6 +131,7 @@ def test_headline_is_the_tables(results):
         "mean_coherence": results.values("coherence", "mean_corrected", "residual").dropna().mean(),
         "median_saturation": saturation[saturation >= 0.5].index[0],
         "effective_depth": results.table.set_index("statistic").value["relative_eps=0.05"],
+        "cosine_cka_order": spearmanr(cosine, cka[cosine.index]).statistic,
     }
     for name, entry in results.headline.items():
         assert entry["value"] == pytest.approx(expected[name], rel=1e-12), name
