@@ -70,7 +70,7 @@ def test_the_advised_command_goes_on(main, recipe, tmp_path):
     advised = interrupted(
         ["train", str(settings), "--output", str(run)],
         log,
-        lambda: (run / "checkpoint-20" / "trainer_state.json").exists(),
+        lambda: any(run.glob("checkpoint-*/trainer_state.json")),  # the first ones are soon removed
     )
     assert advised == ["train", str(settings), "--output", str(run), "--resume"]
     assert not (run / f"checkpoint-{STEPS}").exists(), "it was interrupted too late"

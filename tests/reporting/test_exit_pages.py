@@ -12,7 +12,7 @@ from fulldepth.reporting.payload import payload
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e%{x}"
 EMPTY = """() => [...document.querySelectorAll(".plot")]
     .filter((div) => !div.hidden && !div.closest("details:not([open])"))
-    .filter((div) => !(div.data || []).some((trace) => (trace.y || []).some((value) => value != null)))
+    .filter((div) => !(div.data || []).some((trace) => (trace.y || trace.median || []).some((value) => value != null)))
     .map((div) => div.dataset.figure)"""
 
 

@@ -18,7 +18,7 @@ KINDS = ["language_model", "series", "classifier", "comparison", "minimal"]
 EMPTY = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.hidden)
     .filter((div) => !div.closest("details.more:not([open])"))  // folded figures are drawn when they are opened
     .filter((div) => !(div.data || []).some((trace) =>
-        (trace.z || trace.y || []).flat().some((value) => value != null)))
+        (trace.z || trace.y || trace.median || []).flat().some((value) => value != null)))
     .map((div) => div.dataset.figure)"""
 SIZES = """() => [...document.querySelectorAll(".plot")].filter((div) => !div.hidden)
     .filter((div) => !div.querySelector(".main-svg")).length"""

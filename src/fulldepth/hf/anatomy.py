@@ -304,7 +304,11 @@ def anatomy_candidates(
             )
         present = [row for row in present if row.tower == tower]
     if not present:
-        raise FulldepthError(f"{type(model).__name__} has no {tower or rows[0].name} tower.")
+        wanted = tower or " or ".join(str(row.tower) for row in rows)
+        raise FulldepthError(
+            f"{type(model).__name__} has no {wanted} where models of type {model.config.model_type} have them; describe "
+            "the anatomy in the settings."
+        )
     return [Anatomy(model, replace(row, design="pre") if _has_switched_design(model, row) else row) for row in present]
 
 
