@@ -306,8 +306,8 @@ def anatomy_candidates(
     if not present:
         wanted = tower or " or ".join(str(row.tower) for row in rows)
         raise FulldepthError(
-            f"{type(model).__name__} has no {wanted} where models of type {model.config.model_type} have them; describe "
-            "the anatomy in the settings."
+            f"{type(model).__name__} has no {wanted} where models of type {model.config.model_type} have them; "
+            "describe the anatomy in the settings."
         )
     return [Anatomy(model, replace(row, design="pre") if _has_switched_design(model, row) else row) for row in present]
 
