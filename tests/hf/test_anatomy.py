@@ -265,7 +265,7 @@ def test_the_towers_of_clip_have_to_be_chosen():
     model = tiny_models.build("clip")
     with pytest.raises(FulldepthError, match=r"CLIPModel has two towers.*--tower text or vision"):
         anatomy_candidates(model)
-    with pytest.raises(FulldepthError, match="no audio tower"):
+    with pytest.raises(FulldepthError, match="has no audio where"):
         anatomy_candidates(model, tower="audio")
 
 
