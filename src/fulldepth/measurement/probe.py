@@ -75,7 +75,7 @@ def _features(subject: Subject, sequences: Sequences, settings: MeasureSettings)
             activations.clear()
             present = batch.attention_mask
             mask = torch.ones(states.shape[1:3], dtype=torch.bool) if present is None else present.cpu()
-            chosen = counted(subject.policy, mask, batch.token_ids, subject.eos)[..., None].float()
+            chosen = counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading)[..., None].float()
             labelled = batch.labels != IGNORE
             mean = (states * chosen).sum(2) / chosen.sum(1).clamp(min=1)
             features.append(mean[:, labelled])
