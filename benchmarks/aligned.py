@@ -3,6 +3,7 @@
     python benchmarks/aligned.py tiny-vit --seeds 0 1 2 --output aligned-runs/
     python benchmarks/aligned.py tiny-vit data.name=cifar10.zip data.validation=cifar10.zip model.image_size=32 \
         model.patch_size=4 --data cifar10.zip --output cifar-runs/
+    python benchmarks/aligned.py tiny-detr --methods baseline aligned cos-regularised --output shapes-runs/
 
 Every training, measurement and sweep is a process of its own (`fulldepth train`, `measure`, `exit`) with a folder of
 its own. What is complete is not repeated, and an interrupted training is resumed, so the script can be started again.
@@ -11,21 +12,48 @@ its own. What is complete is not repeated, and an interrupted training is resume
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.settings.train import TrainSettings
 
 METHODS = ("baseline", "aligned", "cos-regularised", "multi-exit")
-DATA = {"digits:builtin/train": "digits:builtin/test", "authors:builtin/train": "authors:builtin/test"}
+DATA = {
+    "digits:builtin/train": "digits:builtin/test",
+    "authors:builtin/train": "authors:builtin/test",
+    "shapes:64x4000/train": "shapes:builtin/validation",
+}
 THRESHOLDS = "0.3,0.4,0.5,0.6,0.7,0.8,0.85,0.9,0.95,0.98,0.99,0.995,1.0"
+DROP = 0.01
+"""Largest loss of accuracy for which the threshold is chosen, on half of the data; the other half is reported."""
+
+
+class Row(NamedTuple):
+    """A row of the table for each layer."""
+
+    name: str
+    measure: str
+    statistic: str
+    shown: Callable[[float], float] = float
+
+
+PERCENT: Callable[[float], float] = lambda value: 100 * value  # noqa: E731
+BY_LAYER = (
+    Row("accuracy, %", "lens_accuracy", "mean", PERCENT),
+    Row("perplexity", "lens_loss", "mean", math.exp),
+    Row("AP50, %", "average_precision", "ap50", PERCENT),
+    Row("AP, %", "average_precision", "ap", PERCENT),
+    Row("NC1", "nc1", "value"),
+)
+ONLY_LANGUAGE = ("perplexity",)
 
 
 def run(command: Sequence[str], log: Path) -> None:
@@ -60,47 +88,48 @@ def assess(checkpoint: Path, data: str, sequences: int, folder: Path) -> tuple[R
     if not complete(measured):
         run(["measure", str(checkpoint), "--data", data, *most, "--output", str(measured)], log)
     if not complete(left):
-        options = ["--rule", "confidence,patience", "--thresholds", THRESHOLDS, "--output", str(left)]
+        options = ["--thresholds", THRESHOLDS, "--target-accuracy-drop", str(DROP), "--output", str(left)]
         run(["exit", str(checkpoint), "--data", data, *most, *options], log)
     return Results.load(measured), Results.load(left)
 
 
-def numbers(measured: Results, left: Results) -> dict[str, list[float]]:
-    """The numbers of one model; those by layer are in order of the layers 1..L.
-
-    The speed-up at equal accuracy is the largest measured one whose accuracy is at least the full model's.
-    """
-    table = measured.table
-    found: dict[str, list[float]] = {}
-    for name, measure in (("accuracy by layer", "lens_accuracy"), ("NC1 by layer", "nc1")):
-        rows = table[(table.measure == measure) & (table.site == "residual") & (table.layer > 0)]
-        rows = rows[rows.statistic.isin(["mean", "value"])].sort_values("layer")
-        found[name] = rows.value.tolist()
-    full = left.meta["full"]["accuracy"]
-    found["accuracy"] = [full]
-    kept = [entry["measured_speedup"] for entry in left.meta["exits"] if entry["accuracy"] >= full]
-    found["speed-up at equal accuracy"] = [max([1.0, *[speed for speed in kept if speed is not None]])]
+def numbers(measured: Results, left: Results) -> dict[str, float | None]:
+    """The numbers of one model, by the name of their row."""
+    table, found = measured.table, dict[str, float | None]()
+    classifies = (table.measure == "nc1").any()
+    for row in BY_LAYER:
+        if classifies and row.name in ONLY_LANGUAGE:
+            continue
+        rows = table[(table.measure == row.measure) & (table.statistic == row.statistic) & (table.site == "residual")]
+        for line in rows[rows.layer > 0].sort_values("layer").itertuples():
+            found[f"{row.name}, layer {line.layer}"] = row.shown(line.value)
     for name in ("median_saturation", "effective_depth"):
-        finding = measured.meta["headline"].get(name)
-        found[name.replace("_", " ")] = [] if finding is None else [float(finding["value"])]
+        if name in measured.meta["headline"]:
+            found[name.replace("_", " ")] = float(measured.meta["headline"][name]["value"])
+    [chosen] = [entry for entry in left.meta["exits"] if entry["calibrated"] and entry["split"] == "report"]
+    found["early exit: change in points"] = -100 * chosen["drop"]
+    found["early exit: speed-up by layers"] = chosen["theoretical_speedup"]
+    found["early exit: measured speed-up"] = chosen["measured_speedup"]
     return found
 
 
-def shown(runs: Sequence[Sequence[float]]) -> str:
-    """Mean and standard deviation over the seeds; of lists, each place."""
-    places = [[value for value in values if value is not None] for values in zip(*runs, strict=True)]
-    return ", ".join(
-        f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
-        for values in places
-    )
+def shown(values: Sequence[float | None]) -> str:
+    """Mean and standard deviation over the seeds."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    digits = 1 if max(abs(value) for value in known) >= 10 else 2
+    spread = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.{digits}f}{spread}"
 
 
-def print_table(rows: dict[str, list[dict[str, list[float]]]], seeds: int) -> None:
+def print_table(runs: dict[str, list[dict[str, float | None]]], seeds: int) -> None:
     """Print a Markdown table: one column for each method."""
-    print(f"\n| mean ± standard deviation over {seeds} seeds | {' | '.join(rows)} |")
-    print("|---" * (len(rows) + 1) + "|")
-    for name in next(iter(rows.values()))[0]:
-        print(f"| {name} | {' | '.join(shown([found[name] for found in runs]) for runs in rows.values())} |")
+    print(f"\n| mean ± standard deviation over {seeds} seeds | {' | '.join(runs)} |")
+    print("|---" * (len(runs) + 1) + "|")
+    for name in dict.fromkeys(name for models in runs.values() for model in models for name in model):
+        columns = [shown([model.get(name) for model in models]) for models in runs.values()]
+        print(f"| {name} | {' | '.join(columns)} |")
 
 
 def main() -> None:
@@ -112,6 +141,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--data", help="test data; by default the test part of the recipe's built-in data")
     parser.add_argument("--sequences", type=int, default=1000, help="of the test data")
+    parser.add_argument("--only-train", action="store_true", help="train what is missing, and stop there")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_intermixed_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -119,15 +149,16 @@ def main() -> None:
     data = asked.data or DATA.get(name)
     if data is None:
         raise SystemExit(f"Give the test data for {name}: --data.")
-    rows: dict[str, list[dict[str, list[float]]]] = {}
+    runs: dict[str, list[dict[str, float | None]]] = {}
     for method in asked.methods:
         for seed in asked.seeds:
             folder = asked.output / f"{method}-{seed}"
             checkpoint = train(asked.recipe, method, seed, asked.changes, folder)
-            found = numbers(*assess(checkpoint, data, asked.sequences, folder))
-            rows.setdefault(method, []).append(found)
-            print(f"{method}, seed {seed}: accuracy {found['accuracy'][0]:.3f}", flush=True)
-    print_table(rows, len(asked.seeds))
+            print(f"{method}, seed {seed}: trained", flush=True)
+            if not asked.only_train:
+                runs.setdefault(method, []).append(numbers(*assess(checkpoint, data, asked.sequences, folder)))
+    if runs:
+        print_table(runs, len(asked.seeds))
 
 
 if __name__ == "__main__":
