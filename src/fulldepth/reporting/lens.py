@@ -92,8 +92,10 @@ class Vocabulary:
 
 def kind_of(grid: Mapping[str, Any] | None) -> str:
     """What a lens grid is of: `TOKENS`, `SAMPLES` or `BOXES`."""
-    stated = (grid or {}).get("of")
-    return str(stated) if stated in (SAMPLES, BOXES) else TOKENS
+    stated, samples = (grid or {}).get("of"), (grid or {}).get("samples") or []
+    if stated == SAMPLES and all(len(sample["tokens"]) == 1 for sample in samples):
+        return SAMPLES
+    return BOXES if stated == BOXES and all(sample.get("boxes") for sample in samples) else TOKENS
 
 
 def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[str, Any]]:
