@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +26,8 @@ LONGEST = 200
 """Most characters of a text."""
 
 
-class Predicted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Predicted:
     """The predictions of all layers for one sample."""
 
     index: int
