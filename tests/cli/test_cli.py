@@ -32,7 +32,9 @@ def shell(*arguments):
 
 def options_of(help_text):
     """Option -> its help, default included."""
-    lines = re.findall(r"^│ [* ]? *(--[a-z-]+)\s+(?:-\w\s+|--no-[a-z-]+\s+)?<[^>]*>\s+(.*?)\s*│$", help_text, re.MULTILINE)
+    lines = re.findall(
+        r"^│ [* ]? *(--[a-z-]+)\s+(?:-\w\s+|--no-[a-z-]+\s+)?<[^>]*>\s+(.*?)\s*│$", help_text, re.MULTILINE
+    )
     return dict(lines)
 
 
