@@ -32,7 +32,9 @@ def shell(*arguments):
 
 def options_of(help_text):
     """Option -> its help, default included."""
-    lines = re.findall(r"^│ [* ]? *(--[a-z-]+)\s+(?:-\w\s+)?<[^>]*>\s+(.*?)\s*│$", help_text, re.MULTILINE)
+    lines = re.findall(
+        r"^│ [* ]? *(--[a-z-]+)\s+(?:-\w\s+|--no-[a-z-]+\s+)?<[^>]*>\s+(.*?)\s*│$", help_text, re.MULTILINE
+    )
     return dict(lines)
 
 
@@ -60,6 +62,7 @@ def test_measure_help_gives_the_defaults_of_the_settings(main):
         if option not in described or field.default in (None, False) or field.default_factory:
             continue
         default = ",".join(field.default) if isinstance(field.default, list) else field.default
+        default = "on" if default is True else default
         assert f"[default: {default}" in described[option], option
     assert "[default: all" in described["--measures"]
     assert "[default: 256, or the model's positions if fewer]" in described["--sequence-length"]

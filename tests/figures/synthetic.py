@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
 from fulldepth.comparison import compare
 from fulldepth.results import Results, tabulate
@@ -246,6 +249,69 @@ def classifier(layers: int = 6) -> Results:
     document["token_policy"] = {"name": "cls", "sentence": "Only the first token ([CLS]) counts."}
     document["left_out"], document["warnings"] = [], []
     return Results(tabulate(rows + geometry_rows(layers, labels=True)), document)
+
+
+def picture(side: int = 8, colour: str = "red") -> str:
+    """A thumbnail."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), colour).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def image_classifier(layers: int = 6, names: tuple[str, ...] = ("cat", "dog", "frog")) -> Results:
+    """A classifier of images with its lens grid: samples that settle at layers 1, 2, ... at the right class or not."""
+    results = classifier(layers)
+    samples = []
+    for group in ("Some of the images", "Easiest: settle first", "Hardest: settle last"):
+        for number in range(4):
+            true, settled = number % len(names), 1 + number * (layers - 1) // 3
+            final = names[true if number < 3 else 1]
+            early = names[(true + 1) % len(names)]
+            rows = [[[final if layer >= settled else early, 0.2 + 0.1 * layer]] for layer in range(layers + 1)]
+            samples.append({
+                "title": f"Image {number + 1}", "group": group, "picture": picture(8 if number else 64),
+                "tokens": [f"test/{names[true]}/{number}.png"], "targets": [names[true]], "saturation": [settled],
+                "grid": rows,
+            })  # fmt: skip
+    task = {"task": "image-classification", "class": "ViTForImageClassification"}
+    results.meta |= {
+        "model": {**results.meta["model"], **task},
+        "lens_grid": {"of": "samples", "samples": samples},
+    }
+    return results
+
+
+def detector(layers: int = 3, names: tuple[str, ...] = ("circle", "square")) -> Results:
+    """A detector: two images with two queries, one of which moves towards an object."""
+    rows = displacement_rows(layers, 0.1) + pair_rows(layers, 0.1)
+    document = meta("detr-tiny", layers, 0.1)
+    document["model"] = {**model("detr-tiny", layers, "detection"), "class": "DetrForObjectDetection"}
+    images = []
+    for number, size in enumerate(((64, 64), (200, 50))):
+        boxes: list[Any] = [[None, None]]
+        cells: list[Any] = [[[None, None], [None, None]]]
+        for layer in range(1, layers + 1):
+            boxes.append([[0.1, 0.1, 0.4, 0.5, layer / layers], [0.5, 0.5, 1.0, 1.0, 0.1]])
+            cells.append([[names[0], 0.32 + 0.2 * layer], [names[1], 0.35]])
+        images.append({
+            "title": f"Image {number + 1}", "size": list(size), "picture": None if number else picture(64, "blue"),
+            "tokens": ["query 0", "query 1"], "targets": ["", ""], "saturation": [1, 1], "grid": cells,
+            "boxes": boxes, "objects": [[names[0], 0.1, 0.1, 0.4, 0.5]],
+        })  # fmt: skip
+    return Results(tabulate(rows), document | {"lens_grid": {"of": "boxes", "samples": images}})
+
+
+def two_towers(image: int = 4, text: int = 6) -> Results:
+    """A model of images and texts, each with its stack of layers."""
+    tables = []
+    for name, layers, jump in (("image", image, 0.1), ("text", text, 0.3)):
+        table = tabulate(displacement_rows(layers, jump) + coherence_rows(layers))
+        sites = table["site"].astype(str)
+        tables.append(table.assign(site=[name if site == "residual" else f"{name}:{site}" for site in sites]))
+    document = meta("clip-tiny", text, 0.3)
+    stacks = [{"name": "image", "num_layers": image}, {"name": "text", "num_layers": text}]
+    document |= {"stacks": stacks, "lens_grid": None, "headline": {}}
+    return Results(pd.concat(tables, ignore_index=True), document)
 
 
 def comparison(depth: str = "layer") -> Results:

@@ -94,7 +94,7 @@ def test_an_image_classifier(checkpoint, picture_folder):
         "num_classes": 3,
         "masked_share": None,
     }
-    assert results.meta["lens_grid"] is None
+    assert results.meta["lens_grid"]["of"] == "samples"
 
 
 @pytest.mark.parametrize("tower", ["text", "vision"])

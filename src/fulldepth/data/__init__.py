@@ -13,6 +13,7 @@ from fulldepth.data.preparation import prepare
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.shapes import write_shapes
 from fulldepth.data.sources import Record, Source, content_hash, open_source
+from fulldepth.data.thumbnails import image_name, thumbnail
 from fulldepth.data.tokens import decode_ids
 from fulldepth.data.translation import input_texts, prepare_translation
 
@@ -34,6 +35,7 @@ __all__ = [
     "decode_ids",
     "flatten_windows",
     "image_content",
+    "image_name",
     "input_texts",
     "open_documents",
     "open_source",
@@ -41,6 +43,7 @@ __all__ = [
     "prepare",
     "prepare_arrays",
     "prepare_translation",
+    "thumbnail",
     "train_tokenizer",
     "train_wordpiece",
     "write_shapes",

@@ -157,11 +157,12 @@ def _images(path: Path, values: list[Any], defects: Defects) -> dict[int, _Entry
             if key in found:
                 raise FulldepthError(f"{where}: another image has the same id.")
             width, height = _edge(value.get("width"), where), _edge(value.get("height"), where)
-            stored = stored_image(find(where, value.get("file_name")))
+            stored = stored_image(find(where, value.get("file_name")), str(value.get("file_name")))
         except FulldepthError as error:
             defects.note("image", error)
             continue
-        found[key] = _Entry(StoredImage(partial(_sized, stored, where, width, height), stored.content), width, height)
+        loader = StoredImage(partial(_sized, stored, where, width, height), stored.content, stored.name)
+        found[key] = _Entry(loader, width, height)
     return found
 
 

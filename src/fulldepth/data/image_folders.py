@@ -49,7 +49,12 @@ def folder_images(path: Path, split: str | None = None, limit: int | None = None
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
     captions = _captions(path, files)
-    return _pictures(path.name, files, lambda file: stored_image(path / file), split, limit, held_out, captions)
+    loader = partial(_stored_file, path)
+    return _pictures(path.name, files, loader, split, limit, held_out, captions)
+
+
+def _stored_file(folder: Path, file: PurePosixPath) -> StoredImage:
+    return stored_image(folder / file, str(file))
 
 
 def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
@@ -75,7 +80,7 @@ def zip_images(path: Path, split: str | None = None, limit: int | None = None, *
 
 
 def _stored_member(archive: Archive, file: PurePosixPath) -> StoredImage:
-    return StoredImage(partial(_read_member, archive, str(file)), partial(archive.read, str(file)))
+    return StoredImage(partial(_read_member, archive, str(file)), partial(archive.read, str(file)), str(file))
 
 
 def _read_member(archive: Archive, member: str) -> Image.Image:

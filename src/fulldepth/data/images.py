@@ -39,6 +39,8 @@ class StoredImage:
     decode: ImageLoader
     content: Callable[[], bytes]
     """Returns the stored bytes, which determine every pixel."""
+    name: str = ""
+    """Name of the file; empty if the image is in no file."""
 
     def __call__(self) -> Image.Image:
         """The decoded image."""
@@ -56,7 +58,7 @@ def image_value(value: Any, where: str) -> ImageLoader:
     if isinstance(value, bytes):
         return StoredImage(partial(decode_image, value, where), lambda: value)
     if isinstance(value, str | Path):
-        return stored_image(Path(value))
+        return stored_image(Path(value), Path(value).name)
     raise FulldepthError(f"{where} is {kind_of(value)}, expected an image, its bytes or its path.")
 
 
@@ -91,10 +93,10 @@ def image_content(load: ImageLoader) -> bytes:
     return f"{image.mode} {image.size} ".encode() + image.tobytes()
 
 
-def stored_image(path: Path) -> StoredImage:
-    """The image in a file."""
+def stored_image(path: Path, name: str) -> StoredImage:
+    """The image in a file, which `name` names in results."""
     content = partial(read_bytes, path, most=MOST_IMAGE_BYTES)
-    return StoredImage(lambda: decode_image(content(), str(path)), content)
+    return StoredImage(lambda: decode_image(content(), str(path)), content, name)
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:

@@ -54,9 +54,24 @@ def read_layers(
         dtype: precision of the products of token heads that end in a linear layer; None = the model's.
         inner: `[L, B, T, D]` further states, which are read into `Readout.inner`.
     """
-    if classifier.per_token:
-        shown = torch.zeros_like(targets, dtype=torch.bool)
-        return read_and_show(classifier, states, targets, shown, dtype=dtype, inner=inner)[0]
+    if not classifier.per_token:
+        return read_sequences(classifier, states, targets, attention_mask, inner=inner)[0]
+    shown = torch.zeros_like(targets, dtype=torch.bool)
+    return read_and_show(classifier, states, targets, shown, dtype=dtype, inner=inner)[0]
+
+
+def read_sequences(
+    classifier: Classifier, states: Tensor, targets: Tensor, attention_mask: Tensor, *, inner: Tensor | None = None
+) -> tuple[Readout, TopTokens]:
+    """`read_layers` of a sequence head, and the top classes of the `P` sequences that have a target.
+
+    Args:
+        classifier: final norm and head.
+        states: `[L+1, B, T, D]` residual stream.
+        targets: `[B]`; -100 = no target.
+        attention_mask: `[B, T]`, used by heads that pool.
+        inner: as for `read_layers`; its top classes are not returned.
+    """
     origin, device = states.device, classifier.device or states.device
     targets, attention_mask = targets.to(device), attention_mask.to(device)
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
@@ -64,7 +79,8 @@ def read_layers(
     number = 0 if inner is None else len(inner)
     heads = [classifier.at(layer) for layer in (*range(1, number + 1), *range(len(states)))]
     read = _reduce_sequences(heads, layers, targets, attention_mask)
-    return _as_readout([column.to(origin) for column in read], row.to(origin), number)
+    readout = _as_readout([column.to(origin) for column in read[:3]], row.to(origin), number)
+    return readout, TopTokens(*(column[number:].to(origin) for column in read.top))
 
 
 def _as_readout(columns: Sequence[Tensor], row: Tensor, inner: int) -> Readout:
@@ -112,8 +128,8 @@ def read_and_show(
 
 def _reduce_sequences(
     classifiers: Sequence[Classifier], states: Sequence[Tensor], targets: Tensor, attention_mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`agrees`, `correct` and `loss` of sequence heads, which have few classes: all layers at once."""
+) -> _Columns:
+    """For sequence heads, which have few classes: all layers at once."""
     where = targets != IGNORE
     logits = torch.stack(
         [head.sequences(layer[where], attention_mask[where]) for head, layer in zip(classifiers, states, strict=True)]
@@ -122,12 +138,12 @@ def _reduce_sequences(
     everything = slice(0, len(index))
     read = []
     for layer in logits:
-        softmax = _Softmax(index, 0, layer.dtype)
+        softmax = _Softmax(index, len(index), layer.dtype)
         softmax.add(everything, 0, layer.clone())
-        read.append((softmax.hits, softmax.loss))
-    hits, loss = zip(*read, strict=True)
-    correct, agrees = torch.stack(hits).unbind(-1)
-    return agrees, correct, torch.stack(loss)
+        read.append((softmax.hits, softmax.loss, softmax.best, softmax.probability))
+    hits, loss, token, probability = (torch.stack(column) for column in zip(*read, strict=True))
+    correct, agrees = hits.unbind(-1)
+    return _Columns(agrees, correct, loss, TopTokens(token, probability))
 
 
 class _Columns(NamedTuple):
@@ -137,7 +153,7 @@ class _Columns(NamedTuple):
     correct: Tensor
     loss: Tensor
     top: TopTokens
-    """Of the first positions only, `[L+1, P]`."""
+    """Of token heads, of the first positions only, `[L+1, P]`."""
 
 
 def _reduce(

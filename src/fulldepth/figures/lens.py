@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, curve, number, select
-from fulldepth.figures.draw import Line, first_line, of_layers, over_layers, set_first_apart
+from fulldepth.figures.draw import Line, each_line, first_line, of_layers, over_layers, set_first_apart
 from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source
 from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, extremes, figure, label
 
@@ -21,6 +21,11 @@ TOLERANCES = {
 SATURATION = (
     Line("saturation", "Settle at this layer", "share", form=".1%", bar=True),
     Line("saturation", "Settled so far", "cumulative", color=CATEGORICAL[1], form=".1%"),
+)
+
+PROBES = (
+    Line("probe_accuracy", "Linear probe, second set", form=".2%", spread="standard_error"),
+    Line("lens_accuracy", "The model’s own head, measured data", color=CATEGORICAL[1], dash="dash", form=".2%"),
 )
 
 
@@ -56,6 +61,14 @@ def _loss(source: Source) -> go.Figure | None:
         first=0,
     )
     return drawn and set_first_apart(drawn, ["Loss"])
+
+
+def _probes(source: Source) -> go.Figure | None:
+    """Probes beside the model's own head; None without probes."""
+    if not PROBES[0].curve(source.table):
+        return None
+    scale = axis("Accuracy", **ZERO, tickformat=".0%")
+    return over_layers(source.table, source.layers, PROBES, alt=each_line(".1%"), yaxis=scale, first=0)
 
 
 def _after_attention(measure: str, form: str = ".4f") -> Line:
@@ -167,6 +180,36 @@ FIGURES = (
             ),
         ),
         followed=True,
+    ),
+    Figure(
+        "probe_accuracy",
+        "predictions",
+        _probes,
+        title="Linear probes per layer",
+        subtitle="What a classifier fitted to each layer’s features gets right, beside the model’s own head",
+        methods=(
+            Method(
+                "Linear probes",
+                ("probe_accuracy",),
+                (
+                    "Logistic regression on the frozen features of each layer, fitted to the measured data and scored "
+                    "on a second set: the mean over classes of the share that is right. The model’s own head is read "
+                    "on the measured data. A probe far above it says that a layer holds the classes in directions "
+                    "that the head does not read."
+                ),
+                source="Jiang et al., <cite>Tracing Representation Progression</cite>, App. B.4.",
+            ),
+        ),
+        curves=(
+            Quantity(
+                "probe_accuracy",
+                "mean",
+                "Linear probes",
+                "Accuracy",
+                form=".2%",
+                settings={**ZERO, "tickformat": ".0%"},
+            ),
+        ),
     ),
     Figure(
         "lens_loss",

@@ -12,6 +12,8 @@ from fulldepth.execution import TopTokens
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import saturation_layer
 
+SAMPLES = 3
+"""Sequences shown, unless `grid_samples` gives another number."""
 POSITIONS = 48
 """Maximum number of positions of a sample."""
 LONGEST = 40

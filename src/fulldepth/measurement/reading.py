@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fulldepth.data import Batch
 from fulldepth.distributed import Processes, add_up
-from fulldepth.execution import read_and_show, read_layers
+from fulldepth.execution import read_and_show, read_sequences
 from fulldepth.hf import Classifier
-from fulldepth.measurement.grid import grid_of, shown_positions
+from fulldepth.measurement.grid import SAMPLES, grid_of, shown_positions
+from fulldepth.measurement.sample_grid import SampleGrid
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import Readout
 from fulldepth.metrics.reservoir import priority
@@ -25,21 +26,25 @@ CHECKED = 128
 class LensReader:
     """Applies the last layer's classifier to every layer at a seeded sample of positions, batch by batch.
 
-    The first batch also gives the lens grid, in the same pass over the classes.
+    The lens grid is made of the same readings: of a token head from the first batch, of a sequence head from all.
 
     Args:
         subject: model and data.
         settings: sizes of the sample and the grid, seed, precision.
-        grid: whether the first batch gives the lens grid.
+        process: this process; the first one makes the lens grid.
     """
 
-    def __init__(self, subject: Subject, settings: MeasureSettings, *, grid: bool = False) -> None:
+    def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
         self.subject, self.seed = subject, settings.seed
         halved = settings.lens_precision == "bfloat16" and subject.checkpoint.model.dtype != torch.bfloat16
         self.dtype = torch.bfloat16 if halved else None
         self.threshold, self.checked = _thresholds(subject, settings, check=halved)
-        self.samples = settings.grid_samples if grid else 0
-        self.grid: dict[str, Any] | None = None
+        self.process = process
+        self.samples = SAMPLES if settings.grid_samples is None else settings.grid_samples
+        self.samples = self.samples if process.is_main else 0
+        self._of_tokens: dict[str, Any] | None = None
+        classifier = subject.verified.classifier
+        self._of_samples = None if classifier is None or classifier.per_token else SampleGrid(subject, settings)
         layers = subject.anatomy.num_layers + 1
         self.errors = torch.zeros(layers, 3, dtype=torch.float64)
         """For each layer: sums of loss errors, of absolute loss errors, and of changed top predictions."""
@@ -64,8 +69,12 @@ class LensReader:
             mask: `[B, T]` bool, False = padding.
             inner: `[L, B, T, D]` stream after the attention of layers 1..L, if the lens reads it.
         """
-        if not classifier.per_token:
-            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), inner=inner)
+        if self._of_samples is not None:
+            present = classifier.sample_mask(batch.inputs, mask)
+            readout, top = read_sequences(classifier, states, targets, present, inner=inner)
+            row = readout.row.cpu()
+            self._of_samples.add(batch.sequence[row], targets.cpu()[row], top)
+            return readout
         ranks = priority(_keys(targets, batch.sequence), self.seed)
         chosen = targets if self.threshold is None else targets.where(ranks <= self.threshold, IGNORE)
         if self.dtype is not None:
@@ -74,7 +83,7 @@ class LensReader:
         self.samples = 0
         readout, top = read_and_show(classifier, states, chosen, shown, dtype=self.dtype, inner=inner)
         if bool(shown.any()):
-            self.grid = grid_of(self.subject, batch, shown, top)
+            self._of_tokens = grid_of(self.subject, batch, shown, top)
         return readout
 
     def _compare(self, classifier: Classifier, states: Tensor, targets: Tensor) -> None:
@@ -88,12 +97,16 @@ class LensReader:
         self.errors += torch.stack([error.sum(1), error.abs().sum(1), changed.double().sum(1)], dim=1)
         self.compared += where.sum().cpu()
 
-    def measured_error(self, process: Processes) -> dict[str, float] | None:
+    def grid(self) -> dict[str, Any] | None:
+        """The lens grid as plain data; None if there is none. Every process must call this."""
+        return self._of_tokens if self._of_samples is None else self._of_samples.grid(self.process)
+
+    def measured_error(self) -> dict[str, float] | None:
         """Error of the products' precision over all processes; None if it is the model's own."""
         if self.dtype is None:
             return None
         total = torch.cat([self.errors.flatten(), self.compared])
-        if process.world > 1:
+        if self.process.world > 1:
             add_up(total)
         mean, absolute, changed = (total[:-1].view_as(self.errors) / total[-1]).abs().amax(0).tolist()
         return {

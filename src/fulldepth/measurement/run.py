@@ -185,7 +185,8 @@ def measure_subject(
     plan.left_out += unfit
     if settings.probe_data is not None:
         with data_pass.clock("probe_accuracy"):
-            table = pd.concat([table, tabulate(probe_rows(subject, settings))], ignore_index=True)
+            probes = process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
+            table = pd.concat([table, tabulate(probes)], ignore_index=True)
     refuse_nothing(table, subject, setup)
     data_pass.clock.seconds["load"] = loaded
     data_pass.clock.seconds["total"] = time.perf_counter() - start

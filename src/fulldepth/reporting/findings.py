@@ -21,6 +21,7 @@ HEADLINES = {
     "median_saturation": ("Median saturation layer", "half of all have settled"),
     "effective_depth": ("Effective depth", "layers needed"),
     "cosine_cka_order": ("Cosine against CKA", "rank correlation"),
+    "matched_cosine": ("Cosine of matched pairs", "an image and its own text"),
     "average_precision": ("Average precision", "at the last layer"),
     "time_per_step": ("Time per step", ""),
     "throughput": ("Tokens per second", "since the evaluation before"),

@@ -68,7 +68,7 @@ class PageKind:
     lead: int | None = None
     """Maximum number of opening sentences; None = no limit."""
     lens: LensTexts = field(default_factory=LensTexts)
-    """Texts around the lens grid."""
+    """Texts around a lens grid of tokens."""
     opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
     """The opening paragraph: `sentences` and the command to run `next`. Measurements have their own, see `story`."""
 

@@ -14,7 +14,10 @@ from fulldepth.figures.record import VERBS
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
 from fulldepth.reporting.sections import methods
 
-SCRIPTS = ("core.js", "strip.js", "texts.js", "profile.js", "plots.js", "lens.js", "numbers.js", "page.js")
+SCRIPTS = (
+    *("core.js", "strip.js", "texts.js", "profile.js", "plots.js"),
+    *("lens.js", "samples.js", "boxes.js", "numbers.js", "page.js"),
+)
 """Scripts in order of dependency; they share one scope."""
 
 

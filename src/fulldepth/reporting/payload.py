@@ -10,7 +10,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth import figures
-from fulldepth.figures.curves import num_layers
 from fulldepth.figures.draw import scale_without
 from fulldepth.figures.record import SERIES, SINGLE, Source
 from fulldepth.figures.steps import thin
@@ -22,7 +21,7 @@ from fulldepth.reporting.measured import left_out
 from fulldepth.reporting.phrases import short
 from fulldepth.reporting.profile import profile
 from fulldepth.reporting.sections import arrange
-from fulldepth.reporting.story import Facts, opening
+from fulldepth.reporting.story import by_stack, opening
 from fulldepth.results import Results
 
 MAX_STEPS = 60
@@ -60,7 +59,12 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
         "figures": shown,
         "checkpoints": int(table["step"].nunique()) if kind == SERIES else 0,
         "words": list(vocabulary.index),
-        "lens_texts": asdict(page.lens),
+        "pictures": list(vocabulary.pictures),
+        "lens_texts": {
+            lens.TOKENS: asdict(page.lens),
+            lens.SAMPLES: asdict(lens.OF_SAMPLES),
+            lens.BOXES: asdict(lens.OF_BOXES),
+        },
         "measures": sorted({str(name) for name in table["measure"].unique()}),
         "table": {**rows.pack(table), "where": where},
         "template": compact(TEMPLATE.to_plotly_json()),
@@ -74,7 +78,11 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
     first, more = sentences(findings, page.lead)
     models = entry.get("models") or [{"label": "", "lens_grid": entry.get("lens_grid")}]
     grids = [
-        {"label": short(model.get("label", "?"), 60), "samples": lens.pack(model.get("lens_grid"), vocabulary)}
+        {
+            "label": short(model.get("label", "?"), 60),
+            "of": lens.kind_of(model.get("lens_grid")),
+            "samples": lens.pack(model.get("lens_grid"), vocabulary),
+        }
         for model in models
     ]
     top = _top(source, entry) if source.kind in (SINGLE, SERIES) else {"story": page.opening(source)}
@@ -82,7 +90,7 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
         first, more = [], [*first, *more]
     return {
         "step": entry.get("step"),
-        "profile": None,
+        "profiles": [],
         **top,
         "cards": cards(findings),
         "sentences": first,
@@ -94,11 +102,15 @@ def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: 
 
 
 def _top(source: Source, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The paragraph and the strip of layers of one step, or of the only measurement."""
+    """The paragraph and the strips of layers, one for each stack, of one step or of the only measurement."""
     step, model = entry.get("step"), entry.get("model") or source.meta.get("model") or {}
     table = source.table if step is None else source.steps[int(step)]
     meta = {**source.meta, "model": model}
-    return {"story": opening(table, meta), "profile": profile(Facts(table, num_layers(table, model)))}
+    strips = {stack: profile(facts) for stack, facts in by_stack(table, meta).items()}
+    return {
+        "story": opening(table, meta),
+        "profiles": [{"stack": stack, **strip} for stack, strip in strips.items() if strip],
+    }
 
 
 def _steps(page: PageKind, source: Source, shown: Packed, vocabulary: lens.Vocabulary) -> list[dict[str, Any]]:

@@ -123,17 +123,25 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
+    """Title of each stack of a model -> its numbers; of a model of one stack, "" -> them."""
+    if not meta.get("stacks"):
+        return {"": Facts(table, num_layers(table, meta.get("model")))}
+    tables = {str(stack["name"]): (stack_rows(table, str(stack["name"])), stack) for stack in meta["stacks"]}
+    return {name.capitalize(): Facts(rows, num_layers(rows, stack)) for name, (rows, stack) in tables.items()}
+
+
 def opening(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """`story` of a measurement; of a model of several stacks the first two sentences on each."""
-    if not meta.get("stacks"):
-        return story(Facts(table, num_layers(table, meta.get("model"))), meta)
+    stacks = by_stack(table, meta)
+    if "" in stacks:
+        return story(stacks[""], meta)
     sentences: list[str] = []
-    for stack in meta["stacks"]:
-        rows = stack_rows(table, str(stack["name"]))
-        told = story(Facts(rows, num_layers(rows, stack)), {})
+    for name, facts in stacks.items():
+        told = story(facts, {})
         if told:
             first, *others = told["sentences"][:2]
-            sentences += [f"{str(stack['name']).capitalize()}: {first}", *others]
+            sentences += [f"{name}: {first}", *others]
     return {"sentences": sentences, "next": _next({}, 0)} if sentences else None
 
 

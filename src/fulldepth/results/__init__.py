@@ -1,6 +1,6 @@
 """Reads and writes the result folder: one tidy table, one JSON document, one page. Needs no torch."""
 
-from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.document import SCHEMA_VERSION, is_picture
 from fulldepth.results.finding import Finding
 from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results, TableMismatchError, finite, holder
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
@@ -18,6 +18,7 @@ __all__ = [
     "TableMismatchError",
     "finite",
     "holder",
+    "is_picture",
     "provenance",
     "tabulate",
     "versions",

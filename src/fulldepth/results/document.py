@@ -5,6 +5,7 @@ Every entry may be missing or null, and other entries are allowed, so that docum
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,13 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Counts = Annotated[list[Whole], Field(max_length=MOST_LAYERS)]
 """One count for each of the layers 1..L."""
+MOST_PICTURE = 16_384
+"""Most characters of a thumbnail."""
+PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
+"""A thumbnail; no other address is embedded in a page."""
+Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
+Box = tuple[Share, Share, Share, Share, Share]
+"""Left, top, right and bottom as shares of the image; intersection over union with a true object of its class."""
 Mapping = dict[str, Any]
 
 
@@ -80,10 +88,21 @@ class Policy(Part):
 class Sample(Part):
     """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
 
-    Of a generation, `exits` [T] holds the layer after which each decoding step stopped, null where none did.
+    Of a generation, `exits` [T] holds the layer after which each decoding step stopped, null where none did. A sample
+    of a classifier has one position, whose targets and predictions are classes. The positions of a detector's image are
+    queries, with their boxes at every layer, null at layer 0.
     """
 
     title: str | None = None
+    group: str | None = None
+    """Heading under which the sample is listed."""
+    picture: Picture | None = None
+    size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    """Width and height of the image in pixels."""
+    boxes: list[list[Box | None]] | None = None
+    """[L+1][T]"""
+    objects: list[tuple[str, Share, Share, Share, Share]] | None = None
+    """Class, left, top, right and bottom of the true objects, as shares of the image."""
     tokens: list[str | None]
     targets: list[str | None]
     saturation: list[Whole | None]
@@ -94,8 +113,11 @@ class Sample(Part):
     def _rectangular(self) -> Sample:
         lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
         lengths |= set() if self.exits is None else {len(self.exits)}
+        lengths |= {len(row) for row in self.boxes or ()}
         if len(lengths) > 1:
             raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
+        if self.boxes is not None and len(self.boxes) != len(self.grid):
+            raise ValueError(f"it has boxes of {len(self.boxes)} layers, its grid has {len(self.grid)} rows")
         deepest = max((layer for layer in self.exits or () if layer is not None), default=0)
         if deepest >= max(len(self.grid), 1):
             raise ValueError(f"it states an exit after layer {deepest}, its grid has {len(self.grid)} rows")
@@ -105,6 +127,8 @@ class Sample(Part):
 class LensGrid(Part):
     """Predictions of every layer at every position of a few sequences."""
 
+    of: str | None = None
+    """`tokens` (or null), `samples` of a classifier, or the `boxes` of a detector."""
     samples: list[Sample] | None = None
 
 
@@ -319,6 +343,11 @@ class Document(Part):
     generation: Generated | list[Exit] | None = None
     speculation: Speculation | None = None
     tasks: dict[str, ScoredTask] | None = None
+
+
+def is_picture(value: object) -> bool:
+    """Whether a value is a thumbnail that a page may embed."""
+    return isinstance(value, str) and len(value) <= MOST_PICTURE and re.fullmatch(PICTURE, value) is not None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class MeasureSettings(LoadingSettings):
         "What to measure": ("measures", "tokens", "words", "reference", "probe_data", "corrupt"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad"),
+            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad", "pictures"),
         ),
         "Loading the model": (
             *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),
@@ -67,8 +67,12 @@ class MeasureSettings(LoadingSettings):
     lens_sites: list[Literal["residual", "attention_output"]] = Field(default=["residual"], min_length=1)
     """Comma-separated places that the lens reads. residual: the embeddings and the output of every layer;
     attention_output: also the stream between attention and MLP of every layer, in twice the time."""
-    grid_samples: int = Field(default=3, ge=0, le=1000)
-    """Sequences shown in the lens grid."""
+    grid_samples: int | None = Field(default=None, ge=0, le=1000)
+    """Sequences shown in the lens grid; None = 3, of a classifier 10 and the easiest and hardest ones, of a detector
+    6."""
+    pictures: bool = True
+    """Keep thumbnails of the images shown (at most 64 pixels a side) and their file names in the results.
+    --no-pictures: results that will be shared hold neither."""
     seed: Seed = 0
     """Seed of all random samples."""
     split: str | None = None

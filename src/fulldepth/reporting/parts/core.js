@@ -3,7 +3,7 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const onPaper = matchMedia("print");
-const state = { view: DATA.views.length - 1, printing: false, layer: null };
+const state = { view: DATA.views.length - 1, printing: false, layer: null, stack: "" };
 
 /** An object's own entry; undefined for names that every object inherits, such as `constructor` and `__proto__`. */
 const own = (object, key) => (Object.hasOwn(object, key) ? object[key] : undefined);

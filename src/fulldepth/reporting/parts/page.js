@@ -91,7 +91,6 @@ function start() {
   for (const note of document.querySelectorAll("[data-measures]")) note.hidden = !note.dataset.measures.split(" ").some((name) => DATA.measures.includes(name));
   startStepper();
   drawVerdict();
-  drawLensKey();
   drawLens();
   startNumbers();
   startContents();

@@ -63,7 +63,7 @@ function layoutFor(name, div, data) {
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
   if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
   if (base.xaxis.title?.text === STEPS && view().step != null) base.shapes = [...(base.shapes || []), stepLine()];
-  if (base.xaxis.title?.text === "Layer" && !isMap && state.layer) base.shapes = [...(base.shapes || []), layerBand()];
+  if (base.xaxis.title?.text === "Layer" && !isMap && state.layer && `${name.split(":")[1]} `.startsWith(state.stack ? `${state.stack} ` : "")) base.shapes = [...(base.shapes || []), layerBand()];
   for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
   noteFirst(base, name, data);
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
@@ -202,9 +202,17 @@ function makeSlot(names, number) {
     draw(plot);
   };
   const choices = names.map((name) => plain(DATA.figures[name].about.variant || "Default"));
+  const switcher = names.length > 1 ? readings(choices, number, title, choose) : el("div");
+  plot.show = (wanted) => {
+    const index = names.indexOf(wanted);
+    if (index < 0) return;
+    for (const radio of switcher.querySelectorAll(`input[value="${index}"]`)) radio.checked = true;
+    for (const select of switcher.querySelectorAll("select")) select.selectedIndex = index;
+    choose(index);
+  };
   const box = el("div", {}, plot.div, plot.missing, plot.alt, plot.table);
   if (names.length === 1 && choices[0] !== "Default") below.append(` · ${choices[0]}`);
-  return el("figure", {}, caption, names.length > 1 ? readings(choices, number, title, choose) : el("div"), box);
+  return el("figure", {}, caption, switcher, box);
 }
 
 function readings(choices, number, title, choose) {

@@ -10,12 +10,18 @@ function drawStory() {
 }
 
 function drawProfile() {
-  const strip = view().profile;
-  byId("profile").hidden = !strip;
-  if (!strip) return;
+  const strips = view().profiles;
+  byId("profile").hidden = !strips.length;
+  if (!strips.length) return;
+  byId("profile-box").replaceChildren(...strips.flatMap(makeProfile));
+  profileKey(strips);
+}
+
+/** The strip of one stack, under its name if there are several. */
+function makeProfile(strip, _, strips) {
   const names = el("div", { class: "profile-names", "aria-hidden": "true" }, el("span", {}, "Layer"), ...strip.rows.map((row) => el("span", { title: row.hint }, row.name)));
   const all = Array.from({ length: strip.layers }, (_, index) => profileColumn(strip, index));
-  const columns = el("div", { class: "profile-columns", role: "group", "aria-label": `Layers 1 to ${strip.layers}` }, ...all);
+  const columns = el("div", { class: "profile-columns", role: "group", "aria-label": `${strip.stack ? `${strip.stack}, layers` : "Layers"} 1 to ${strip.layers}` }, ...all);
   columns.addEventListener("keydown", moveInProfile);
   for (const kind of ["focusin", "mouseover"]) {
     columns.addEventListener(kind, (event) => {
@@ -23,15 +29,15 @@ function drawProfile() {
       if (column) byId("profile-readout").replaceChildren(column.getAttribute("aria-label"));
     });
   }
-  columns.addEventListener("mouseleave", () => profileKey(strip));
-  byId("profile-box").replaceChildren(names, columns);
-  profileKey(strip);
+  columns.addEventListener("mouseleave", () => profileKey(strips));
+  return [...(strip.stack ? [el("h3", {}, isolated(strip.stack))] : []), el("div", { class: "profile-box" }, names, columns)];
 }
 
 /** What the shades mean, shown while no layer is pointed at. */
-function profileKey(strip) {
-  const hints = strip.rows.map((row) => el("span", {}, el("b", {}, row.name), ` ${row.hint}`));
-  const idle = strip.idle.length ? [el("span", {}, el("i", { class: "idle-sign" }), "turns the stream by less than 2 %")] : [];
+function profileKey(strips) {
+  const rows = new Map(strips.flatMap((strip) => strip.rows.map((row) => [row.name, row])));
+  const hints = [...rows.values()].map((row) => el("span", {}, el("b", {}, row.name), ` ${row.hint}`));
+  const idle = strips.some((strip) => strip.idle.length) ? [el("span", {}, el("i", { class: "idle-sign" }), "turns the stream by less than 2 %")] : [];
   byId("profile-readout").replaceChildren(...idle, ...hints);
 }
 
@@ -45,14 +51,14 @@ function profileColumn(strip, index) {
     style: row.shades[index] == null ? "" : `background:var(--ramp-${row.shades[index]})`,
     "data-figure-name": row.figure,
   }));
-  const said = `Layer ${layer}: ${strip.rows.map((row) => row.texts[index]).filter(Boolean).join(", ")}`;
+  const said = `${strip.stack ? `${strip.stack}, layer` : "Layer"} ${layer}: ${strip.rows.map((row) => row.texts[index]).filter(Boolean).join(", ")}`;
   return el("button", {
     type: "button",
     class: strip.idle.includes(layer) ? "layer idle" : "layer",
     "aria-label": said,
     title: said,
     tabindex: index ? "-1" : "0",
-    onclick: (event) => showLayer(event.target.dataset.figureName || strip.rows[0].figure, layer),
+    onclick: (event) => showLayer(event.target.dataset.figureName || strip.rows[0].figure, layer, strip.stack),
   }, el("span", { class: named ? "" : "unnamed", "aria-hidden": "true" }, String(layer)), ...shades);
 }
 
@@ -67,11 +73,13 @@ function moveInProfile(event) {
   to.focus();
 }
 
-/** Mark a layer in every figure over layers, and scroll to one of them. */
-function showLayer(name, layer) {
-  state.layer = state.layer === layer ? null : layer;
+/** Mark a layer of a stack in every figure over its layers, and scroll to one of them. */
+function showLayer(name, layer, stack) {
+  state.layer = state.layer === layer && state.stack === stack ? null : layer;
+  state.stack = stack;
   const plot = slots.flatMap((slot) => slot.plots).find((one) => one.name.split(":")[0] === name);
   if (plot) {
+    if (stack) plot.show?.(`${name}:${stack}`);
     for (let box = plot.div.parentElement; box; box = box.parentElement) if (box.tagName === "DETAILS") box.open = true;
     plot.div.closest("figure").scrollIntoView({ block: "nearest" });
   }
