@@ -53,7 +53,7 @@ def _chosen(row: Row, rows: Sequence[Row], what: str, settings: ExitSettings) ->
     error = "" if found.drop.error is None else f" ± {100 * found.drop.error:.2g}"
     sentence = (
         f"{rule.capitalize()} threshold {found.exit.threshold:.4g}, chosen for at most {100 * (target or 0):g} points: "
-        f"on other data the {quality} changes by {-100 * found.drop.value:+.2g}{error} points to "
+        f"on other data the {quality} changes by {0 - 100 * found.drop.value:+.2g}{error} points to "
         f"{found.quality.value:.1%}, and {what} run through {found.layers_run:.1f} of {len(found.exits)} layers on "
         f"average. {_speed(row)}"
     )
@@ -73,7 +73,7 @@ def _fastest(rows: Sequence[Row], what: str) -> dict[str, Finding]:
     lead = "The fastest of the given thresholds that loses at most one point" if good else "The most accurate threshold"
     sentence = (
         f"{lead}: {found.exit.rule} {found.exit.threshold:g}. {quality.capitalize()} {found.quality.value:.1%}, "
-        f"{-100 * found.drop.value:+.2g} points to the full model; {same:.1%} of its predictions; {what} "
+        f"{0 - 100 * found.drop.value:+.2g} points to the full model; {same:.1%} of its predictions; {what} "
         f"run through {found.layers_run:.1f} of {len(found.exits)} layers on average. {_speed(row)}"
     )
     return {"best_threshold": Finding(found.exit.threshold, "1", sentence), "speedup": _speedup(row)}
