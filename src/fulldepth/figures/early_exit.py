@@ -14,7 +14,7 @@ from fulldepth.figures.curves import number
 from fulldepth.figures.draw import legend_entry
 from fulldepth.figures.exit_methods import RULES, SPEEDUP
 from fulldepth.figures.exit_points import ERROR, Point, by_series, points
-from fulldepth.figures.record import EXIT, EXITS, GENERATION, SINGLE, Figure, Source, readings
+from fulldepth.figures.record import EVALUATION, EXIT, EXITS, GENERATION, SINGLE, Figure, Source, readings
 from fulldepth.figures.style import (
     CATEGORICAL,
     INK,
@@ -356,7 +356,7 @@ FIGURES = (
         "exit_tradeoff",
         "exits",
         _tradeoffs,
-        kinds=(EXIT, EXITS),
+        kinds=(EXIT, EXITS, EVALUATION),
         methods=(SPEEDUP, RULES),
     ),
     Figure(

@@ -68,10 +68,10 @@ def tables(source: Source) -> dict[str, list[Table]]:
     calibration = points(meta.get("exits"), CALIBRATION) if _splits(meta) else []
     return {
         "thresholds": [
-            _thresholds("Every threshold", points(meta.get("exits")), meta.get("full") or {}),
-            _thresholds("The split on which the threshold was chosen", calibration, {}, folded=True),
+            thresholds("Every threshold", points(meta.get("exits")), meta.get("full") or {}),
+            thresholds("The split on which the threshold was chosen", calibration, {}, folded=True),
         ],
-        "generating": [_thresholds("Every run", runs, {})],
+        "generating": [thresholds("Every run", runs, {})],
         "settings": [settings_table("All settings", meta.get("settings"))],
     }
 
@@ -80,7 +80,7 @@ def _splits(meta: Meta) -> bool:
     return any(entry.get("split") == CALIBRATION for entry in meta.get("exits") or [])
 
 
-def _thresholds(title: str, every: Sequence[Point], full: Mapping[str, Any], folded: bool = False) -> Table:
+def thresholds(title: str, every: Sequence[Point], full: Mapping[str, Any], folded: bool = False) -> Table:
     """One row for each threshold."""
     base, quality = quality_of(full), named_quality(full)
     columns: dict[str, Callable[[Point], str]] = {
