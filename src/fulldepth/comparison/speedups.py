@@ -120,7 +120,7 @@ def compared(models: Sequence[Entry]) -> dict[str, dict[str, Any]]:
 def findings(models: Sequence[Entry], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Finding]:
     """One finding for each model: the speed-up at which it is as good as the full baseline."""
     baseline = next((model["label"] for model in models if model.get("baseline")), None)
-    if baseline not in rows:
+    if baseline is None or baseline not in rows:
         return {}
     found = {}
     for label, row in rows.items():

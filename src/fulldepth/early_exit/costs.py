@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,14 +70,14 @@ def flops_of(early: EarlyExit, inputs: dict[str, Tensor]) -> SampleFlops:
     """
     runner, anatomy = early.runner, early.subject.anatomy
     count = len(next(iter(inputs.values())))
-    full, _ = _counted(lambda: early.full(inputs))
-    before, states = _counted(lambda: runner.begin(inputs))
+    full, _ = _counted(partial(early.full, inputs))
+    before, states = _counted(partial(runner.begin, inputs))
     layers, heads, answers = [], [], []
     for layer in range(1, early.subject.num_layers + 1):
-        own, output = _counted(lambda layer=layer, states=states: runner.run(layer, states))
+        own, output = _counted(partial(runner.run, layer, states))
         stream, states = anatomy.stream(output), anatomy.handed_on(output)
-        head, logits = _counted(lambda layer=layer, stream=stream: early.logits(layer, stream, inputs))
-        answer, _ = _counted(lambda layer=layer, stream=stream, logits=logits: early.answer(layer, stream, logits))
+        head, logits = _counted(partial(early.logits, layer, stream, inputs))
+        answer, _ = _counted(partial(early.answer, layer, stream, logits))
         layers.append(own / count)
         heads.append(head / count)
         answers.append(answer / count)

@@ -104,7 +104,7 @@ def _read_images(subject: Subject, batch: Batch, states: Sequence[Tensor], rules
         predictions.append(logits.argmax(-1).cpu())
         values.append({rule: sample_certainty(logits, rule).cpu() for rule in rules if rule != "patience"})
         matches.append([match(*each) for each in zip(logits, boxes, targets, strict=True)])
-    columns = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
+    columns: dict[Rule, Tensor] = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
     counts = [positives([target]) for target in targets]
     return DetectionReadings(
         torch.stack(predictions), columns, batch.sequence, list(zip(*matches, strict=True)), counts

@@ -121,7 +121,7 @@ def sweep_with(
         seconds = None
         if subject.timed and (settings.rounds or subject.detects):
             watcher.begin("Timing early exit", settings.rounds * batches_of(subject, parts["report"]))
-            timing = {"rounds": settings.rounds, "seed": settings.seed, "advance": watcher.advance}
+            timing: dict[str, Any] = {"rounds": settings.rounds, "seed": settings.seed, "advance": watcher.advance}
             rows, seconds = with_times(subject, rows, parts["report"], **timing)
         generation = _generated(subject, rows, settings, watcher) if subject.anatomy.task == "causal-lm" else None
     table = tabulate([row for entry in readings.by_layer() for row in _table_rows(entry, len(readings.sequence))])
