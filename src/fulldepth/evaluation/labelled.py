@@ -47,11 +47,12 @@ def evaluate_labelled(
     data: Any,
     settings: EvaluateSettings,
     watcher: Watcher,
+    folder: Path | None = None,
     *,
     tokenizer: Any = None,
 ) -> Results:
     """Accuracy, or average precision, on labelled data at every exit layer and by class; with `exit_thresholds` also
-    with early exit: quality, mean layers and measured speed-up.
+    with early exit: quality, mean layers and measured speed-up. Written to `folder`, without the page.
 
     Raises:
         FulldepthError: if the model is no classifier or detector, or the data do not fit it.
@@ -90,7 +91,10 @@ def evaluate_labelled(
         "headline": {name: found.document() for name, found in (findings(scored) | _early(rows)).items()},
     }
     table = [*rows_of(scored), *_class_rows(classes, readings.quality, subject.num_layers)]
-    return Results(tabulate(table), dict(finite(content)))
+    results = Results(tabulate(table), dict(finite(content)))
+    if folder is not None:
+        results.save(folder, page=False)
+    return results
 
 
 def _reading(settings: EvaluateSettings) -> ExitSettings:

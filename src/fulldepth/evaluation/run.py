@@ -80,27 +80,36 @@ def evaluate(
     if isinstance(tokenizer, str | Path):
         given["tokenizer"], tokenizer = str(tokenizer), None
     resolved = layered(EvaluateSettings, given)
-    other = "--plan" if plan is not None else "--resume" if resume else None
-    check_asked(resolved, data is not None, other)
+    check_asked(resolved, data is not None, "--plan" if plan is not None else "--resume" if resume else None)
     folder = None if output is None else Path(output)
     if data is not None:
         with _held(folder, resume=False, overwrite=overwrite):
-            results = evaluate_labelled(model, data, resolved, watcher or Watcher(), tokenizer=tokenizer)
-            if folder is not None:
-                results.save(folder, page=False)
-        return results
+            return evaluate_labelled(model, data, resolved, watcher or Watcher(), folder, tokenizer=tokenizer)
     units = units_of(resolved.tasks or [])
-    catalogue = catalogue_of(units, resolved) if units else None
+    asked = units, catalogue_of(units, resolved) if units else None  # checked before the model is loaded
     with _held(folder, resume=resume, overwrite=overwrite), opened(model, resolved, tokenizer, plan) as subject:
-        fingerprint = _fingerprint(subject, resolved)
-        stored = None if folder is None or overwrite or not resume else _stored(folder, fingerprint)
-        if stored is not None:
-            return stored
-        results = _evaluated(subject, units, catalogue, resolved, folder, watcher or Watcher())
-        results.meta["fingerprint"] = fingerprint
-        if folder is not None:
-            results.save(folder, page=False)
-            shutil.rmtree(folder / ANSWERS, ignore_errors=True)
+        kept = folder if resume and not overwrite else None
+        return _evaluated_once(subject, asked, resolved, folder, kept, watcher or Watcher())
+
+
+def _evaluated_once(
+    subject: Subject,
+    asked: tuple[list[Unit], Catalogue | None],
+    settings: EvaluateSettings,
+    folder: Path | None,
+    kept: Path | None,
+    watcher: Watcher,
+) -> Results:
+    """The finished results of the same evaluation in the folder `kept`, or new ones."""
+    fingerprint = _fingerprint(subject, settings)
+    stored = None if kept is None else _stored(kept, fingerprint)
+    if stored is not None:
+        return stored
+    results = _evaluated(subject, *asked, settings, folder, watcher)
+    results.meta["fingerprint"] = fingerprint
+    if folder is not None:
+        results.save(folder, page=False)
+        shutil.rmtree(folder / ANSWERS, ignore_errors=True)
     return results
 
 
