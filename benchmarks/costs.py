@@ -24,8 +24,9 @@ from fulldepth.measurement.passes import run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
 from fulldepth.measurement.run import make_setup
 from fulldepth.measurement.sampling import sampling
-from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject
+from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.results import tabulate
+from fulldepth.subjects import open_checkpoint
 
 SIMILARITY = ["displacement", "jump_rate", "norm_ratio", "cosine", "cka"]
 LENS = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]

@@ -38,6 +38,7 @@ _ROOMS = (
     "architectures",
     "comparison",
     "data",
+    "early_exit",
     "evaluation",
     "execution",
     "exit",
@@ -50,6 +51,7 @@ _ROOMS = (
     "results",
     "settings",
     "skip",
+    "subjects",
     "training",
 )
 

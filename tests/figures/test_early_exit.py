@@ -145,7 +145,7 @@ def test_sweeps_of_several_models_share_a_figure():
     results = compare([plain, aligned], names=["plain", "aligned"])
     drawn = results.figures()
     for label, one in (("plain", plain), ("aligned", aligned)):
-        trace = [trace for trace in drawn["exit_tradeoff"].data if trace.name == f"{label}, confidence"][1]
+        (trace,) = (trace for trace in drawn["exit_tradeoff"].data if trace.name == f"{label}, confidence")
         assert list(trace.x) == [entry["measured_speedup"] for entry in reported(one, "confidence")]
     assert [trace.name for trace in drawn["lens_accuracy"].data] == ["plain", "aligned"]
     rows = results.table[(results.table["model"] == "aligned") & (results.table["measure"] == "lens_accuracy")]

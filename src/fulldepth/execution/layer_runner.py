@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.layer_arguments import Path, select_rows, tensors_in
 from fulldepth.execution.layer_cache import KeysWritten, LayerCache
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Anatomy, Classifier, is_offloaded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
-INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
+INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "pixel_mask")
 """Entries of a batch that the model's body reads."""
 
 
@@ -39,8 +40,8 @@ class LayerRunner:
 
     runs layers E+1..L on all of them at once. `execution.decoding_proof` verifies this against the model's decoding.
 
-    Encoders and models of images run without a cache. To go on with some of the sequences of a batch, `begin` again
-    with these alone.
+    Encoders and models of images run without a cache. The layers of a detector are those of its decoder, and `begin`
+    runs its backbone and encoder. `keep` goes on with some of the sequences of a batch.
 
     Args:
         anatomy: a model in which each layer reads the previous layer's output.
@@ -59,6 +60,7 @@ class LayerRunner:
         self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
+        self._sample = {name: value[:1] for name, value in batch.items()}
         self._prove(batch)
 
     @torch.no_grad()
@@ -106,11 +108,44 @@ class LayerRunner:
         if not isinstance(layers, int):
             for layer in layers:
                 states = self.run(layer, states)
+                if layer != layers[-1]:
+                    states = self.anatomy.handed_on(states)
             return states
         args, kwargs = self._arguments[layers - 1]
         with self._at_start():
             output = self._blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
+
+    @torch.no_grad()
+    def keep(self, rows: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Go on with some of the sequences passed to `begin`, without a cache: their masks and other arguments.
+
+        What `begin` computed is selected, not computed again, where it is known which arguments have an entry for each
+        sequence; else `begin` runs on these alone.
+
+        Args:
+            rows: `[B]` bool.
+            batch: the inputs of these sequences alone.
+        """
+        found = {path for path, _ in tensors_in(self._arguments)}
+        if not found <= self._per_sequence.keys():
+            self.begin(batch)
+            return
+        self._arguments = select_rows(self._arguments, rows, {path for path in found if self._per_sequence[path]})
+
+    @cached_property
+    def _per_sequence(self) -> dict[Path, bool]:
+        """Place of each tensor in the arguments -> whether it has an entry for each sequence.
+
+        These are the tensors whose first dimension differs between batches of two and three sequences.
+        """
+        before = self._arguments, self._first, self._cache
+        sizes = []
+        for count in (2, 3):
+            self.begin({name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in self._sample.items()})
+            sizes.append({path: tensor.shape for path, tensor in tensors_in(self._arguments)})
+        self._arguments, self._first, self._cache = before
+        return {path: shape[:1] != sizes[1][path][:1] for path, shape in sizes[0].items() if path in sizes[1]}
 
     def write(self, layers: Sequence[int], states: Tensor) -> None:
         """Add keys and values of layers to the cache as if each read these states, and compute nothing else.
@@ -277,7 +312,7 @@ class LayerRunner:
             hint = ": it reads more than the layer before, or the model does something between its layers."
             claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
             check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
-            states = after
+            states = self.anatomy.handed_on(after)
 
     def _form(self, module: nn.Module, args: Any, output: Any) -> None:
         self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None

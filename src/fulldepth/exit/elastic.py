@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fulldepth.early_exit import QUALITIES, open_checkpoint, prepare_subject
+from fulldepth.early_exit import read as read_layers
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove, read
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.exit.outcome import Mean
-from fulldepth.exit.reading import read as read_layers
-from fulldepth.exit.subject import open_checkpoint, prepare_subject
+from fulldepth.exit.record import qualities
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
@@ -47,6 +47,7 @@ PIPELINES = {
     "masked-lm": "fill-mask",
     "text-classification": "text-classification",
     "image-classification": "image-classification",
+    "detection": "object-detection",
 }
 """Task -> the Hub's name for it; others are `feature-extraction`."""
 
@@ -160,11 +161,11 @@ def _choose(
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
     watcher.begin(f"Reading the layers of {Path(checkpoint.name).name}", len(subject.sequences))
     readings = read_layers(subject, (), tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance)
-    accuracy = [Mean.of(correct, readings.sequence).value for correct in readings.correct[1:]]
-    layers = effective_depth(accuracy, settings.effective_depth, relative=True)
+    quality, name = qualities(readings), QUALITIES[readings.quality]
+    layers = effective_depth(quality, settings.effective_depth, relative=True)
     return layers, (
         f"The first {layers} of {num_layers} layers: the fewest with at least {1 - settings.effective_depth:.0%} of "
-        f"the full model's accuracy on {subject.sequences.name} ({accuracy[layers - 1]:.1%} and {accuracy[-1]:.1%})."
+        f"the full model's {name} on {subject.sequences.name} ({quality[layers - 1]:.1%} and {quality[-1]:.1%})."
     )
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.early_exit import Exit, Subject
 from fulldepth.execution.decoding import BOUNDED_RULES, Decoder, Generation
 from fulldepth.execution.latency import order
-from fulldepth.exit.rules import Exit
-from fulldepth.exit.subject import Subject
 from fulldepth.settings.exit import ExitSettings
 
 PLAIN = "plain"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,15 +11,26 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.early_exit import (
+    Exit,
+    LayerNumber,
+    Readings,
+    Row,
+    Subject,
+    batches_of,
+    calibrated,
+    document,
+    open_checkpoint,
+    outcome,
+    prepare_subject,
+    read,
+    splits,
+    with_times,
+)
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import machine
 from fulldepth.exit.generated import generation_rows, runs_of
-from fulldepth.exit.outcome import Mean, Outcome, calibrated, layer_means, outcome, splits
-from fulldepth.exit.reading import Readings, read
-from fulldepth.exit.record import Row, document, headline
-from fulldepth.exit.rules import Exit
-from fulldepth.exit.subject import Subject, open_checkpoint, prepare_subject
-from fulldepth.exit.timing import Timed, batches_of, timed
+from fulldepth.exit.record import headline
 from fulldepth.hf import evaluating, unwrapped
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, provenance, tabulate
@@ -47,14 +57,15 @@ def sweep(
     """Leave a model early, over rules and thresholds: accuracy, loss, agreement, exits per layer, and speed.
 
     One pass over the data applies the model's own final norm and head to every layer, which gives all rules and
-    thresholds at once. Classifiers are then run with samples removed as they leave, and timed against their own
-    forward pass. Language models are read with the true tokens before each position.
+    thresholds at once. Classifiers and detectors are then run with samples removed as they leave, and timed against
+    their own forward pass. Language models are read with the true tokens before each position.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
-        data: labelled texts or images for classifiers, texts for language models; as for `measure`.
+        data: labelled texts or images for classifiers, images with boxes for detectors, texts for language models; as
+            for `measure`.
         output: result folder, without the page; None = nothing is written.
-        rule: one or several of `confidence`, `margin`, `entropy` and `patience`; see `fulldepth.exit.rules`.
+        rule: one or several of `confidence`, `margin`, `entropy` and `patience`; see `fulldepth.early_exit.rules`.
         thresholds: above 0 and at most 1, which is the full model; None = 0.5 to 1.
         min_layer: first layer after which a sample may leave.
         target_accuracy_drop: also choose a threshold for every rule, on one part of the data, and report it on the
@@ -64,7 +75,8 @@ def sweep(
         **options: any other field of `ExitSettings` (`max_sequences`, `batch_size`, `rounds`, `lens_tokens`, ...).
 
     Returns:
-        Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy` of every layer.
+        Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy`, or
+        `average_precision`, of every layer.
 
     Raises:
         FulldepthError: if model, data or options are invalid, the data have no labels for a classifier, or the
@@ -107,10 +119,12 @@ def sweep_with(
         read_at = perf_counter()
         rows, parts = _rows(subject, readings, settings)
         seconds = None
-        if subject.classifies and settings.rounds:
-            rows, seconds = _timed(subject, rows, parts["report"], settings, watcher)
+        if subject.timed and (settings.rounds or subject.detects):
+            watcher.begin("Timing early exit", settings.rounds * batches_of(subject, parts["report"]))
+            timing: dict[str, Any] = {"rounds": settings.rounds, "seed": settings.seed, "advance": watcher.advance}
+            rows, seconds = with_times(subject, rows, parts["report"], **timing)
         generation = _generated(subject, rows, settings, watcher) if subject.anatomy.task == "causal-lm" else None
-    table = tabulate([row for entry in layer_means(readings) for row in _table_rows(*entry, readings)])
+    table = tabulate([row for entry in readings.by_layer() for row in _table_rows(entry, len(readings.sequence))])
     content = {
         **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
         **document(subject, parts, rows, seconds),
@@ -124,36 +138,21 @@ def sweep_with(
 def _rows(subject: Subject, readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[str, Readings]]:
     """Every rule with every threshold on the samples that are reported, and the calibrated ones on both parts."""
     target, layers = settings.target_accuracy_drop, subject.num_layers
-    parts = {"report": readings}
+    parts, saves_all = {"report": readings}, not subject.detects
     if target is not None:
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
     for rule in settings.rule:
         for threshold in sorted(set(settings.thresholds)):
-            rows.append(Row(outcome(parts["report"], Exit(rule, threshold, settings.min_layer, layers)), "report"))
+            exit = Exit(rule, threshold, settings.min_layer, layers)
+            rows.append(Row(outcome(parts["report"], exit), "report", saves_all=saves_all))
         if target is not None:
             best = calibrated(parts["calibration"], rule, settings.min_layer, settings.thresholds, target)
             exit = Exit(rule, best, settings.min_layer, layers)
-            rows += [Row(outcome(part, exit), split, calibrated=True) for split, part in parts.items()]
+            rows += [
+                Row(outcome(part, exit), split, calibrated=True, saves_all=saves_all) for split, part in parts.items()
+            ]
     return rows, parts
-
-
-def _timed(
-    subject: Subject, rows: Sequence[Row], report: Readings, settings: ExitSettings, watcher: Watcher
-) -> tuple[list[Row], float]:
-    """The rows with measured speed-ups where they are on the reported samples, and the seconds of the full model."""
-    chosen: dict[Exit, Outcome] = {row.outcome.exit: row.outcome for row in rows if row.split == "report"}
-    watcher.begin("Timing early exit", settings.rounds * batches_of(subject, report))
-    found, seconds = timed(
-        subject,
-        list(chosen.values()),
-        report,
-        rounds=settings.rounds,
-        seed=settings.seed,
-        advance=watcher.advance,
-    )
-    by_exit: dict[Exit, Timed] = dict(zip(chosen, found, strict=True))
-    return [replace(row, timed=by_exit[row.outcome.exit]) if row.split == "report" else row for row in rows], seconds
 
 
 def _generated(
@@ -184,10 +183,10 @@ def generated_exits(rows: Sequence[Row]) -> list[Exit]:
     return sorted(exits, key=lambda exit: (exit.rule, exit.threshold))
 
 
-def _table_rows(measure: str, layer: int, mean: Mean, unit: str, readings: Readings) -> list[tuple[Any, ...]]:
+def _table_rows(entry: LayerNumber, count: int) -> list[tuple[Any, ...]]:
     """Rows as `measure` writes them."""
-    count = len(readings.target)
-    rows: list[tuple[Any, ...]] = [(measure, "residual", layer, None, "mean", mean.value, count, unit)]
+    measure, statistic, layer, mean, unit = entry
+    rows: list[tuple[Any, ...]] = [(measure, "residual", layer, None, statistic, mean.value, count, unit)]
     if mean.error is not None:
         rows.append((measure, "residual", layer, None, "standard_error", mean.error, count, unit))
     return rows

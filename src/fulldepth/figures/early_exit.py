@@ -8,12 +8,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures import lens
+from fulldepth.figures import detection, lens
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.curves import number
 from fulldepth.figures.draw import legend_entry
+from fulldepth.figures.exit_methods import RULES, SPEEDUP
 from fulldepth.figures.exit_points import ERROR, Point, by_series, points
-from fulldepth.figures.record import EXIT, EXITS, GENERATION, SINGLE, Figure, Method, Source, readings
+from fulldepth.figures.record import EVALUATION, EXIT, EXITS, GENERATION, SINGLE, Figure, Source, readings
 from fulldepth.figures.style import (
     CATEGORICAL,
     INK,
@@ -66,9 +67,10 @@ class Scale:
 
 
 ACCURACY = Scale("accuracy", "Accuracy", ".1%", ".1%")
+PRECISION = Scale("average_precision", "Average precision", ".1%", ".1%")
 LOSS = Scale("loss", "Loss (nats)", ".4f", ".3f")
 AGREEMENT = Scale("agreement", "Agreement with the full model", ".1%", ".1%")
-SCALES = (ACCURACY, LOSS, AGREEMENT)
+SCALES = (ACCURACY, PRECISION, LOSS, AGREEMENT)
 
 
 def groups_of(source: Source) -> list[Group]:
@@ -86,7 +88,8 @@ def groups_of(source: Source) -> list[Group]:
 
 
 def _tradeoffs(source: Source) -> Figures:
-    return readings((scale.key, tradeoff(groups_of(source), scale)) for scale in SCALES)
+    several = source.kind == EXITS
+    return readings((scale.key, tradeoff(groups_of(source), scale, several=several)) for scale in SCALES)
 
 
 def _of_generation(source: Source) -> Figures:
@@ -98,8 +101,11 @@ def _of_generation(source: Source) -> Figures:
     return readings([("", tradeoff(groups, AGREEMENT, title="Agreement against speed-up while generating"))])
 
 
-def tradeoff(groups: Sequence[Group], scale: Scale, title: str = "") -> go.Figure | None:
-    """Quality against speed-up: a line of thresholds for each group, measured and in theory; None without points."""
+def tradeoff(groups: Sequence[Group], scale: Scale, title: str = "", *, several: bool = False) -> go.Figure | None:
+    """Quality against speed-up: a line of thresholds for each group, measured and in theory; None without points.
+
+    Of several models that were timed, only what was measured is drawn.
+    """
     drawn = [(group, _drawable(group, scale)) for group in groups]
     drawn = [(group, its_points) for group, its_points in drawn if its_points]
     if not drawn:
@@ -108,12 +114,14 @@ def tradeoff(groups: Sequence[Group], scale: Scale, title: str = "") -> go.Figur
     timed = any(point.measured is not None for _, its_points in drawn for point in its_points)
     traces: list[Any] = []
     for group, its_points in drawn:
-        traces += _lines(group, its_points, scale, timed, labelled)
-    if timed:
+        lines = _lines(group, its_points, scale, timed, labelled)
+        traces += lines[1:] if several and timed else lines
+    if timed and not several:
         traces.append(legend_entry("in theory", marker={"symbol": "circle-open", "color": MUTED, "size": 8}))
     traces += _chosen([point for _, its_points in drawn for point in its_points], scale)
     traces += _full(drawn, scale)
     how = "Filled: measured; open: if layers were all that takes time" if timed else "In theory: nothing was timed"
+    how = "Measured beside each full model (square)" if several and timed else how
     shown = figure(
         traces,
         title=title or f"{scale.title.removesuffix(' (nats)')} against speed-up",
@@ -220,14 +228,16 @@ def _full(drawn: Sequence[tuple[Group, Sequence[Point]]], scale: Scale) -> list[
     }
     if not heights:
         return []
-    values = list(dict.fromkeys(heights.values()))
+    one = len(set(heights.values())) == 1
+    shades = {group.name: INK if one else group.color for group, _ in drawn}
+    values = dict.fromkeys((height, shades[name]) for name, height in heights.items())
     return [
         go.Scatter(
             x=[1.0] * len(values),
-            y=values,
+            y=[height for height, _ in values],
             name="full model",
             mode="markers",
-            marker={"color": INK, "size": 10, "symbol": "square"},
+            marker={"color": [shade for _, shade in values], "size": 10, "symbol": "square"},
             hovertemplate=f"full model: <b>%{{y:{scale.form}}}</b><extra></extra>",
         )
     ]
@@ -327,34 +337,12 @@ def _most(point: Point) -> str:
     return f", most after layer {max(range(len(early)), key=early.__getitem__) + 1}" if sum(early) else ""
 
 
-SPEEDUP = Method(
-    "Speed-up of early exit",
-    (),
-    (
-        "In theory, time is proportional to the layers that are run: m<sub>i</sub> samples or tokens leave after layer "
-        "i of L. What is measured is the time of the full model over the time with early exit, on the same data in "
-        "the same run, so it includes what the rule itself costs: a final norm and a product with the head for each "
-        "layer at which it decides."
-    ),
-    formula=r"\frac{∑_i L m_i}{∑_i i m_i}",
-    source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 5.",
-)
-RULES = Method(
-    "Rules and thresholds",
-    (),
-    (
-        "Confidence: the probability of the top prediction exceeds the threshold. Margin: its lead over the second "
-        "does. Entropy: one minus the entropy of the prediction over its maximum does. Patience: the number of layers "
-        "in a row with the same top prediction, divided by L, does. At threshold 1 every sample takes all layers. A "
-        "threshold that was chosen for a target accuracy was chosen on other data than its numbers are of."
-    ),
-)
-
-
 def _of_layers() -> tuple[Figure, ...]:
     """The figures of a model that stops all samples at one layer: of one model, and of several."""
     shared = {"section": "stopping", "secondary": False}
-    records = [one for one in lens.FIGURES if one.name in ("lens_accuracy", "lens_loss") and SINGLE in one.kinds]
+    every = (*lens.FIGURES, *detection.FIGURES)
+    names = ("lens_accuracy", "lens_loss", "average_precision")
+    records = [one for one in every if one.name in names and SINGLE in one.kinds]
     alone = [one.beside(one.name, one.draw, EXIT, **shared) for one in records]
     return (*alone, *(one.beside(one.name, _overlaid(one), EXITS, **shared) for one in records))
 
@@ -368,7 +356,7 @@ FIGURES = (
         "exit_tradeoff",
         "exits",
         _tradeoffs,
-        kinds=(EXIT, EXITS),
+        kinds=(EXIT, EXITS, EVALUATION),
         methods=(SPEEDUP, RULES),
     ),
     Figure(

@@ -14,6 +14,8 @@ REPORT, CALIBRATION = "report", "calibration"
 """Splits of the data: on the second one a threshold is chosen, on the first one its numbers are reported."""
 ERROR = "_stderr"
 """Suffix of the standard error of a number."""
+QUALITIES = {"accuracy": "accuracy", "average_precision": "average precision"}
+"""Key of the number that early exit may cost -> its name."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Point:
     theory: float | None
     """Speed-up if layers were all that takes time."""
     measured: float | None
+
+    @property
+    def quality(self) -> float | None:
+        """Accuracy, or average precision."""
+        return next((value for key in QUALITIES if (value := self.values.get(key)) is not None), None)
 
     @property
     def name(self) -> str:
@@ -71,6 +78,16 @@ class Point:
         return None
 
 
+def quality_of(full: Mapping[str, Any]) -> float | None:
+    """Accuracy or average precision of the model without early exit."""
+    return next((value for key in QUALITIES if (value := number(full.get(key))) is not None), None)
+
+
+def named_quality(full: Mapping[str, Any]) -> str:
+    """`accuracy` or `average precision`, whichever the entry `full` states."""
+    return next((name for key, name in QUALITIES.items() if full.get(key) is not None), "accuracy")
+
+
 def points(entries: Iterable[Mapping[str, Any]] | None, split: str | None = REPORT) -> list[Point]:
     """The points of a split, or all that belong to no other split if none states it; by rule, policy and threshold."""
     every = list(entries or [])
@@ -85,14 +102,14 @@ def _point(entry: Mapping[str, Any]) -> Point:
     counts = tuple(int(count) for count in entry.get("exits") or ())
     layers = sum(at * count for at, count in enumerate(counts, start=1))
     theory = number(entry.get("theoretical_speedup"))
-    means = [name + suffix for name in ("accuracy", "loss", "agreement", "drop") for suffix in ("", ERROR)]
+    means = [name + suffix for name in (*QUALITIES, "loss", "agreement", "drop") for suffix in ("", ERROR)]
     return Point(
         rule=label(entry.get("rule") or "threshold", 24),
         threshold=number(entry.get("threshold")),
         policy=label(entry.get("policy") or "", 24),
         calibrated=bool(entry.get("calibrated")),
         counts=counts,
-        values={name: number(entry.get(name)) for name in (*means, "tokens")},
+        values={name: number(entry.get(name)) for name in (*means, "tokens", "flops_share")},
         theory=len(counts) * sum(counts) / layers if theory is None and layers else theory,
         measured=number(entry.get("measured_speedup")),
     )

@@ -48,8 +48,20 @@ class DetectionHeads:
             state: output of a decoder layer, before the final norm.
             last: whether the layer is the last one.
         """
-        normalise = self.anatomy.normalise if last else self.anatomy.normalise_once
-        state = normalise(state, self._norm)
-        logits: Tensor = self.classifier.modules[-1](state)
-        boxes: Tensor = self.box_head(state).sigmoid()
+        normed = self._normed(state, last)
+        logits: Tensor = self.classifier.modules[-1](normed)
+        boxes: Tensor = self.box_head(normed).sigmoid()
         return logits, boxes
+
+    def classes(self, state: Tensor, *, last: bool) -> Tensor:
+        """The logits of `read` alone."""
+        logits: Tensor = self.classifier.modules[-1](self._normed(state, last))
+        return logits
+
+    def boxes(self, state: Tensor, *, last: bool) -> Tensor:
+        """The boxes of `read` alone."""
+        boxes: Tensor = self.box_head(self._normed(state, last)).sigmoid()
+        return boxes
+
+    def _normed(self, state: Tensor, last: bool) -> Tensor:
+        return (self.anatomy.normalise if last else self.anatomy.normalise_once)(state, self._norm)

@@ -9,11 +9,12 @@ from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import batched, model_inputs
-from fulldepth.measurement.subject import Subject, sequences_for
+from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics.base import Row
 from fulldepth.metrics.probe import probe_accuracy
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subjects import sequences_for
 from fulldepth.targets import IGNORE
 
 MEASURE = "probe_accuracy"

@@ -31,7 +31,7 @@ from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.sampling import sampling
 from fulldepth.measurement.stages import prepare_stages
-from fulldepth.measurement.subject import Subject, open_checkpoint, prepare_subject, prove, small_batch
+from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.metrics import SetLoss, Setup
 from fulldepth.metrics.cross import SITE
@@ -39,6 +39,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subjects import open_checkpoint, prove, small_batch
 
 
 def measure(
@@ -130,7 +131,7 @@ def measure_with(
         model = unwrapped(model)
     device = process.device(settings.device)
     with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        checkpoint = open_checkpoint(model, settings, device)
+        checkpoint = open_checkpoint(model, settings, device, settings.device_map)
 
         def measured(
             data: Any, settings: MeasureSettings, extra: Extra | None = None, start: float | None = None
@@ -139,7 +140,7 @@ def measure_with(
             return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
 
         if settings.tower is None and settings.anatomy is None and not isinstance(data, Sequences):
-            data = open_source(data, split=settings.split)
+            data = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
             if data.captioned and towers(checkpoint.model):
                 return measure_towers(checkpoint, data, settings, measured)
             if names := stacks(checkpoint.model):
@@ -236,7 +237,7 @@ def _reference(subject: Subject, settings: MeasureSettings, process: Processes) 
     """The second model of MMD, verified on the same data."""
     if settings.reference is None:
         return None
-    checkpoint = open_checkpoint(settings.reference, settings, process.device(settings.device))
+    checkpoint = open_checkpoint(settings.reference, settings, process.device(settings.device), settings.device_map)
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     batch = small_batch(subject.sequences)
     verified = prove(candidates, batch, subject.device, checkpoint.model.dtype, optional=("head", "branches"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,29 +10,14 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth.data import Batch, Sequences, input_texts, open_source, prepare, prepare_translation
-from fulldepth.data.corruptions import corrupted
+from fulldepth.data import Batch, Sequences
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, verify
-from fulldepth.execution.batching import batched, model_inputs
-from fulldepth.hf import (
-    Anatomy,
-    Checkpoint,
-    anatomy_candidates,
-    device_of,
-    first_broken_weight,
-    load_processor,
-    open_model,
-    open_tokenizer,
-)
+from fulldepth.execution import Verified
+from fulldepth.execution.batching import batched
+from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, device_of, first_broken_weight
 from fulldepth.measurement import tokens
 from fulldepth.settings.measure import MeasureSettings
-
-DEFAULT_LENGTH = 256
-IMAGES = ("images", "objects")
-PROVEN_POSITIONS = 16
-"""Tokens of each of two sequences that the proofs at load run on."""
+from fulldepth.subjects import open_checkpoint, prove, sequences_for, small_batch, tokenizer_for
 
 
 @dataclass
@@ -110,13 +93,13 @@ def prepare_subject(
     Raises:
         FulldepthError: if the model or the data are invalid or do not fit each other.
     """
-    checkpoint = open_checkpoint(model, settings, device)
+    checkpoint = open_checkpoint(model, settings, device, settings.device_map)
     broken = first_broken_weight(checkpoint.model)
     if broken:
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
-    tokenizer = tokenizer if tokenizer is not None else _tokenizer(checkpoint, candidates[0], data, settings)
-    sequences = sequences_for(checkpoint, candidates[0], data, tokenizer, settings)
+    tokenizer = tokenizer_for(checkpoint, candidates[0], data, settings, tokenizer)
+    sequences = sequences_for(checkpoint, candidates[0], data, tokenizer, settings, settings.words)
     where = device_of(checkpoint.model)
     first = small_batch(sequences)
     verified = prove(candidates, first, where, checkpoint.model.dtype, optional=_optional(settings))
@@ -141,41 +124,6 @@ def prepare_subject(
     return replace(subject, warnings=tuple(warnings))
 
 
-def small_batch(sequences: Sequences) -> Batch:
-    """The first two sequences, or one if a batch axis of size two could be confused with positions."""
-    first = sequences.collate(range(min(2, len(sequences))))
-    square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
-    return sequences.collate([0]) if square else first
-
-
-def prove(
-    candidates: Sequence[Anatomy], batch: Batch, device: torch.device, dtype: torch.dtype, *, optional: Collection[str]
-) -> Verified:
-    """`verify` on the beginnings of a batch's sequences, and on all of them only if a part is not proven there.
-
-    Sequence classifiers may need a token at the end, so they and models of images always run on all of it.
-
-    Args:
-        candidates: as for `verify`.
-        batch: from `small_batch`.
-        device: of the inputs.
-        dtype: the model's precision.
-        optional: as for `verify`.
-    """
-    inputs = model_inputs(batch.inputs, device, dtype)
-    ids = batch.token_ids
-    if ids is not None and ids.shape[1] > PROVEN_POSITIONS and candidates[0].task in ("causal-lm", "masked-lm"):
-        beginnings = {
-            name: value[:, :PROVEN_POSITIONS] if value.shape[:2] == ids.shape else value
-            for name, value in inputs.items()
-        }
-        with suppress(FulldepthError):  # the message of the whole batch counts
-            verified = verify(candidates, beginnings, optional=optional)
-            if not verified.unproven:
-                return replace(verified, positions=ids.shape[1])
-    return verify(candidates, inputs, optional=optional)
-
-
 def _optional(settings: MeasureSettings) -> set[str]:
     """Parts of the model whose verification is optional: all except those that the settings describe."""
     described = settings.anatomy or {}
@@ -193,89 +141,3 @@ def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.
     bos = getattr(tokenizer if tokenizer is not None else anatomy.config, "bos_token_id", None)
     name = getattr(tokenizer, "bos_token", None) or f"id {bos}"
     return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
-
-
-def open_checkpoint(
-    model: str | Path | PreTrainedModel | Checkpoint, settings: MeasureSettings, device: str | None
-) -> Checkpoint:
-    """The model as passed in, or loaded according to the settings."""
-    if isinstance(model, Checkpoint):
-        return model
-    return open_model(
-        model,
-        exit_heads=True,
-        dtype=settings.dtype,
-        device=device,
-        device_map=settings.device_map,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-def _tokenizer(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: MeasureSettings) -> Any:
-    """The named tokenizer, or the one saved with or beside the model; None if no text is read."""
-    if isinstance(data, Sequences) or anatomy.family.modality != "text":
-        return None
-    return open_tokenizer(
-        checkpoint, settings.tokenizer or None, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-    )
-
-
-def sequences_for(
-    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, tokenizer: Any, settings: MeasureSettings
-) -> Sequences:
-    """The data, prepared for this model."""
-    if isinstance(data, Sequences):
-        return data
-    source = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
-    if settings.corrupt is not None:
-        source = corrupted(source, settings.corrupt, settings.seed)
-    if anatomy.family.modality == "text" and source.kind in IMAGES:
-        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
-    if anatomy.family.modality == "images" and source.kind not in IMAGES:
-        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
-    if anatomy.family.tower == "encoder" and source.kind == "pairs":
-        source = input_texts(source)
-    positions = anatomy.max_positions
-    length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
-    if anatomy.family.tower == "decoder":
-        return prepare_translation(
-            source,
-            tokenizer=tokenizer,
-            start=_start(checkpoint.model.config),
-            max_sequences=settings.max_sequences,
-            sequence_length=length,
-            vocab_size=anatomy.vocab_size,
-        )
-    classifies = anatomy.task in ("text-classification", "image-classification", "detection")
-    processor = None
-    if source.kind in IMAGES:
-        trusted = settings.trust_remote_code
-        processor = load_processor(
-            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
-        )
-    return prepare(
-        source,
-        task=anatomy.task,
-        tokenizer=tokenizer,
-        processor=processor,
-        max_sequences=settings.max_sequences,
-        sequence_length=length,
-        max_positions=positions if anatomy.family.modality == "text" else None,
-        vocab_size=anatomy.vocab_size,
-        label2id=_labels(checkpoint.model.config) if classifies else None,
-        words=tuple(settings.words),
-        truncate=settings.truncate,
-        seed=settings.seed,
-    )
-
-
-def _start(config: Any) -> int | None:
-    """The first token that a decoder reads."""
-    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-
-
-def _labels(config: Any) -> Mapping[str, int] | None:
-    """The model's class names, if it has any."""
-    return getattr(config, "label2id", None) or None

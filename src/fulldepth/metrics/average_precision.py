@@ -118,19 +118,36 @@ def summary(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[str, 
         matches: of all images, in the order of the data.
         counts: class -> number of objects.
     """
-    classes = [index for index, count in sorted(counts.items()) if count]
-    if not classes:
+    table = _by_class(matches, counts)
+    if not table:
         return {"ap": np.nan, "ap50": np.nan, "ap75": np.nan}
-    scores, labels = (np.concatenate([each[part] for each in matches]) for part in (0, 1))
-    right, ignored = (np.concatenate([each[part] for each in matches], axis=1) for part in (2, 3))
-    table = np.stack(  # [classes, T]
-        [_interpolated(scores[chosen], right[:, chosen], ignored[:, chosen], counts[index])
-         for index in classes
-         for chosen in [labels == index]]
-    )  # fmt: skip
-    means = table.mean(0)
+    means = np.stack(list(table.values())).mean(0)
     ap50, ap75 = (float(means[THRESHOLDS.index(threshold)]) for threshold in (0.5, 0.75))
     return {"ap": float(means.mean()), "ap50": ap50, "ap75": ap75}
+
+
+def class_precisions(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[int, float]:
+    """Class with objects -> its average precision, over all thresholds; their mean is the `ap` of `summary`.
+
+    Args:
+        matches: as for `summary`.
+        counts: as for `summary`.
+    """
+    return {index: float(values.mean()) for index, values in _by_class(matches, counts).items()}
+
+
+def _by_class(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
+    """Class with objects -> [T] its average precision at each threshold."""
+    classes = [index for index, count in sorted(counts.items()) if count]
+    if not classes:
+        return {}
+    scores, labels = (np.concatenate([each[part] for each in matches]) for part in (0, 1))
+    right, ignored = (np.concatenate([each[part] for each in matches], axis=1) for part in (2, 3))
+    return {
+        index: _interpolated(scores[chosen], right[:, chosen], ignored[:, chosen], counts[index])
+        for index in classes
+        for chosen in [labels == index]
+    }
 
 
 def _interpolated(scores: np.ndarray, right: np.ndarray, ignored: np.ndarray, positives: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from html import unescape
 from typing import Any
 
 from fulldepth.figures.curves import curve, number
-from fulldepth.figures.exit_points import CALIBRATION, ERROR, Point, points
+from fulldepth.figures.exit_points import CALIBRATION, ERROR, QUALITIES, Point, named_quality, points, quality_of
 from fulldepth.figures.record import Source
 from fulldepth.figures.style import minus
 from fulldepth.reporting import measured
@@ -24,7 +24,10 @@ FASTER = 1.02
 """Speed-up from which a model is called faster."""
 LITTLE = 1.1
 """Speed-up up to which one is called small."""
-CLASSIFIERS = ("text-classification", "image-classification")
+LEAVING = {"text-classification": "samples", "image-classification": "samples", "detection": "images"}
+"""Task -> what leaves early; tokens of a text in all others."""
+BY_LAYER = (("lens_accuracy", "mean"), ("average_precision", "ap"))
+"""Measure and statistic of the quality of a model that stops at a layer."""
 
 Story = dict[str, Any]
 
@@ -35,8 +38,8 @@ def plain(text: str) -> str:
 
 
 def subject(meta: Meta) -> str:
-    """What leaves early: samples of a classifier, tokens of a text."""
-    return "samples" if (meta.get("model") or {}).get("task") in CLASSIFIERS else "tokens"
+    """What leaves early: samples of a classifier, images of a detector, tokens of a text."""
+    return LEAVING.get(str((meta.get("model") or {}).get("task")), "tokens")
 
 
 def byline(source: Source) -> str:
@@ -49,7 +52,7 @@ def about(source: Source) -> Pairs:
     meta = source.meta
     machine, full = meta.get("machine") or {}, meta.get("full") or {}
     whole = dotted(
-        f"accuracy {full['accuracy']:.2%}".replace("%", " %") if full.get("accuracy") is not None else "",
+        f"{named_quality(full)} {quality:.2%}".replace("%", " %") if (quality := quality_of(full)) is not None else "",
         f"loss {full['loss']:.4f} nats" if full.get("loss") is not None else "",
         seconds(full["seconds"]) if full.get("seconds") is not None else "",
     )
@@ -65,10 +68,10 @@ def tables(source: Source) -> dict[str, list[Table]]:
     calibration = points(meta.get("exits"), CALIBRATION) if _splits(meta) else []
     return {
         "thresholds": [
-            _thresholds("Every threshold", points(meta.get("exits")), meta.get("full") or {}),
-            _thresholds("The split on which the threshold was chosen", calibration, {}, folded=True),
+            thresholds("Every threshold", points(meta.get("exits")), meta.get("full") or {}),
+            thresholds("The split on which the threshold was chosen", calibration, {}, folded=True),
         ],
-        "generating": [_thresholds("Every run", runs, {})],
+        "generating": [thresholds("Every run", runs, {})],
         "settings": [settings_table("All settings", meta.get("settings"))],
     }
 
@@ -77,13 +80,13 @@ def _splits(meta: Meta) -> bool:
     return any(entry.get("split") == CALIBRATION for entry in meta.get("exits") or [])
 
 
-def _thresholds(title: str, every: Sequence[Point], full: Mapping[str, Any], folded: bool = False) -> Table:
+def thresholds(title: str, every: Sequence[Point], full: Mapping[str, Any], folded: bool = False) -> Table:
     """One row for each threshold."""
-    base = number(full.get("accuracy"))
+    base, quality = quality_of(full), named_quality(full)
     columns: dict[str, Callable[[Point], str]] = {
         "Leave early": lambda point: _percent(point.early),
         "Layers, mean": lambda point: NOTHING if point.mean_layer is None else f"{point.mean_layer:.1f}",
-        "Accuracy": lambda point: _percent(point.values.get("accuracy")),
+        quality.capitalize(): lambda point: _percent(point.quality),
         "Change": lambda point: _changed(point, base),
         "Loss": lambda point: NOTHING if (loss := point.values.get("loss")) is None else minus(loss, ".3f"),
         "Same as full": lambda point: _percent(point.values.get("agreement")),
@@ -91,12 +94,14 @@ def _thresholds(title: str, every: Sequence[Point], full: Mapping[str, Any], fol
         "Speed-up": lambda point: _times(point.measured),
         "In theory": lambda point: _times(point.theory),
         "Of theory": lambda point: _percent(_of_theory(point), ".0f"),
+        "Operations": lambda point: _percent(point.values.get("flops_share"), ".0f"),
     }
     several = len({point.policy for point in every}) > 1
     named = [(plain(_name(point, several)), point) for point in every]
     note = (
-        "Change: of accuracy in points, with its standard error where it is known. Speed-up: measured beside the full "
-        "model; in theory, only layers take time."
+        f"Change: of {quality} in points, with its standard error where it is known. Speed-up: measured beside the "
+        "full model; in theory, only layers take time (of a detector, operations). Operations: floating-point "
+        "operations, in per cent of the full model’s."
     )
     if any(point.calibrated for point in every):
         note += " Chosen: for a target accuracy, on other data."
@@ -117,7 +122,7 @@ def _times(factor: float | None) -> str:
 
 
 def _changed(point: Point, base: float | None) -> str:
-    """Points of accuracy gained, with the standard error of the difference."""
+    """Points of quality gained, with the standard error of the difference."""
     drop, error = _drop(point, base), point.values.get("drop" + ERROR)
     if drop is None:
         return NOTHING
@@ -133,7 +138,7 @@ def best(every: Sequence[Point], full: Mapping[str, Any], target: float | None =
 
     Of several calibrated ones (one for each rule), the fastest that keeps the `target`, or else the cheapest.
     """
-    base = number(full.get("accuracy"))
+    base = quality_of(full)
     timed = [point for point in every if point.speedup is not None]
     chosen = [point for point in timed if point.calibrated]
     allowed = CHEAP if target is None or not chosen else target
@@ -150,10 +155,10 @@ def _target(meta: Meta) -> float | None:
 
 
 def _drop(point: Point, base: float | None) -> float | None:
-    """Accuracy that is lost, as stated or against the full model's."""
+    """Quality that is lost, as stated or against the full model's."""
     if point.values.get("drop") is not None:
         return point.values["drop"]
-    value = point.values.get("accuracy")
+    value = point.quality
     return None if value is None or base is None else base - value
 
 
@@ -164,7 +169,7 @@ def story(source: Source) -> Story | None:
     layer, drop = cheap_layer(source)
     sentences = [
         *_threshold_sentences(every, meta),
-        *_layer_sentences(layer, drop, source.layers),
+        *_layer_sentences(layer, drop, source.layers, named_quality(meta.get("full") or {})),
         *_generation_sentences(meta),
     ]
     return {"sentences": sentences, "next": _next(meta, layer, source.layers)} if sentences else None
@@ -177,12 +182,12 @@ def _threshold_sentences(every: Sequence[Point], meta: Meta) -> list[str]:
     full, what = meta.get("full") or {}, subject(meta)
     point = best(every, full, _target(meta))
     if point is None:
-        careful = [point for point in every if _drop(point, number(full.get("accuracy"))) is not None]
+        careful = [point for point in every if _drop(point, quality_of(full)) is not None]
         if not careful:
             return [_did(max(every, key=lambda one: one.threshold or 0.0), full, what)]
-        least = min(careful, key=lambda one: _drop(one, number(full.get("accuracy"))) or 0.0)
+        least = min(careful, key=lambda one: _drop(one, quality_of(full)) or 0.0)
         return [
-            f"No threshold keeps accuracy within {100 * CHEAP:.0f} point of the full model’s.",
+            f"No threshold keeps {named_quality(full)} within {100 * CHEAP:.0f} point of the full model’s.",
             _did(least, full, what),
         ]
     sentences = [_did(point, full, what)]
@@ -223,15 +228,13 @@ def _speed(point: Point) -> str:
 
 
 def _cost(point: Point, full: Mapping[str, Any]) -> str:
-    drop, error = _drop(point, number(full.get("accuracy"))), point.values.get("drop" + ERROR)
+    drop, error = _drop(point, quality_of(full)), point.values.get("drop" + ERROR)
     if drop is not None:
-        points_lost = 100 * drop
+        points_lost, name = 100 * drop, named_quality(full)
         if abs(points_lost) < 0.05 or (error is not None and abs(drop) <= error):
-            return f" at no {'measurable ' if abs(points_lost) >= 0.05 else ''}loss of accuracy"
+            return f" at no {'measurable ' if abs(points_lost) >= 0.05 else ''}loss of {name}"
         return (
-            f" for {points_lost:.1f} points of accuracy"
-            if drop > 0
-            else f", and {-points_lost:.1f} points more accuracy"
+            f" for {points_lost:.1f} points of {name}" if drop > 0 else f", and {-points_lost:.1f} points more {name}"
         )
     loss, base = point.values.get("loss"), number(full.get("loss"))
     if loss is not None and base is not None:
@@ -241,9 +244,10 @@ def _cost(point: Point, full: Mapping[str, Any]) -> str:
 
 
 def cheap_layer(source: Source) -> tuple[int | None, float | None]:
-    """The first layer with an accuracy of at most `CHEAP` below the last layer's, and the drop there."""
-    values = curve(source.table, "lens_accuracy", "mean")
-    by_layer = {at: value for at, value in zip(values.layers, values.values, strict=True) if value is not None and at}
+    """The first layer with a quality of at most `CHEAP` below the last layer's, and the drop there."""
+    every = [curve(source.table, *measure) for measure in BY_LAYER]
+    pairs = [pair for values in every for pair in zip(values.layers, values.values, strict=True)]
+    by_layer = {at: value for at, value in pairs if value is not None and at}
     last = by_layer.get(source.layers)
     if last is None:
         return None, None
@@ -251,12 +255,12 @@ def cheap_layer(source: Source) -> tuple[int | None, float | None]:
     return layer, last - by_layer[layer]
 
 
-def _layer_sentences(layer: int | None, drop: float | None, layers: int) -> list[str]:
+def _layer_sentences(layer: int | None, drop: float | None, layers: int, quality: str) -> list[str]:
     if layer is None or drop is None:
         return []
     if layer == layers:
-        return [f"Stopping at any one layer before the last costs more than {100 * CHEAP:.0f} point of accuracy."]
-    cost = "no accuracy" if drop < 5e-4 else f"{100 * drop:.1f} points of accuracy"
+        return [f"Stopping at any one layer before the last costs more than {100 * CHEAP:.0f} point of {quality}."]
+    cost = f"no {quality}" if drop < 5e-4 else f"{100 * drop:.1f} points of {quality}"
     return [f"Stopping everything after layer {layer} of {layers} costs {cost}."]
 
 
@@ -278,7 +282,7 @@ def _generation_sentences(meta: Meta) -> list[str]:
 def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
     """The export of the first layers, if few layers are enough; else training that aligns them, for a decoder."""
     name = (meta.get("model") or {}).get("name")
-    if not name:
+    if not name or (meta.get("model") or {}).get("task") == "detection":  # its decoder cannot be exported shorter
         return None
     model = shlex.quote(short(name, 160))
     if layer is not None and layer < layers:
@@ -297,7 +301,9 @@ def story_of_models(source: Source) -> Story | None:
         label = short(entry.get("label", "?"), 60)
         point = best(points(entry.get("exits")), entry.get("full") or {})
         if point is None:
-            texts.append(f"{label}: no threshold keeps accuracy within {100 * CHEAP:.0f} point")
+            texts.append(
+                f"{label}: no threshold keeps {named_quality(entry.get('full') or {})} within {100 * CHEAP:.0f} point"
+            )
         else:
             texts.append(
                 f"{label}: {_speed(point).rstrip(',')}{_cost(point, entry.get('full') or {})}, at {plain(point.name)}"
@@ -310,12 +316,42 @@ def side_by_side(source: Source) -> Table | None:
     models = source.meta.get("models") or []
     runs = {str(entry.get("label")): run for entry, run in zip(models, source.runs, strict=False)}
     rows = [(measured.labelled(entry), _summary(entry, source, runs.get(str(entry.get("label"))))) for entry in models]
-    columns = {name: (lambda cells, name=name: cells[name]) for name in (rows[0][1] if rows else {})}
+    names = dict.fromkeys(name for _, cells in rows for name in cells)
+    columns = {name: (lambda cells, name=name: cells.get(name, NOTHING)) for name in names}
     note = (
         f"Best: the threshold chosen on other data, or else the fastest whose accuracy is at most {100 * CHEAP:.0f} "
         "point below the full model’s. One layer: the first at which all may stop at that price."
     )
     return by_subject("Models side by side", "Model", rows, columns, note) if rows else None
+
+
+def tables_of_models(source: Source) -> dict[str, list[Table]]:
+    """Quality at equal speed, and speed at equal quality; empty where nothing was timed."""
+    speeds: Mapping[str, Mapping[str, Any]] = source.meta.get("speedups") or {}
+    rows = [
+        (measured.labelled(entry), row) for entry in source.meta.get("models") or [] if (row := _speeds(entry, speeds))
+    ]
+    names = dict.fromkeys(name for _, cells in rows for name in cells)
+    columns = {name: (lambda cells, name=name: cells.get(name, NOTHING)) for name in names}
+    note = (
+        "Equal quality: the highest measured speed-up without a loss beyond its standard error. As the baseline: the "
+        "highest with at least the full baseline’s quality. At a speed-up: the quality there, on the straight line, by "
+        "time, between two thresholds. 1.36× is the speed-up of the paper’s aligned DeiT."
+    )
+    table = by_subject("Equal quality, and equal speed", "Model", rows, columns, note)
+    return {"thresholds": [table]} if rows else {}
+
+
+def _speeds(entry: Meta, speeds: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    row = speeds.get(str(entry.get("label")))
+    if row is None:
+        return {}
+    cells = {
+        f"Full {QUALITIES.get(str(row.get('quality')), 'quality')}": _percent(number(row.get("full"))),
+        "Equal quality": _times(number(row.get("speedup"))),
+        "As the baseline": _times(number(row.get("speedup_at_baseline"))),
+    }
+    return cells | {f"At {speedup}×": _percent(number(value)) for speedup, value in (row.get("at") or {}).items()}
 
 
 def _summary(entry: Meta, source: Source, run: Any) -> dict[str, str]:
@@ -324,12 +360,12 @@ def _summary(entry: Meta, source: Source, run: Any) -> dict[str, str]:
     layer, _ = cheap_layer(Source(run.table, {"model": entry.get("model")})) if run is not None else (None, None)
     layers = (entry.get("model") or {}).get("num_layers")
     return {
-        "Accuracy": _percent(number(full.get("accuracy"))),
+        named_quality(full).capitalize(): _percent(quality_of(full)),
         "Loss": NOTHING if full.get("loss") is None else f"{full['loss']:.4f}",
         "Best threshold": NOTHING if point is None else plain(point.name),
         "Leave early": NOTHING if point is None else _percent(point.early),
         "Speed-up": NOTHING if point is None else _times(point.measured),
         "In theory": NOTHING if point is None else _times(point.theory),
-        "Change of accuracy": NOTHING if point is None else _changed(point, number(full.get("accuracy"))),
+        "Change": NOTHING if point is None else _changed(point, quality_of(full)),
         "One layer": NOTHING if layer is None else f"{layer} of {layers}",
     }

@@ -148,6 +148,7 @@ PAGES = {
         measured.differences,
         opening=exits.story_of_models,
         models=exits.side_by_side,
+        tables=exits.tables_of_models,
         sections=OF_EXIT,
     ),
     GENERATION: PageKind(

@@ -207,6 +207,8 @@ class Exit(Part):
     exits: Counts | None = None
     accuracy: Share | None = None
     accuracy_stderr: Ratio | None = None
+    average_precision: Share | None = None
+    average_precision_stderr: Ratio | None = None
     loss: Number | None = None
     loss_stderr: Ratio | None = None
     agreement: Share | None = None
@@ -216,6 +218,7 @@ class Exit(Part):
     tokens: Whole | None = None
     theoretical_speedup: Ratio | None = None
     measured_speedup: Ratio | None = None
+    flops_share: Ratio | None = None
 
 
 class Full(Part):
@@ -223,9 +226,32 @@ class Full(Part):
 
     accuracy: Share | None = None
     accuracy_stderr: Ratio | None = None
+    average_precision: Share | None = None
+    average_precision_stderr: Ratio | None = None
     loss: Number | None = None
     loss_stderr: Ratio | None = None
     seconds: Ratio | None = None
+
+
+class Speed(Part):
+    """Speed at equal quality and quality at equal speed, of one of several models."""
+
+    quality: str | None = None
+    full: Number | None = None
+    speedup: Ratio | None = None
+    speedup_at_baseline: Ratio | None = None
+    at: dict[str, Number | None] | None = None
+
+
+class OfClass(Part):
+    """The score of one class, without and with early exit."""
+
+    name: str | None = None
+    count: Whole | None = None
+    value: Share | None = None
+    stderr: Ratio | None = None
+    early: list[Share | None] | None = None
+    early_stderr: list[Ratio | None] | None = None
 
 
 class GenerationStats(Part):
@@ -342,6 +368,8 @@ class Document(Part):
     full: Full | None = None
     generation: Generated | list[Exit] | None = None
     speculation: Speculation | None = None
+    speedups: dict[str, Speed] | None = None
+    classes: list[OfClass] | None = None
     tasks: dict[str, ScoredTask] | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
+from fulldepth.settings.loading import Count, Length, ReadingSettings, Seed
 
 Rule = Literal["confidence", "margin", "entropy", "patience"]
 Threshold = Annotated[float, Field(gt=0, le=1)]
@@ -18,13 +18,14 @@ EXPORTS = ("export_layers", "memory_budget", "effective_depth")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class ExitSettings(LoadingSettings):
+class ExitSettings(ReadingSettings):
     """Everything that determines the results of a sweep; saved with them."""
 
     options: ClassVar = {
         "When to leave": ("rule", "thresholds", "min_layer", "target_accuracy_drop", "calibration_share"),
         "Data": (
             *("max_sequences", "sequence_length", "batch_size", "rounds", "lens_tokens", "seed", "split", "truncate"),
+            *("skip_bad", "corrupt"),
         ),
         "Generation of language models": ("policy", "lens_candidates", "prompts", "new_tokens"),
         "A checkpoint with fewer layers": EXPORTS,
@@ -46,8 +47,6 @@ class ExitSettings(LoadingSettings):
     """Share of the sequences on which that threshold is chosen."""
     max_sequences: Count = 512
     """Sequences to read."""
-    sequence_length: Length | None = None
-    """Tokens in a sequence; None = 256, or the model's positions if fewer."""
     batch_size: Count | None = None
     """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
     rounds: int = Field(default=3, ge=0, le=10_000)
@@ -57,10 +56,6 @@ class ExitSettings(LoadingSettings):
     """Positions in the seeded sample that a language model's lens is applied to; None = all that have a target."""
     seed: Seed = 0
     """Seed of all random samples and of the split."""
-    split: str | None = None
-    """Split of a Hub data set or an image folder."""
-    truncate: bool = False
-    """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
     policy: list[Literal["recompute", "propagate"]] = Field(default=["recompute", "propagate"], min_length=1)
     """Comma-separated policies for the layers that a token did not visit: recompute (exact), propagate (its state at
     the exit is passed on)."""

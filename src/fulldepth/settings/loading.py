@@ -28,3 +28,23 @@ class LoadingSettings(Settings):
     """Folder or Hub name of the tokenizer; None = the checkpoint's."""
     trust_remote_code: bool = False
     """Run modelling code from the checkpoint."""
+
+
+class ReadingSettings(LoadingSettings):
+    """How a checkpoint is loaded, and which data are read and prepared for it."""
+
+    max_sequences: Count = 256
+    """Sequences to read."""
+    sequence_length: Length | None = None
+    """Tokens in a sequence; None = 256, or the model's positions if fewer."""
+    seed: Seed = 0
+    """Seed of all random samples."""
+    split: str | None = None
+    """Split of a Hub data set or an image folder."""
+    skip_bad: bool = False
+    """Leave out entries of a data file that have defects, and count them, instead of refusing the file."""
+    truncate: bool = False
+    """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
+    corrupt: str | None = None
+    """Corrupt the images: gaussian-noise:S (standard deviation, 1 = full range), blur:S (pixels) or contrast:S (1 =
+    unchanged), with a strength S."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
+from fulldepth.settings.loading import Count, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
 
@@ -15,7 +15,7 @@ SAMPLES = ("lens_tokens", "entropy_sequences", "reservoir_tokens")
 """Settings that limit a sample; None = no limit."""
 
 
-class MeasureSettings(LoadingSettings):
+class MeasureSettings(ReadingSettings):
     """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
@@ -34,10 +34,6 @@ class MeasureSettings(LoadingSettings):
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
     expected_retrieval, stream_mixing, average_precision, detection_loss, detection_agreement; None = all that model
     and data allow."""
-    max_sequences: Count = 256
-    """Sequences to read."""
-    sequence_length: Length | None = None
-    """Tokens in a sequence; None = 256, or the model's positions if fewer."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
     tokens: TokenPolicy = "auto"
@@ -48,9 +44,6 @@ class MeasureSettings(LoadingSettings):
     probe_data: str | None = None
     """Second labelled data set of the same classes: also measure probe_accuracy, of a linear classifier that is fitted
     to every layer's features of --data and scored on this set."""
-    corrupt: str | None = None
-    """Corrupt the images: gaussian-noise:S (standard deviation, 1 = full range), blur:S (pixels) or contrast:S (1 =
-    unchanged), with a strength S."""
     exact: bool = False
     """Sample nothing: the lens reads all positions, the entropies all sequences, and all tokens are kept for the
     measures that are not sums."""
@@ -73,14 +66,6 @@ class MeasureSettings(LoadingSettings):
     pictures: bool = True
     """Keep thumbnails of the images shown (at most 64 pixels a side) and their file names in the results.
     --no-pictures: results that will be shared hold neither."""
-    seed: Seed = 0
-    """Seed of all random samples."""
-    split: str | None = None
-    """Split of a Hub data set or an image folder."""
-    skip_bad: bool = False
-    """Leave out entries of a data file that have defects, and count them, instead of refusing the file."""
-    truncate: bool = False
-    """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
     """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
 from fulldepth.execution.decoding.options import BOUNDED_RULES, POLICIES, DraftPlan, Options
-from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, theoretical_speedup
+from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, sample_certainty, theoretical_speedup
 from fulldepth.execution.decoding.stats import Stats
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "Stats",
     "certainty",
     "generate",
+    "sample_certainty",
     "theoretical_speedup",
 ]

@@ -35,12 +35,20 @@ def certainty(logits: Tensor, rule: str) -> Tensor:
     raise unknown("rule", rule, RULES)
 
 
-class ExitRule:
-    """Decides for N tokens, layer by layer, which of them leave; for one step.
+def sample_certainty(logits: Tensor, rule: str) -> Tensor:
+    """[N] float64: the mean of `certainty` over the predictions of each sample, from `[N, V]` or `[N, Q, V]`."""
+    values = certainty(logits, rule).double()
+    return values if values.ndim == 1 else values.flatten(1).mean(1)
 
-    A token leaves at the first layer at which its certainty exceeds the threshold, so that nothing leaves early at 1.
+
+class ExitRule:
+    """Decides for N samples, layer by layer, which of them leave; for one step of decoding, or one batch.
+
+    A sample is a token, a text, an image, or an image with Q predictions: a detector's queries.
+
+    A sample leaves at the first layer at which its certainty exceeds the threshold, so that nothing leaves early at 1.
     `patience` has the certainty `r / L`: r is the number of consecutive layers, up to this one, with the same
-    prediction (Zhou et al. 2020, PABEE, with r in units of the depth L).
+    prediction, or predictions (Zhou et al. 2020, PABEE, with r in units of the depth L).
 
     Args:
         rule: one of `RULES`.
@@ -54,23 +62,28 @@ class ExitRule:
         self._same: Tensor | None = None
 
     def leaves(self, logits: Tensor) -> Tensor:
-        """[N] bool: whether each token may leave at this layer, from its `logits: [N, V]`; call once per layer."""
-        sure = None if self._rule == "patience" else certainty(logits, self._rule)
+        """[N] bool: whether each sample may leave at this layer; call once per layer.
+
+        Args:
+            logits: `[N, V]`, or `[N, Q, V]`.
+        """
+        sure = None if self._rule == "patience" else sample_certainty(logits, self._rule)
         return self.decide(sure, logits.argmax(-1))
 
     def decide(self, sure: Tensor | None, predicted: Tensor) -> Tensor:
         """`leaves`, from what was read of the logits before.
 
         Args:
-            sure: `[N]` their certainty; not read by `patience`.
-            predicted: `[N]` their largest entries.
+            sure: `[N]` `sample_certainty`; not read by `patience`.
+            predicted: `[N]`, or `[N, Q]`: the largest entries.
         """
         if self._rule != "patience" and sure is not None:
             return sure.double() > self._threshold
         if self._predicted is None or self._same is None:
-            self._same = torch.ones_like(predicted)
+            self._same = torch.ones(len(predicted), dtype=torch.int64, device=predicted.device)
         else:
-            self._same = torch.where(predicted == self._predicted, self._same + 1, 1)
+            equal = (predicted == self._predicted).view(len(predicted), -1).all(1)
+            self._same = torch.where(equal, self._same + 1, 1)
         self._predicted = predicted
         return self._same.double() / self._num_layers > self._threshold
 

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exit import plain
+from fulldepth.early_exit import ClassReadings, Exit, calibrated, candidates, outcome, splits
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty, theoretical_speedup
-from fulldepth.exit.outcome import calibrated, candidates, outcome, splits
-from fulldepth.exit.reading import Readings
-from fulldepth.exit.rules import Exit
 
 RULES = ("confidence", "margin", "entropy", "patience")
 
@@ -20,12 +18,12 @@ RULES = ("confidence", "margin", "entropy", "patience")
 def readings(logits, targets, per_sequence=1):
     """The readings of `logits: [L+1, N, C]`."""
     count = len(targets)
-    return Readings(
+    return ClassReadings(
         logits.argmax(-1),
-        torch.stack([-layer.log_softmax(-1)[torch.arange(count), targets] for layer in logits]),
         {rule: torch.stack([certainty(layer, rule) for layer in logits]) for rule in RULES[:3]},
-        targets,
         torch.arange(count) // per_sequence,
+        torch.stack([-layer.log_softmax(-1)[torch.arange(count), targets] for layer in logits]),
+        targets,
     )
 
 
@@ -109,4 +107,4 @@ def test_standard_errors_are_those_of_means_over_sequences():
         found.layers.new_tensor([data.prediction[layer, i] for i, layer in enumerate(found.layers)]) == data.target
     )
     expected = correct.double().std() / 12**0.5
-    assert found.accuracy.error == pytest.approx(float(expected))
+    assert found.quality.error == pytest.approx(float(expected))

@@ -9,7 +9,9 @@ the value is
 - `entropy`: :math:`1 + \sum_c p_c \log p_c / \log C`;
 - `patience`: :math:`r / L`, where the r layers up to this one, all from `min_layer` on, predict the same class.
 
-All are at most 1, so t = 1 is the full model.
+All are at most 1, so t = 1 is the full model. A detector's image has Q queries, each with probabilities of the classes
+and "no object": its value is the mean of the queries' values, and for `patience` all queries predict the same as in the
+layer before. Boxes do not count.
 
 Source: "Representation progression and aligned training", Sec. 2.2 (confidence); `execution.decoding.rules`, which
 decoding shares.
@@ -49,9 +51,9 @@ class Exit:
 
         Args:
             certainty: `[L, N]` of layers 1..L; not read by `patience`.
-            prediction: `[L, N]` predicted classes.
+            prediction: `[L, N]` predicted classes, or `[L, N, Q]`.
         """
-        left = torch.full_like(prediction[0], self.num_layers)
+        left = torch.full((prediction.shape[1],), self.num_layers, dtype=torch.int64)
         staying = torch.ones_like(left, dtype=torch.bool)
         rule = self.decision()
         for layer in range(self.min_layer, self.num_layers):

@@ -1,9 +1,10 @@
-"""Subject of a sweep: a verified model and the data prepared for it."""
+"""Subject of early exit: a verified model and the data prepared for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth.data import Sequences, open_source, prepare
+from fulldepth import subjects
+from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, verify
+from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
     Classifier,
+    DetectionHeads,
     anatomy_candidates,
     depth_of,
     device_of,
     first_broken_weight,
-    load_processor,
-    open_model,
-    open_tokenizer,
 )
 from fulldepth.settings.exit import ExitSettings
 
-DEFAULT_LENGTH = 256
 CLASSIFIES = ("text-classification", "image-classification")
 PREDICTS = ("causal-lm", "masked-lm")
+DETECTS = "detection"
 BATCH = {True: 64, False: 8}
-"""Whether a model classifies -> sequences in a batch, unless set."""
+"""Whether a model is a classifier or a detector -> sequences in a batch, unless set."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,21 @@ class Subject:
         """Whether the model predicts one class for a sequence or an image."""
         return self.anatomy.task in CLASSIFIES
 
+    @property
+    def detects(self) -> bool:
+        """Whether the model predicts the objects of an image."""
+        return self.anatomy.task == DETECTS
+
+    @property
+    def timed(self) -> bool:
+        """Whether samples that leave are removed from the batch, and time is measured."""
+        return self.classifies or self.detects
+
+    @cached_property
+    def heads(self) -> DetectionHeads:
+        """The class head and the box head of a detector."""
+        return DetectionHeads(self.classifier)
+
     def inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A batch's inputs on the model's device and in its precision."""
         return model_inputs(inputs, self.device, self.checkpoint.model.dtype)
@@ -81,14 +95,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings)
     """
     if settings.min_layer > 1 and not isinstance(model, PreTrainedModel):
         _check_min_layer(settings, depth_of(model, settings.revision, settings.trust_remote_code))
-    checkpoint = open_model(
-        model,
-        exit_heads=True,
-        dtype=settings.dtype,
-        device=settings.device,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    checkpoint = subjects.open_checkpoint(model, settings)
     broken = first_broken_weight(checkpoint.model)
     if broken:
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
@@ -105,20 +112,18 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
     candidates = anatomy_candidates(checkpoint.model)
     guess = candidates[0]
     check_task(guess)
-    sequences = _sequences(checkpoint, guess, data, tokenizer, settings)
+    tokenizer = subjects.tokenizer_for(checkpoint, guess, data, settings, tokenizer)
+    sequences = subjects.sequences_for(checkpoint, guess, data, tokenizer, settings)
     if not sequences.num_targets:
         raise FulldepthError(_nothing_to_predict(guess, sequences))
     _check_min_layer(settings, guess.num_layers)
     device = device_of(checkpoint.model)
-    first = sequences.collate(range(min(2, len(sequences))))
-    if first.attention_mask is not None and first.attention_mask.shape == (2, 2):
-        first = sequences.collate([0])  # a batch axis of size two could be confused with positions
-    inputs = model_inputs(first.inputs, device, checkpoint.model.dtype)
-    verified = verify(candidates, inputs, optional=("branches",))
+    first = subjects.small_batch(sequences)
+    verified = subjects.prove(candidates, first, device, checkpoint.model.dtype, optional=("branches",))
     if verified.classifier is None:
         raise FulldepthError(f"{type(checkpoint.model).__name__} has no head that could be applied to its layers.")
     sequences, note = batched(verified.anatomy, sequences, device)
-    batch_size = settings.batch_size or BATCH[guess.task in CLASSIFIES]
+    batch_size = settings.batch_size or BATCH[guess.task in (*CLASSIFIES, DETECTS)]
     warnings = (*sequences.warnings, *(() if note is None else (note,)))
     return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
 
@@ -129,21 +134,16 @@ def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
 
 
 def check_task(anatomy: Anatomy) -> None:
-    """Refuse models that predict neither tokens nor one class.
+    """Refuse models that predict neither tokens, nor one class, nor objects.
 
     Raises:
         FulldepthError: with the reason.
     """
     name, config = type(anatomy.model).__name__, anatomy.model.config
-    if anatomy.task == "detection":
+    if anatomy.task not in (*CLASSIFIES, *PREDICTS, DETECTS):
         raise FulldepthError(
-            f"{name} is a detector, for which there is no rule of early exit. `fulldepth measure` gives the average "
-            "precision of every decoder layer, which is that of a decoder that stops there."
-        )
-    if anatomy.task not in CLASSIFIES + PREDICTS:
-        raise FulldepthError(
-            f"{name} predicts neither tokens nor a class, so no layer can be left early. Expected a language model or "
-            "a classifier of texts or images."
+            f"{name} predicts neither tokens nor a class nor objects, so no layer can be left early. Expected a "
+            "language model, a classifier of texts or images, or a detector."
         )
     problem = getattr(config, "problem_type", None)
     if anatomy.task in CLASSIFIES and (
@@ -162,41 +162,9 @@ def _nothing_to_predict(anatomy: Anatomy, sequences: Sequences) -> str:
             f"{sequences.name} has no labels, and {type(anatomy.model).__name__} predicts classes. Give texts with "
             "labels ({'text': ..., 'label': ...}), or images in class folders."
         )
+    if anatomy.task == DETECTS:
+        return (
+            f"{sequences.name} has no boxes, and {type(anatomy.model).__name__} is judged by its average precision. "
+            "Give a COCO .json, or a folder of images with one."
+        )
     return f"{sequences.name} has no token to predict: {sequences.no_targets or 'its texts are too short'}."
-
-
-def _sequences(
-    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, tokenizer: Any, settings: ExitSettings
-) -> Sequences:
-    """The data, prepared for this model."""
-    if isinstance(data, Sequences):
-        return data
-    source = open_source(data, split=settings.split)
-    kind, trusted = type(checkpoint.model).__name__, settings.trust_remote_code
-    reads_images = anatomy.family.modality == "images"
-    if reads_images != (source.kind == "images"):
-        raise FulldepthError(
-            f"{source.name} holds {source.kind}, but {kind} reads {'images' if reads_images else 'text'}."
-        )
-    processor = None
-    if reads_images:
-        processor = load_processor(
-            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
-        )
-    else:
-        named = tokenizer if tokenizer is not None else settings.tokenizer
-        tokenizer = open_tokenizer(checkpoint, named, revision=settings.revision, trust_remote_code=trusted)
-    positions = anatomy.max_positions
-    return prepare(
-        source,
-        task=anatomy.task,
-        tokenizer=tokenizer,
-        processor=processor,
-        max_sequences=settings.max_sequences,
-        sequence_length=settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH),
-        max_positions=None if reads_images else positions,
-        vocab_size=anatomy.vocab_size,
-        label2id=(getattr(checkpoint.model.config, "label2id", None) or None) if anatomy.task in CLASSIFIES else None,
-        truncate=settings.truncate,
-        seed=settings.seed,
-    )

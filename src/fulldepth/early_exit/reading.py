@@ -3,66 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulldepth.data import Batch, Sequences
+from fulldepth.early_exit.readings import ClassReadings, DetectionReadings, Readings
+from fulldepth.early_exit.subject import Subject
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
-from fulldepth.execution.decoding import certainty
-from fulldepth.exit.subject import Subject
+from fulldepth.execution.decoding import certainty, sample_certainty
 from fulldepth.hf import Classifier
+from fulldepth.metrics.average_precision import match, positives
 from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.exit import Rule
 from fulldepth.targets import IGNORE
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits that exist at once."""
-
-
-@dataclass(frozen=True)
-class Readings:
-    """What the classifier predicts at every layer 0..L, for N samples: positions with a target, or labelled sequences.
-
-    All tensors are on the CPU.
-    """
-
-    prediction: Tensor
-    """[L+1, N] int64 predicted class or token."""
-    loss: Tensor
-    """[L+1, N] float64 cross-entropy of the target in nats."""
-    certainty: dict[Rule, Tensor]
-    """Rule -> [L+1, N] value that is compared with a threshold; `patience` reads the predictions."""
-    target: Tensor
-    """[N] int64."""
-    sequence: Tensor
-    """[N] int64: index of the sequence in the data."""
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return len(self.prediction) - 1
-
-    @property
-    def correct(self) -> Tensor:
-        """[L+1, N] bool: whether the prediction is the target."""
-        return self.prediction == self.target
-
-    def of(self, chosen: Tensor) -> Readings:
-        """The readings of some samples.
-
-        Args:
-            chosen: `[N]` bool.
-        """
-        return Readings(
-            self.prediction[:, chosen],
-            self.loss[:, chosen],
-            {rule: values[:, chosen] for rule, values in self.certainty.items()},
-            self.target[chosen],
-            self.sequence[chosen],
-        )
 
 
 @torch.no_grad()
@@ -86,8 +45,8 @@ def read(
     Raises:
         FulldepthError: if states are NaN or infinite.
     """
-    highest = None if subject.classifies else sample_limit(subject.sequences, tokens, seed)
-    parts: list[Readings] = []
+    highest = None if subject.timed else sample_limit(subject.sequences, tokens, seed)
+    parts: list[Any] = []  # all of one class
     with capture(subject.anatomy, ["residual"]) as activations:
         for batch in subject.sequences.batches(subject.batch_size):
             inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
@@ -98,22 +57,19 @@ def read(
                     "Activations are NaN or infinite; the weights are broken or the precision is too low (try --dtype "
                     "float32)."
                 )
-            parts.append(_read_batch(subject, batch, states, rules, highest, seed))
+            if subject.detects:
+                parts.append(_read_images(subject, batch, states[1:], rules))
+            else:
+                parts.append(_read_batch(subject, batch, states, rules, highest, seed))
             activations.clear()
             advance(len(batch))
-    return Readings(
-        torch.cat([part.prediction for part in parts], dim=1),
-        torch.cat([part.loss for part in parts], dim=1),
-        {rule: torch.cat([part.certainty[rule] for part in parts], dim=1) for rule in parts[0].certainty},
-        torch.cat([part.target for part in parts]),
-        torch.cat([part.sequence for part in parts]),
-    )
+    return type(parts[0]).joined(parts)
 
 
 def _read_batch(
     subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
-) -> Readings:
-    """The readings of one batch."""
+) -> ClassReadings:
+    """The readings of one batch of texts, or of labelled texts or images."""
     classifier = subject.classifier
     targets = batch.labels if subject.classifies else batch.targets
     assert targets is not None  # there are targets in the data
@@ -136,7 +92,23 @@ def _read_batch(
             layers.append(_read_tokens(classifier, classifier.prepare(state[where]), target, rules))
     predictions, losses, values = zip(*layers, strict=True)
     columns = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
-    return Readings(torch.stack(predictions), torch.stack(losses), columns, target, batch.sequence[rows])
+    return ClassReadings(torch.stack(predictions), columns, batch.sequence[rows], torch.stack(losses), target)
+
+
+def _read_images(subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule]) -> DetectionReadings:
+    """The readings of one batch of a detector, from the states of its decoder layers 1..L."""
+    targets = batch.objects or []
+    predictions, values, matches = [], [], []
+    for layer, state in enumerate(states, start=1):
+        logits, boxes = subject.heads.read(state, last=layer == len(states))
+        predictions.append(logits.argmax(-1).cpu())
+        values.append({rule: sample_certainty(logits, rule).cpu() for rule in rules if rule != "patience"})
+        matches.append([match(*each) for each in zip(logits, boxes, targets, strict=True)])
+    columns: dict[Rule, Tensor] = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
+    counts = [positives([target]) for target in targets]
+    return DetectionReadings(
+        torch.stack(predictions), columns, batch.sequence, list(zip(*matches, strict=True)), counts
+    )
 
 
 _Read = tuple[Tensor, Tensor, dict[Rule, Tensor]]

@@ -1,42 +1,24 @@
-"""What a rule with a threshold gives on some samples, and the choice of a threshold for a target accuracy."""
+"""What a rule with a threshold gives on some samples, and the choice of a threshold for a target quality."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fulldepth.early_exit.mean import Mean
+from fulldepth.early_exit.readings import Readings
+from fulldepth.early_exit.rules import Exit
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import theoretical_speedup
-from fulldepth.exit.reading import Readings
-from fulldepth.exit.rules import Exit
-from fulldepth.metrics.jackknife import group_sizes, ratio_error
 from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.exit import Rule
 
 CANDIDATES = 200
 """Most thresholds that a calibration tries, besides the given ones."""
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over samples, with its standard error over sequences (delete-group jackknife); None for one sequence."""
-
-    value: float
-    error: float | None
-
-    @classmethod
-    def of(cls, values: Tensor, sequence: Tensor) -> Mean:
-        """The mean of `values: [N]`, which belong to sequences `[N]`."""
-        present, index = sequence.unique(return_inverse=True)
-        sizes = group_sizes(len(present))
-        group = index % len(sizes)
-        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, group, values.double())
-        error = float(ratio_error(sums, group.bincount(minlength=len(sizes)), sizes))
-        return cls(float(values.double().mean()), error if math.isfinite(error) else None)
 
 
 @dataclass(frozen=True)
@@ -48,12 +30,20 @@ class Outcome:
     """[N] layer after which each sample leaves."""
     exits: Tensor
     """[L] number of samples that leave after layers 1..L."""
-    accuracy: Mean
-    loss: Mean
-    agreement: Mean
-    """Share of samples with the full model's prediction."""
-    drop: Mean
-    """Accuracy of the full model minus this one's, paired."""
+    scores: dict[str, Mean]
+    """The quality, `agreement` (with the full model's predictions), `drop` of quality (paired), and perhaps `loss`."""
+    quality_name: str
+    """Key of `scores`."""
+
+    @property
+    def quality(self) -> Mean:
+        """What early exit may cost: accuracy, or average precision."""
+        return self.scores[self.quality_name]
+
+    @property
+    def drop(self) -> Mean:
+        """Quality of the full model minus this one's."""
+        return self.scores["drop"]
 
     @property
     def speedup(self) -> float:
@@ -68,29 +58,13 @@ class Outcome:
 
 def outcome(readings: Readings, exit: Exit) -> Outcome:
     """What a rule and threshold give on samples; at least one sample."""
-    certainty = readings.certainty.get(exit.rule)
-    if certainty is None:
-        certainty = torch.zeros(readings.prediction.shape, dtype=torch.float64)
-    layers = exit.layers(certainty[1:], readings.prediction[1:])
-    chosen = layers[None]
-    prediction, loss = readings.prediction.gather(0, chosen)[0], readings.loss.gather(0, chosen)[0]
-    correct, full = prediction == readings.target, readings.prediction[-1]
-    means = {
-        "accuracy": correct,
-        "loss": loss,
-        "agreement": prediction == full,
-        "drop": (full == readings.target).double() - correct.double(),
-    }
-    return Outcome(
-        exit,
-        layers,
-        layers.bincount(minlength=readings.num_layers + 1)[1:],
-        **{name: Mean.of(values, readings.sequence) for name, values in means.items()},
-    )
+    layers = readings.layers(exit)
+    counts = layers.bincount(minlength=readings.num_layers + 1)[1:]
+    return Outcome(exit, layers, counts, readings.scores(layers), readings.quality)
 
 
 def calibrated(readings: Readings, rule: Rule, min_layer: int, given: Sequence[float], target: float) -> float:
-    """The lowest threshold for which accuracy falls by at most `target`, and for all higher candidates too; 1 if none.
+    """The lowest threshold for which quality falls by at most `target`, and for all higher candidates too; 1 if none.
 
     Candidates are tried from 1 downwards; the first that misses the target ends the search, so that a low threshold
     is not accepted by chance alone.
@@ -100,12 +74,12 @@ def calibrated(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
         rule: name of the rule.
         min_layer: first layer that allows to leave.
         given: further candidates.
-        target: largest fall in accuracy, in [0, 1).
+        target: largest fall in quality, in [0, 1).
     """
-    best = 1.0
+    best, whole = 1.0, readings.value(readings.all_at(readings.num_layers))
     for threshold in sorted(candidates(readings, rule, min_layer, given), reverse=True):
-        found = outcome(readings, Exit(rule, threshold, min_layer, readings.num_layers))
-        if found.drop.value > target + 1e-12:
+        layers = readings.layers(Exit(rule, threshold, min_layer, readings.num_layers))
+        if not whole - readings.value(layers) <= target + 1e-12:
             break
         best = threshold
     return best
@@ -116,7 +90,8 @@ def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
     layers = readings.num_layers
     if rule == "patience":
         return {1.0, *((number - 0.5) / layers for number in range(1, layers))}
-    values = readings.certainty[rule][min_layer:layers].flatten()
+    first = readings.first_layer
+    values = readings.certainty[rule][min_layer - first : layers - first].flatten()
     found = {1.0, *given}
     if len(values):
         at = (torch.arange(1, CANDIDATES, dtype=torch.float64) / CANDIDATES * (len(values) - 1)).long()
@@ -138,10 +113,3 @@ def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
     order = present[priority(present, seed).argsort()]
     chosen = torch.isin(readings.sequence, order[:count])
     return {"calibration": readings.of(chosen), "report": readings.of(~chosen)}
-
-
-def layer_means(readings: Readings) -> Iterator[tuple[str, int, Mean, str]]:
-    """`lens_loss` and `lens_accuracy` of layers 0..L: measure, layer, mean and unit."""
-    for layer in range(readings.num_layers + 1):
-        yield "lens_loss", layer, Mean.of(readings.loss[layer], readings.sequence), "nats"
-        yield "lens_accuracy", layer, Mean.of(readings.correct[layer], readings.sequence), "1"

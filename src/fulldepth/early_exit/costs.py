@@ -1,0 +1,90 @@
+"""Floating-point operations of early exit, counted while a batch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from fulldepth.early_exit.rules import Exit
+from fulldepth.early_exit.running import EarlyExit
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Operations of an attention, from the shapes of its inputs."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+"""Kernels of attention that torch's counter leaves out."""
+
+
+@dataclass(frozen=True)
+class SampleFlops:
+    """Operations of one sample: matrix products and convolutions, a multiplication and an addition as two."""
+
+    full: float
+    """The model's own forward pass."""
+    before: float
+    """Everything before the first layer that can be left: embeddings, or a detector's backbone and encoder."""
+    layers: tuple[float, ...]
+    """Layers 1..L."""
+    heads: tuple[float, ...]
+    """The rule at layers 1..L: final norm and class head."""
+    answers: tuple[float, ...]
+    """What a sample that leaves after layers 1..L also needs: a detector's box head."""
+
+    def share(self, exits: Tensor, exit: Exit) -> float:
+        r"""Operations with early exit over those of the full model; above 1 if the heads cost more than is saved.
+
+        .. math:: \frac{\sum_m n_m (F_0 + \sum_{l \le m} F_l + \sum_{e \le l \le m} H_l + A_m)}{F \sum_m n_m}
+
+        :math:`n_m` samples leave after layer m, e is the first layer that may be left. 1 for the full model.
+
+        Args:
+            exits: `[L]` numbers of samples.
+            exit: whose first layer is read.
+        """
+        if exit.is_full:
+            return 1.0
+        total, so_far = 0.0, self.before
+        parts = zip(exits.tolist(), self.layers, self.heads, self.answers, strict=True)
+        for layer, (count, own, head, answer) in enumerate(parts, start=1):
+            so_far += own + (head if layer >= exit.min_layer or layer == len(self.layers) else 0.0)
+            total += count * (so_far + answer)
+        return total / (float(exits.sum()) * self.full)
+
+
+@torch.no_grad()
+def flops_of(early: EarlyExit, inputs: dict[str, Tensor]) -> SampleFlops:
+    """Count the operations of each part on a batch; padding counts as it is computed.
+
+    Args:
+        early: the model.
+        inputs: a batch on the model's device.
+    """
+    runner, anatomy = early.runner, early.subject.anatomy
+    count = len(next(iter(inputs.values())))
+    full, _ = _counted(partial(early.full, inputs))
+    before, states = _counted(partial(runner.begin, inputs))
+    layers, heads, answers = [], [], []
+    for layer in range(1, early.subject.num_layers + 1):
+        own, output = _counted(partial(runner.run, layer, states))
+        stream, states = anatomy.stream(output), anatomy.handed_on(output)
+        head, logits = _counted(partial(early.logits, layer, stream, inputs))
+        answer, _ = _counted(partial(early.answer, layer, stream, logits))
+        layers.append(own / count)
+        heads.append(head / count)
+        answers.append(answer / count)
+    return SampleFlops(full / count, before / count, tuple(layers), tuple(heads), tuple(answers))
+
+
+def _counted(run: Callable[[], Any]) -> tuple[float, Any]:
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        result = run()
+    return float(counter.get_total_flops()), result

@@ -1,0 +1,59 @@
+"""`Mean`: a number of some samples, with its standard error over sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.jackknife import group_sizes, ratio_error, standard_error
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over samples, with its standard error over sequences (delete-group jackknife); None for one sequence."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Tensor, sequence: Tensor) -> Mean:
+        """The mean of `values: [N]`, which belong to sequences `[N]`."""
+        group, sizes = _groups(sequence)
+        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, group, values.double())
+        error = float(ratio_error(sums, group.bincount(minlength=len(sizes)), sizes))
+        return cls(float(values.double().mean()), error if math.isfinite(error) else None)
+
+    @classmethod
+    def of_replicates(cls, replicates: Tensor, sequence: Tensor) -> Mean:
+        """The estimate and standard error from what `replicates` gives, or from differences of such numbers.
+
+        Args:
+            replicates: `[1 + G]`.
+            sequence: `[N]` sequence of each sample.
+        """
+        _, sizes = _groups(sequence)
+        error = float(standard_error(replicates[0], replicates[1:], sizes))
+        return cls(float(replicates[0]), error if math.isfinite(error) else None)
+
+
+def replicates(statistic: Callable[[Tensor], float], sequence: Tensor) -> Tensor:
+    """[1 + G] a number that is no mean over samples, such as an average precision: of all, and without each group.
+
+    Args:
+        statistic: the number of some samples, given by `[N]` bool.
+        sequence: `[N]` sequence of each sample.
+    """
+    group, sizes = _groups(sequence)
+    chosen = [torch.ones_like(group, dtype=torch.bool), *(group != index for index in range(len(sizes)))]
+    return torch.tensor([statistic(each) if bool(each.any()) else math.nan for each in chosen], dtype=torch.float64)
+
+
+def _groups(sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] group of each sample, and `[G]` the number of sequences in each group."""
+    present, index = sequence.unique(return_inverse=True)
+    sizes = group_sizes(len(present))
+    return index % len(sizes), sizes

@@ -1,0 +1,170 @@
+"""Opens a checkpoint, prepares data for it, and proves its anatomy on their first sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth.data import Batch, Sequences, input_texts, open_source, prepare, prepare_translation
+from fulldepth.data.corruptions import corrupted
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import Verified, verify
+from fulldepth.execution.batching import model_inputs
+from fulldepth.hf import Anatomy, Checkpoint, load_processor, open_model, open_tokenizer
+from fulldepth.settings.loading import LoadingSettings, ReadingSettings
+
+DEFAULT_LENGTH = 256
+IMAGES = ("images", "objects")
+CLASSES = ("text-classification", "image-classification", "detection")
+"""Tasks whose labels follow the model's names of classes."""
+PROVEN_POSITIONS = 16
+"""Tokens of each of two sequences that the proofs at load run on."""
+
+
+def open_checkpoint(
+    model: str | Path | PreTrainedModel | Checkpoint,
+    settings: LoadingSettings,
+    device: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """The model as passed in, or loaded according to the settings, with its exit heads.
+
+    Args:
+        model: a loaded model, a checkpoint folder, a GGUF file, `package:NAME` or a Hub name.
+        settings: precision, device, revision.
+        device: in place of the settings'.
+        device_map: spreads a large model over devices.
+    """
+    if isinstance(model, Checkpoint):
+        return model
+    return open_model(
+        model,
+        exit_heads=True,
+        dtype=settings.dtype,
+        device=settings.device if device is None else device,
+        device_map=device_map,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def tokenizer_for(
+    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: LoadingSettings, tokenizer: Any = None
+) -> Any:
+    """The tokenizer as passed in, the named one, or the one saved with or beside the model; None if no text is read."""
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    if isinstance(data, Sequences) or anatomy.family.modality != "text":
+        return None
+    named = tokenizer or settings.tokenizer or None
+    return open_tokenizer(checkpoint, named, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+
+
+def sequences_for(
+    checkpoint: Checkpoint,
+    anatomy: Anatomy,
+    data: Any,
+    tokenizer: Any,
+    settings: ReadingSettings,
+    words: Sequence[str] = (),
+) -> Sequences:
+    """The data, prepared for this model.
+
+    Raises:
+        FulldepthError: if they cannot be read, or the model does not read their kind.
+    """
+    if isinstance(data, Sequences):
+        return data
+    source = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
+    if settings.corrupt is not None:
+        source = corrupted(source, settings.corrupt, settings.seed)
+    if anatomy.family.modality == "text" and source.kind in IMAGES:
+        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
+    if anatomy.family.modality == "images" and source.kind not in IMAGES:
+        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
+    if anatomy.family.tower == "encoder" and source.kind == "pairs":
+        source = input_texts(source)
+    positions = anatomy.max_positions
+    length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    if anatomy.family.tower == "decoder":
+        return prepare_translation(
+            source,
+            tokenizer=tokenizer,
+            start=_start(checkpoint.model.config),
+            max_sequences=settings.max_sequences,
+            sequence_length=length,
+            vocab_size=anatomy.vocab_size,
+        )
+    processor = None
+    if source.kind in IMAGES:
+        trusted = settings.trust_remote_code
+        processor = load_processor(
+            checkpoint.name, anatomy.config, revision=checkpoint.revision, trust_remote_code=trusted
+        )
+    return prepare(
+        source,
+        task=anatomy.task,
+        tokenizer=tokenizer,
+        processor=processor,
+        max_sequences=settings.max_sequences,
+        sequence_length=length,
+        max_positions=positions if anatomy.family.modality == "text" else None,
+        vocab_size=anatomy.vocab_size,
+        label2id=_labels(checkpoint.model.config) if anatomy.task in CLASSES else None,
+        words=tuple(words),
+        truncate=settings.truncate,
+        seed=settings.seed,
+    )
+
+
+def _start(config: Any) -> int | None:
+    """The first token that a decoder reads."""
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+
+
+def _labels(config: Any) -> Mapping[str, int] | None:
+    """The model's class names, if it has any."""
+    return getattr(config, "label2id", None) or None
+
+
+def small_batch(sequences: Sequences) -> Batch:
+    """The first two sequences, or one if a batch axis of size two could be confused with positions."""
+    first = sequences.collate(range(min(2, len(sequences))))
+    square = first.attention_mask is not None and first.attention_mask.shape == (2, 2)
+    return sequences.collate([0]) if square else first
+
+
+def prove(
+    candidates: Sequence[Anatomy], batch: Batch, device: torch.device, dtype: torch.dtype, *, optional: Collection[str]
+) -> Verified:
+    """`verify` on the beginnings of a batch's sequences, and on all of them only if a part is not proven there.
+
+    Sequence classifiers may need a token at the end, so they and models of images always run on all of it.
+
+    Args:
+        candidates: as for `verify`.
+        batch: from `small_batch`.
+        device: of the inputs.
+        dtype: the model's precision.
+        optional: as for `verify`.
+    """
+    inputs = model_inputs(batch.inputs, device, dtype)
+    ids = batch.token_ids
+    if ids is not None and ids.shape[1] > PROVEN_POSITIONS and candidates[0].task in ("causal-lm", "masked-lm"):
+        beginnings = {
+            name: value[:, :PROVEN_POSITIONS] if value.shape[:2] == ids.shape else value
+            for name, value in inputs.items()
+        }
+        with suppress(FulldepthError):  # the message of the whole batch counts
+            verified = verify(candidates, beginnings, optional=optional)
+            if not verified.unproven:
+                return replace(verified, positions=ids.shape[1])
+    return verify(candidates, inputs, optional=optional)
