@@ -25,12 +25,11 @@ from transformers import (
     BertModel,
 )
 
-import fulldepth
 from fulldepth.cli import main
 from fulldepth.data import ShuffledSampler, train_wordpiece
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.heads import with_new_head
 from fulldepth.training.optimiser import multistep
@@ -314,15 +313,3 @@ def test_a_multistep_schedule_divides_by_ten_at_each_milestone() -> None:
     settings = asked(VIT, schedule="multistep", steps=200, warmup_steps=4, milestones=[0.5, 0.75])
     factors = [multistep(settings, step) for step in (0, 2, 4, 99, 100, 149, 150, 199)]
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-vit", "tiny-bert", "tiny-gpt2"])
-def test_tiny_recipes_train_and_are_measured(name: str, tmp_path: Path) -> None:
-    changes = {"steps": 2, "eval_every": 2, "save_every": 2, "data": {"validation_sequences": 24}}
-    results = train(layer(TrainSettings, read(name, "train"), changes), tmp_path / "run")
-    assert 0 <= value(results, "validation_accuracy", 2) <= 1
-    data = "digits:builtin/test" if name == "tiny-vit" else "authors:builtin/test"
-    table = fulldepth.measure(tmp_path / "run" / "checkpoint-2", data, max_sequences=24, progress=False).table
-    accuracy = table[(table.measure == "lens_accuracy") & (table.layer == 6) & (table.statistic == "mean")]
-    assert 0 <= accuracy.value.iloc[0] <= 1
