@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations, capture, find_anatomy
-from fulldepth.hf import Anatomy, Classifier, has_exit_heads
+from fulldepth.hf import Anatomy, Classifier, exit_heads_of, has_exit_heads
+from fulldepth.losses.aligned_loss import MultiExit
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
 from fulldepth.losses.terms import TERMS, make_term
@@ -148,6 +149,15 @@ class Objective:
     def needs_exit_heads(self) -> bool:
         """Whether the model must have a head for every layer (`add_exit_heads`)."""
         return any(term.needs_exit_heads for term in self.terms.values())
+
+    def drop_idle_gradients(self, step: int) -> None:
+        """Remove the gradients of exit heads in a 1-based step that does not train them, so that the optimiser leaves
+        them as they are, on any number of processes; call it before the step.
+        """
+        multi_exit = self.terms.get("multi_exit")
+        if isinstance(multi_exit, MultiExit) and not multi_exit.active(step) and self.anatomy is not None:
+            for head in exit_heads_of(self.anatomy.model).values():
+                head.weight.grad = None  # type: ignore[union-attr]
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
         """Floating-point operations per token that the penalties add to a training step (matrix products only).
