@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution.flops import TokenFlops
 from fulldepth.hf import Classifier, exit_heads_of, uses_fsdp
 from fulldepth.losses.states import check_states, statistics_dtype
 from fulldepth.losses.term import Context, Term
@@ -57,6 +58,19 @@ class LayerwiseLoss(Term):
         if labels is None:
             raise FulldepthError(f"The {self.name} loss needs `labels` in the batch.")
         return labels
+
+    def sample_flops(self, forward: TokenFlops, num_layers: int, sequence_length: int) -> float:
+        """Operations per token that the loss adds to the training of a classifier of samples: a head on the pooled
+        states of all L layers, forward and backward, less the backward pass of the model's own, `3 L H / T - 2 H_own`;
+        half of it if it alternates.
+
+        Args:
+            forward: cost of the model, with the head's H of one sample and H_own per token.
+            num_layers: L.
+            sequence_length: T.
+        """
+        heads = 3 * num_layers * (forward.pooled or 0.0) / sequence_length - 2 * forward.head
+        return (0.5 if self.schedule == "alternate" else 1.0) * heads
 
     def of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
         """Loss of a classifier of sequences or images, from the states that its head reads.

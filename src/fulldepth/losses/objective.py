@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations, capture, find_anatomy
+from fulldepth.execution.flops import TokenFlops
 from fulldepth.hf import Anatomy, Classifier, exit_heads_of, has_exit_heads
-from fulldepth.losses.aligned_loss import MultiExit
+from fulldepth.losses.aligned_loss import LayerwiseLoss, MultiExit
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
 from fulldepth.losses.terms import TERMS, make_term
@@ -159,14 +160,21 @@ class Objective:
             for head in exit_heads_of(self.anatomy.model).values():
                 head.weight.grad = None  # type: ignore[union-attr]
 
-    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+    def flops(self, config: PreTrainedConfig, sequence_length: int, forward: TokenFlops | None = None) -> float:
         """Floating-point operations per token that the penalties add to a training step (matrix products only).
 
         Args:
             config: configuration of the model.
             sequence_length: T.
+            forward: cost of the model (`forward_flops`); needed for classifiers of texts and images.
         """
-        return sum(term.flops(config.get_text_config(), sequence_length) for term in self.terms.values())
+        text, total = config.get_text_config(), 0.0
+        for term in self.terms.values():
+            if isinstance(term, LayerwiseLoss) and forward is not None and forward.pooled is not None:
+                total += term.sample_flops(forward, text.num_hidden_layers, sequence_length)
+            else:
+                total += term.flops(text, sequence_length)
+        return total
 
 
 class _Counter:

@@ -34,6 +34,11 @@ class HeadKind:
     common: tuple[str, ...]
     """Well-known model types."""
 
+    def names(self, config: Any) -> list[str]:
+        """Names of the model classes of a configuration, the usual one first; empty without any."""
+        kinds = self.mapping[type(config)] if type(config) in self.mapping else ()
+        return [kind.__name__ for kind in (kinds if isinstance(kinds, list | tuple) else (kinds,))]
+
 
 HEADS = {
     "causal-lm": HeadKind(
@@ -63,7 +68,7 @@ def auto_of(config: Any) -> Any:
     """The auto class of a checkpoint's model, by the class that its configuration names; else of a language model."""
     names = getattr(config, "architectures", None) or [""]
     for kind in HEADS.values():
-        if type(config) in kind.mapping and names[0] == getattr(kind.mapping[type(config)], "__name__", None):
+        if names[0] in kind.names(config):
             return kind.auto
     return HEADS["causal-lm"].auto
 
