@@ -186,8 +186,6 @@ def text_trainer(
     Raises:
         FulldepthError: if data, tokenizer and model do not fit each other.
     """
-    if settings.augmentation.any:
-        raise FulldepthError("augmentation changes images; task: text-classification has none.")
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     texts = [text for record in data.train.source.records for text in (record.text, record.second) if text]
