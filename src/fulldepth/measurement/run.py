@@ -139,7 +139,7 @@ def measure_with(
             return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
 
         if settings.tower is None and settings.anatomy is None and not isinstance(data, Sequences):
-            data = open_source(data, split=settings.split)
+            data = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
             if data.captioned and towers(checkpoint.model):
                 return measure_towers(checkpoint, data, settings, measured)
             if names := stacks(checkpoint.model):
