@@ -48,7 +48,8 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
     if classifier and max(present) > max(model):
         where = source.records[raw.index(max(present))].where
         raise FulldepthError(
-            f"{where}: its label is {max(present)}, and the model has {len(model)} classes: {_listed(model.values())}."
+            f"{where}: {source.name} has labels up to {max(present)}, the model has {len(model)} classes: "
+            f"{_listed(model.values())}."
         )
     ids = [IGNORE if label is None else label for label in raw]
     return Labels(ids, max(len(names), max(present) + 1), names, warnings)

@@ -158,7 +158,7 @@ class Objective:
         multi_exit = self.terms.get("multi_exit")
         if isinstance(multi_exit, MultiExit) and not multi_exit.active(step) and self.anatomy is not None:
             for head in exit_heads_of(self.anatomy.model).values():
-                head.weight.grad = None  # type: ignore[union-attr]
+                head.weight.grad = None
 
     def flops(self, config: PreTrainedConfig, sequence_length: int, forward: TokenFlops | None = None) -> float:
         """Floating-point operations per token that the penalties add to a training step (matrix products only).

@@ -126,7 +126,7 @@ def checkpoint_size(model: PreTrainedModel, settings: TrainSettings, *, processe
 def _scores(config: PreTrainedConfig, settings: TrainSettings, micro_batch: int) -> int:
     """Logits of a forward pass."""
     if settings.task.endswith("-classification"):
-        return int(micro_batch * config.num_labels)
+        return micro_batch * (config.num_labels or 0)
     return int(micro_batch * settings.sequence_length * config.vocab_size)
 
 

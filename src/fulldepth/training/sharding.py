@@ -112,6 +112,7 @@ def units_of(model: PreTrainedModel, plugin: Any) -> Iterator[None]:
         model: the model, not sharded yet.
         plugin: accelerate's settings of FSDP.
     """
+    embedding: Any
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:
