@@ -127,9 +127,7 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> li
     if path is None:
         return []
     if not has_exit_heads(model):
-        return [
-            f"{checkpoint} has a head for every layer; method={method} trains the last one alone, and leaves them out."
-        ]
+        return [f"{checkpoint} has a head for every layer; method={method} leaves out all but the last layer's."]
     stored = load_config(checkpoint)
     if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
         return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]
