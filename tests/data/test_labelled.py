@@ -89,3 +89,13 @@ def test_several_processes_read_one_archive(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     with context.Pool(3) as pool:
         assert all(pool.starmap(_sizes, [(archive, names)] * 3))
+
+
+def test_a_wordpiece_tokenizer_follows_from_its_texts() -> None:
+    """The trainer of `tokenizers` alone gives another vocabulary each time."""
+    texts = [f"film {number} is {word}, says {word}er" for number in range(40) for word in ("dull", "naïve")]
+    one, *others = [train_wordpiece(texts, 80) for _ in range(4)]
+    assert all(other.get_vocab() == one.get_vocab() for other in others)
+    assert len(one) == 80
+    assert set(one.all_special_tokens) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
+    assert one.decode(one("Naive films ##d").input_ids) == "[CLS] naive films [UNK] [UNK] d [SEP]"

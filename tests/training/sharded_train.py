@@ -4,7 +4,8 @@ accelerate gives CPU processes DDP where FSDP2 was asked for. Here it takes them
 
 Usage: torchrun --nproc-per-node 2 sharded_train.py train RECIPE fsdp=true ...; or `launch` from a test.
 With a folder in place of the command, every recipe NAME.yaml in it is trained in these processes, into NAME-sharded/,
-and dtypes.json says for each which types its losses and the gradients that were reduced had.
+and dtypes.json says for each which types its losses and the gradients that were reduced had. With FULLDEPTH_TEST_COPIES
+set the processes copy the weights (DDP) instead, recipes into NAME-copied/.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ from fulldepth.losses import ObjectiveMixin
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
 
+COPIES = "FULLDEPTH_TEST_COPIES"
 
-def launch(*arguments: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run `fulldepth ARGUMENTS`, or the recipes of a folder, in processes that shard."""
+
+def launch(*arguments: object, processes: int = 2, shards: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run `fulldepth ARGUMENTS`, or the recipes of a folder, in processes that shard (or else copy) the weights."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        COPIES: "" if shards else "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [*torchrun, __file__, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
 
@@ -46,8 +54,8 @@ def shard_cpu_processes() -> None:
     PartialState.__init__ = init  # type: ignore[method-assign]
 
 
-def train_all(folder: Path) -> None:
-    """Train every recipe of a folder; starting a pair of processes takes longer than a tiny run."""
+def train_all(folder: Path, kind: str) -> None:
+    """Train every recipe of a folder into NAME-KIND/; starting a pair of processes takes longer than a tiny run."""
     seen: dict[str, set[str]] = {}
     loss_of = ObjectiveMixin.compute_loss
 
@@ -70,16 +78,18 @@ def train_all(folder: Path) -> None:
     types = {}
     for path in sorted(folder.glob("*.yaml")):
         seen = {"losses": set(), "reductions": set()}
-        settings = layer(TrainSettings, read(path, "train")).model_copy(update={"fsdp": True})
-        train(settings, folder / f"{path.stem}-sharded")
+        settings = layer(TrainSettings, read(path, "train")).model_copy(update={"fsdp": kind == "sharded"})
+        train(settings, folder / f"{path.stem}-{kind}")
         types[path.stem] = {name: sorted(kinds) for name, kinds in seen.items()}
-    if distributed.get_rank() == 0:
+    if distributed.get_rank() == 0 and kind == "sharded":
         (folder / "dtypes.json").write_text(json.dumps(types), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    shard_cpu_processes()
+    kind = "copied" if os.environ.get(COPIES) else "sharded"
+    if kind == "sharded":
+        shard_cpu_processes()
     if Path(sys.argv[1]).is_dir():
-        train_all(Path(sys.argv[1]))
+        train_all(Path(sys.argv[1]), kind)
     else:
         main()

@@ -25,12 +25,12 @@ from transformers import (
     BertModel,
 )
 
-import fulldepth
 from fulldepth.cli import main
 from fulldepth.data import ShuffledSampler, train_wordpiece
 from fulldepth.errors import FulldepthError
+from fulldepth.hf.exit_heads import EXIT_HEADS
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.heads import with_new_head
 from fulldepth.training.optimiser import multistep
@@ -316,13 +316,21 @@ def test_a_multistep_schedule_divides_by_ten_at_each_milestone() -> None:
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-vit", "tiny-bert", "tiny-gpt2"])
-def test_tiny_recipes_train_and_are_measured(name: str, tmp_path: Path) -> None:
-    changes = {"steps": 2, "eval_every": 2, "save_every": 2, "data": {"validation_sequences": 24}}
-    results = train(layer(TrainSettings, read(name, "train"), changes), tmp_path / "run")
-    assert 0 <= value(results, "validation_accuracy", 2) <= 1
-    data = "digits:builtin/test" if name == "tiny-vit" else "authors:builtin/test"
-    table = fulldepth.measure(tmp_path / "run" / "checkpoint-2", data, max_sequences=24, progress=False).table
-    accuracy = table[(table.measure == "lens_accuracy") & (table.layer == 6) & (table.statistic == "mean")]
-    assert 0 <= accuracy.value.iloc[0] <= 1
+def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_classes(tmp_path: Path) -> None:
+    still = {"steps": 2, "eval_every": 2, "save_every": 2, "learning_rate": 1e-12, "weight_decay": 0.0, "seed": 3}
+    train(asked(VIT, method="multi-exit"), tmp_path / "first")
+    start = tmp_path / "first" / "checkpoint-6"
+    recipe = VIT | still | {"model": {"checkpoint": str(start)}}
+    again = train(asked(recipe, method="multi-exit"), tmp_path / "again")
+    stored, taken = (load_file(folder / EXIT_HEADS) for folder in (start, tmp_path / "again" / "checkpoint-2"))
+    assert all(torch.allclose(taken[name], weight, atol=1e-7) for name, weight in stored.items())
+    assert f"The heads of layers 1 to L-1 are those of {start}." in again.meta["warnings"]
+    plain = train(asked(recipe, method="baseline"), tmp_path / "plain")
+    assert any("leaves out all but" in line for line in plain.meta["warnings"])
+    config = json.loads((start / "config.json").read_text())
+    config["id2label"] = {number: f"other {number}" for number in range(10)}
+    (start / "config.json").write_text(json.dumps(config))
+    other = train(asked(recipe, method="multi-exit"), tmp_path / "other")
+    assert any("are for other classes" in line for line in other.meta["warnings"])
+    fresh = load_file(tmp_path / "other" / "checkpoint-2" / EXIT_HEADS)
+    assert not any(torch.allclose(fresh[name], weight, atol=1e-3) for name, weight in stored.items())

@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import TokenFlops, forward_flops
-from fulldepth.losses import Objective
+from fulldepth.losses import Objective, add_exit_heads
 from fulldepth.settings import layer
 from fulldepth.settings import layers as recipes
+from fulldepth.training import labelled, train
 from fulldepth.training import plan as planning
-from fulldepth.training import train
 from fulldepth.training.footprint import estimate_memory
-from fulldepth.training.model import build_config, build_model, meta_model
+from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
 from fulldepth.training.plan import dry_run_lines, lines, measure_rate, plan
 from fulldepth.training.settings import TrainSettings
 
@@ -284,3 +284,64 @@ def test_the_dry_run_says_it_in_words_without_making_anything(monkeypatch: pytes
     assert (
         whole < made.other_memory.total / 2**30 - (made.memory.activations + made.memory.logits) / 2**30 < whole * 1.2
     )
+
+
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "vit": {"type": "vit", **FEW, "intermediate_size": 172, "image_size": 16, "patch_size": 4},
+    "deit": {"type": "deit", **FEW, "intermediate_size": 172, "image_size": 16, "patch_size": 4},
+    "bert": {"type": "bert", **FEW, "intermediate_size": 172},
+    "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("terms", [{"aligned": {"schedule": "always"}}, {"multi_exit": {"schedule": "always"}}])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_operations_of_classifiers_and_their_layerwise_losses_are_those_that_torch_counts(
+    name: str, terms: dict[str, Any]
+) -> None:
+    images = "image_size" in CLASSIFIERS[name]
+    task = "image-classification" if images else "text-classification"
+    settings = layer(TrainSettings, {"task": task, "model": CLASSIFIERS[name], "attention": "eager"})
+    classes = [f"class {number}" for number in range(7)]
+    config = build_config(settings.model, task=task, classes=classes, **({} if images else {"vocab_size": VOCAB}))
+    model = build_model(config, settings).eval()
+    length = tokens_of_an_image(meta_model(config, task)) if images else TIME
+    assert length == {"vit": 17, "deit": 18}.get(name, TIME)
+    inputs = {"pixel_values": torch.rand(BATCH, 3, 16, 16)} if images else {"input_ids": tokens()}
+    batch = {**inputs, "labels": torch.tensor([1, 6])}
+    flops = forward_flops(model, length)
+    forward, plain = counted(lambda: model(**batch), length)
+    assert forward == pytest.approx(flops.forward - flops.attention + flops.attention_full, rel=1e-12)
+    assert (flops.attention == flops.attention_full) == (name != "gpt2")
+    backward, _ = counted(plain.loss.backward, length)
+    if "multi_exit" in terms:
+        add_exit_heads(model)
+    objective = Objective(**terms).attach(model)
+    layerwise, _ = counted(lambda: objective(model(**batch), batch)[0].backward(), length)
+    objective.detach()
+    assert layerwise - forward - backward == pytest.approx(objective.flops(config, length, flops), rel=1e-9)
+
+
+def test_the_dry_run_of_classifiers_and_detectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "measure_rate", lambda device, dtype: 1e11)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def told(name: str, **changes: Any) -> dict[str, tuple[str, str]]:
+        settings = layer(TrainSettings, recipes.read(name, "train"), changes)
+        return {key: (value, sentence) for key, value, sentence in dry_run_lines(settings)}
+
+    paper = {"num_labels": 1000}  # Table 1 of the paper on aligned training
+    assert told("deit-small-imagenet", model=paper)["parameters"][0] == "22,050,664"
+    assert told("deit-small-imagenet", model=paper, method="multi-exit")["parameters"][0] == "26,274,664"
+    digits = told("tiny-vit")
+    assert digits["tokens"][0] == f"{400 * 64 * 17:,}"
+    assert "64 images of 17" in digits["steps"][1]
+    assert told("tiny-bert")["steps"][1] == f"{32 * 80:,} tokens each, 32 texts at most so long."
+    assert told("tiny-detr")["images"][0] == f"{3000 * 16:,}"
+    monkeypatch.setattr(labelled, "open_source", _absent)
+    with pytest.raises(FulldepthError, match=r"no such data.*model\.num_labels=N"):
+        told("deit-small-imagenet")
+
+
+def _absent(*_: Any, **__: Any) -> Any:
+    raise FulldepthError("There are no such data.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
@@ -18,6 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 """End-of-text and padding token."""
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Special tokens of BERT, ids 0 to 4."""
+LETTERS = 1000
+"""Most letters of a WordPiece vocabulary, the most frequent ones."""
 
 
 class Novel(NamedTuple):
@@ -92,6 +95,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedT
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
     """Train a WordPiece tokenizer like that of uncased BERT on `texts`: lower case, accents removed.
 
+    Equal texts give equal tokenizers. The trainer of `tokenizers` numbers the letters inside words (`##a`) in random
+    order, by which it also decides between equally frequent pairs; so they are given to it in order.
+
     Args:
         texts: to learn the pieces from.
         vocab_size: most tokens, the special ones included.
@@ -101,14 +107,22 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedT
 
     Source: Devlin et al. 2019 (BERT).
     """
-    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer(lowercase=True)
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece()
+    texts = list(texts)
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    inside: Counter[str] = Counter()
+    for text in texts:
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
+            inside.update(word[1:])
+    common = sorted(inside, key=lambda letter: (-inside[letter], letter))[:LETTERS]
+    numbered = [*BERT_TOKENS, *(f"##{letter}" for letter in sorted(common))]
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer, learner.pre_tokenizer = normalizer, splitter
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=list(BERT_TOKENS), show_progress=False
+        vocab_size=vocab_size, min_frequency=2, special_tokens=numbered, limit_alphabet=LETTERS, show_progress=False
     )
-    core.train_from_iterator(texts, trainer=trainer)
+    learner.train_from_iterator(texts, trainer=trainer)
+    core = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # only BERT_TOKENS are special
+    core.normalizer, core.pre_tokenizer, core.decoder = normalizer, splitter, decoders.WordPiece()
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",

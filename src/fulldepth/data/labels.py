@@ -46,8 +46,9 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
     if not present:
         return Labels([IGNORE] * len(raw), None, (), warnings)
     if classifier and max(present) > max(model):
+        where = source.records[raw.index(max(present))].where
         raise FulldepthError(
-            f"{source.name} has labels up to {max(present)}, the model has {len(model)} classes: "
+            f"{where}: {source.name} has labels up to {max(present)}, the model has {len(model)} classes: "
             f"{_listed(model.values())}."
         )
     ids = [IGNORE if label is None else label for label in raw]

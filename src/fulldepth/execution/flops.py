@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.hf import Anatomy, Classifier, is_offloaded
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, exit_heads_of, is_offloaded, task_of
 
 TRAINING = 3
 """Cost of a training step relative to a forward pass; the backward pass costs twice as much as the forward pass."""
@@ -69,7 +70,9 @@ class TokenFlops:
     attention_full: float
     """The same over all T keys, 4 H d_h T per layer, as in eager attention and most published counts."""
     extra: float
-    """Other operations of the architecture, from its configuration (`extra_flops`)."""
+    """Other operations of the architecture: from its configuration (`extra_flops`), or the patches of an image."""
+    pooled: float | None = None
+    """Of a classifier of texts or images: the head on one sample's state; None for heads at every position."""
 
     @property
     def forward(self) -> float:
@@ -88,12 +91,14 @@ class TokenFlops:
 
 
 def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
-    """Operations of one token in sequences of T tokens.
+    """Operations of one token in sequences of T tokens (of an image: of one of its T patches and special tokens).
 
     Args:
         model: with its weights or on the meta device.
         sequence_length: T.
     """
+    if task_of(model).endswith("-classification"):
+        return _classifier_flops(model, sequence_length)
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
@@ -105,6 +110,35 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
         attention=width * sum(_mean_keys(sequence_length, window) for window in windows),
         attention_full=width * sequence_length * len(windows),
         extra=extra(sequence_length) if extra is not None else 0.0,
+    )
+
+
+def _classifier_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
+    """Operations of a classifier of texts or images, whose head runs once a sample.
+
+    Heads that read the last position belong to causal models, in which stock classes apply them to all positions before
+    they select one. All other models attend to all positions.
+    """
+    anatomy, config = anatomy_candidates(model)[0], model.config.get_text_config()
+    if anatomy.head is None:
+        raise FulldepthError(f"{type(model).__name__} has no head that is known.")
+    heads = [model.get_submodule(path) for path in anatomy.head.modules]
+    outside = {part for module in (*heads, *exit_heads_of(model).values()) for part in module.modules()}
+    pooled = sum(weight_products(part) for module in heads for part in module.modules())
+    causal = anatomy.head.pool == "last"
+    width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
+    windows, size = _windows(config), getattr(config, "patch_size", None)
+    full = width * sequence_length * len(windows)
+    patches = (config.image_size // size) ** 2 if isinstance(size, int) else 0
+    pixels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
+    extra = getattr(config, "extra_flops", None)
+    return TokenFlops(
+        linear=sum(weight_products(module) for module in model.modules() if module not in outside),
+        head=pooled if causal else pooled / sequence_length,
+        attention=width * sum(_mean_keys(sequence_length, window) for window in windows) if causal else full,
+        attention_full=full,
+        extra=(extra(sequence_length) if extra is not None else 0.0) + pixels * patches / sequence_length,
+        pooled=pooled,
     )
 
 

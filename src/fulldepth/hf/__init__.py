@@ -29,6 +29,7 @@ from fulldepth.hf.families import FAMILIES, rows_of
 from fulldepth.hf.family import Family, Head
 from fulldepth.hf.fewer_layers import renumber_layers, slice_lists
 from fulldepth.hf.finder import unwrapped
+from fulldepth.hf.fsdp import uses_fsdp
 from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import (
@@ -147,5 +148,6 @@ __all__ = [
     "trained_steps",
     "truncated",
     "unwrapped",
+    "uses_fsdp",
     "write_shards",
 ]

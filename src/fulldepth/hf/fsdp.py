@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -42,6 +44,10 @@ class GatheredModule:
         weights = {name: weight.to(self._dtypes[name]) for name, weight in self._weights.items()}
         result: Tensor = functional_call(self._plain, weights, (states,))
         return result
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The weights that `__call__` uses."""
+        return iter(self._weights.values())
 
 
 class _WithoutHooks(nn.Module):

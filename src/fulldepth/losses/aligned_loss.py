@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import Classifier
+from fulldepth.execution.flops import TokenFlops
+from fulldepth.hf import Classifier, exit_heads_of, uses_fsdp
 from fulldepth.losses.states import check_states, statistics_dtype
 from fulldepth.losses.term import Context, Term
 from fulldepth.targets import IGNORE
@@ -42,16 +44,33 @@ class LayerwiseLoss(Term):
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Replace the loss on the steps of the schedule; return it unchanged on the others."""
-        if self.schedule == "alternate" and context.step % 2:
+        if not self.active(context.step):
             return loss, None
         value = self.value(context)
         return self.weight * context.target_share() * value, value.detach()
+
+    def active(self, step: int) -> bool:
+        """Whether the loss of this 1-based optimiser step is replaced."""
+        return self.schedule == "always" or step % 2 == 0
 
     def _labels(self, context: Context) -> Tensor:
         labels = context.task.labels(context.batch)
         if labels is None:
             raise FulldepthError(f"The {self.name} loss needs `labels` in the batch.")
         return labels
+
+    def sample_flops(self, forward: TokenFlops, num_layers: int, sequence_length: int) -> float:
+        """Operations per token that the loss adds to the training of a classifier of samples: a head on the pooled
+        states of all L layers, forward and backward, less the backward pass of the model's own, `3 L H / T - 2 H_own`;
+        half of it if it alternates.
+
+        Args:
+            forward: cost of the model, with the head's H of one sample and H_own per token.
+            num_layers: L.
+            sequence_length: T.
+        """
+        heads = 3 * num_layers * (forward.pooled or 0.0) / sequence_length - 2 * forward.head
+        return (0.5 if self.schedule == "alternate" else 1.0) * heads
 
     def of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
         """Loss of a classifier of sequences or images, from the states that its head reads.
@@ -113,6 +132,18 @@ class MultiExit(LayerwiseLoss):
 
     name = "multi_exit"
     needs_exit_heads = True
+
+    def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """As all of them; where processes copy the weights, heads that a step does not use get zero gradients, because
+        DDP waits for a gradient of every weight. `Objective.drop_idle_gradients` takes them away again.
+        """
+        total, value = super().apply(loss, context)
+        assert context.classifier is not None
+        model = context.classifier.anatomy.model
+        if value is None and current().world > 1 and not uses_fsdp(model):
+            for head in exit_heads_of(model).values():
+                total = total + 0.0 * head.weight.sum().to(total.device, total.dtype)  # type: ignore[operator]
+        return total, value
 
     def value(self, context: Context) -> Tensor:
         """Weighted cross-entropy of layers 1..L, of which the last one keeps the model's own head.

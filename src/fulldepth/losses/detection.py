@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.distributed import current
+from fulldepth.distributed import add_up, current
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier, DetectionHeads, unwrapped
 from fulldepth.losses.task import Task
@@ -21,8 +21,8 @@ class Detection(Task):
     """Detection of objects by a set of queries.
 
     `labels` of a batch is a list with the `class_labels` [n] and `boxes` [n, 4] of each image, and perhaps `crowd` [n],
-    as in `fulldepth.metrics.Detections`. The loss is a function of the whole batch: its terms over boxes are divided by
-    the number of boxes (their mean over processes, at least 1), its cross-entropy by the queries' weights. Accumulated
+    as in `fulldepth.metrics.Detections`. The loss is a function of the whole batch of all processes: its terms over
+    boxes are divided by the number of boxes (at least 1), its cross-entropy by the queries' weights. Accumulated
     micro-batches count alike.
     """
 
@@ -76,9 +76,13 @@ def _last_layer_loss(
 
 
 def _shared_loss(options: SetLoss, logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """The set loss, divided by the mean number of boxes over processes while gradients are computed."""
+    """The set loss, divided by means over processes while gradients are computed: data parallelism, which averages the
+    gradients, then gives those of one large batch.
+    """
     sums = options.sums(logits.float(), boxes.float(), targets)
-    number = sums[4].detach()
+    divisors = sums[[1, 4]].detach()  # weight of the queries, boxes
     if torch.is_grad_enabled() and current().world > 1:
-        number = torch.stack([number.new_tensor(float(each)) for each in current().gather(float(number))]).mean()
-    return options.parts(sums, number.clamp(min=1))["mean"]
+        divisors = divisors.clone()
+        add_up(divisors)
+        divisors = divisors / current().world
+    return options.parts(sums, divisors)["mean"]

@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations, capture, find_anatomy
-from fulldepth.hf import Anatomy, Classifier, has_exit_heads
+from fulldepth.execution.flops import TokenFlops
+from fulldepth.hf import Anatomy, Classifier, exit_heads_of, has_exit_heads
+from fulldepth.losses.aligned_loss import LayerwiseLoss, MultiExit
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
 from fulldepth.losses.terms import TERMS, make_term
@@ -149,14 +151,30 @@ class Objective:
         """Whether the model must have a head for every layer (`add_exit_heads`)."""
         return any(term.needs_exit_heads for term in self.terms.values())
 
-    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+    def drop_idle_gradients(self, step: int) -> None:
+        """Remove the gradients of exit heads in a 1-based step that does not train them, so that the optimiser leaves
+        them as they are, on any number of processes; call it before the step.
+        """
+        multi_exit = self.terms.get("multi_exit")
+        if isinstance(multi_exit, MultiExit) and not multi_exit.active(step) and self.anatomy is not None:
+            for head in exit_heads_of(self.anatomy.model).values():
+                head.weight.grad = None
+
+    def flops(self, config: PreTrainedConfig, sequence_length: int, forward: TokenFlops | None = None) -> float:
         """Floating-point operations per token that the penalties add to a training step (matrix products only).
 
         Args:
             config: configuration of the model.
             sequence_length: T.
+            forward: cost of the model (`forward_flops`); needed for classifiers of texts and images.
         """
-        return sum(term.flops(config.get_text_config(), sequence_length) for term in self.terms.values())
+        text, total = config.get_text_config(), 0.0
+        for term in self.terms.values():
+            if isinstance(term, LayerwiseLoss) and forward is not None and forward.pooled is not None:
+                total += term.sample_flops(forward, text.num_hidden_layers, sequence_length)
+            else:
+                total += term.flops(text, sequence_length)
+        return total
 
 
 class _Counter:

@@ -310,6 +310,7 @@ class ObjectiveMixin(AnyTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
         scales = self.accelerator.scaler is not None
         self.guard.before_step(self.state.global_step + 1, None if scales else norm, None if scales else self.optimizer)
         return norm

@@ -50,7 +50,9 @@ def measure_into(
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
     with processes(settings.device) as process, process.holding(folder):
-        read = data if isinstance(data, Sequences) else open_source(data, split=settings.split)
+        read = (
+            data if isinstance(data, Sequences) else open_source(data, split=settings.split, skip_bad=settings.skip_bad)
+        )
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
         prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
         print_of_run = digest(prints)

@@ -76,15 +76,17 @@ class SetLoss:
         entropy = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), weights, reduction="sum")
         return torch.stack([entropy, weights[classes].sum(), l1, giou, l1.new_tensor(float(count))])
 
-    def parts(self, sums: Tensor, boxes: Tensor | float | None = None) -> dict[str, Tensor]:
+    def parts(self, sums: Tensor, divisors: Tensor | None = None) -> dict[str, Tensor]:
         """`class` (nats), `l1`, `giou` and their weighted sum `mean` from sums `[5]`.
 
         Args:
             sums: of one layer, over any number of images.
-            boxes: number by which the sums over boxes are divided; None = their own, at least 1.
+            divisors: `[2]` weight of the queries and number of boxes by which sums are divided; None = their own. The
+                number of boxes counts as at least 1.
         """
-        number = sums[4].clamp(min=1) if boxes is None else boxes
-        named = {"class": sums[0] / sums[1], "l1": sums[2] / number, "giou": sums[3] / number}
+        weight, number = (sums[1], sums[4]) if divisors is None else divisors
+        number = number.clamp(min=1)
+        named = {"class": sums[0] / weight, "l1": sums[2] / number, "giou": sums[3] / number}
         return {"mean": named["class"] + self.l1 * named["l1"] + self.giou * named["giou"], **named}
 
 

@@ -266,6 +266,9 @@ class TrainSettings(Settings):
     def _stage_fits(self) -> Self:
         if self.stage != "pretrain" and self.task != "causal-lm":
             raise ValueError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}")
+        if self.augmentation.any and self.task != "image-classification":
+            reason = "the boxes would not follow" if self.task == "detection" else "there are no images to change"
+            raise ValueError(f"augmentation belongs to task: image-classification; in {self.task} {reason}")
         return self
 
     @property

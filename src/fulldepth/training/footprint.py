@@ -53,7 +53,7 @@ class Memory:
     activations: int
     """What the forward pass keeps for the backward pass, without the logits."""
     logits: int
-    """B T V logits, their softmax in float32 and its gradient."""
+    """B T V logits (B C of a classifier), their softmax in float32 and its gradient."""
 
     @property
     def total(self) -> int:
@@ -99,7 +99,7 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
         gradients=trainable * held // shards,
         optimiser=2 * trainable * held // shards,
         activations=int(tokens * _activations(config, settings)),
-        logits=tokens * config.vocab_size * (PRODUCT[precision] + 4 + 4),
+        logits=_scores(config, settings, micro_batch) * (PRODUCT[precision] + 4 + 4),
     )
 
 
@@ -115,12 +115,19 @@ def checkpoint_size(model: PreTrainedModel, settings: TrainSettings, *, processe
     trained = [p for p in parameters if p.requires_grad]
     held = WEIGHT[settings.precision]
     headers = HEADER["weight"] * len(parameters) + 3 * HEADER["moment"] * len(trained)  # two moments and a counter
-    tokenizer = HEADER["token"] * model.config.get_text_config().vocab_size
+    tokenizer = HEADER["token"] * getattr(model.config.get_text_config(), "vocab_size", 0)
     return CheckpointSize(
         weights=held * sum(p.numel() for p in parameters),
         optimiser=2 * held * sum(p.numel() for p in trained),
         rest=headers + tokenizer + RANDOM_STATE * processes + DOCUMENTS,
     )
+
+
+def _scores(config: PreTrainedConfig, settings: TrainSettings, micro_batch: int) -> int:
+    """Logits of a forward pass."""
+    if settings.task.endswith("-classification"):
+        return micro_batch * (config.num_labels or 0)
+    return int(micro_batch * settings.sequence_length * config.vocab_size)
 
 
 def _activations(config: PreTrainedConfig, settings: TrainSettings) -> float:

@@ -19,7 +19,15 @@ from transformers import (
 )
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import find_gguf, load_checkpoint, load_config
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import (
+    find_exit_heads,
+    find_gguf,
+    has_exit_heads,
+    load_checkpoint,
+    load_config,
+    restore_exit_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,11 @@ class HeadKind:
     noun: str
     common: tuple[str, ...]
     """Well-known model types."""
+
+    def names(self, config: Any) -> list[str]:
+        """Names of the model classes of a configuration, the usual one first; empty without any."""
+        kinds = self.mapping.get(type(config), ())
+        return [kind.__name__ for kind in (kinds if isinstance(kinds, list | tuple) else (kinds,))]
 
 
 HEADS = {
@@ -63,7 +76,7 @@ def auto_of(config: Any) -> Any:
     """The auto class of a checkpoint's model, by the class that its configuration names; else of a language model."""
     names = getattr(config, "architectures", None) or [""]
     for kind in HEADS.values():
-        if type(config) in kind.mapping and names[0] == getattr(kind.mapping[type(config)], "__name__", None):
+        if names[0] in kind.names(config):
             return kind.auto
     return HEADS["causal-lm"].auto
 
@@ -94,6 +107,32 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     if not _same_classes(load_config(checkpoint), model.config):
         fresh |= {name for name in own if not name.startswith(body)}
     return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
+
+
+def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> list[str]:
+    """Fill the exit heads of a model with those stored beside the checkpoint that it starts from.
+
+    Args:
+        model: to train, with exit heads if its method trains any.
+        checkpoint: folder or Hub name.
+        method: name of the method, for messages.
+
+    Returns:
+        A sentence on what became of the stored heads; empty without any.
+
+    Raises:
+        FulldepthError: if the file is damaged, or holds heads of other layers.
+    """
+    path = find_exit_heads(checkpoint)
+    if path is None:
+        return []
+    if not has_exit_heads(model):
+        return [f"{checkpoint} has a head for every layer; method={method} leaves out all but the last layer's."]
+    stored = load_config(checkpoint)
+    if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
+        return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]
+    restore_exit_heads(find_anatomy(model), path)
+    return [f"The heads of layers 1 to L-1 are those of {checkpoint}."]
 
 
 def _same_classes(stored: Any, wanted: Any) -> bool:

@@ -109,6 +109,22 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     return LabelledData(train, validation, classes, warnings)
 
 
+def class_names(settings: TrainSettings) -> tuple[str, ...]:
+    """Names of the classes, from `model.num_labels` or the labels of the data; no text or image is read.
+
+    Raises:
+        FulldepthError: if the data are not at hand, or have no classes.
+    """
+    declared, data = (settings.model.model_extra or {}).get("num_labels"), settings.data
+    if isinstance(declared, int) and declared > 1:
+        return tuple(f"LABEL_{number}" for number in range(declared))
+    try:
+        source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
+    return source.class_names if settings.task == "detection" else name_classes(source, declared)
+
+
 def _sampled(source: Source, settings: TrainSettings) -> Source:
     """At most `most_validation` records, the classes in turn."""
     labels = [IGNORE if record.label is None else record.label for record in source.records]
@@ -170,8 +186,6 @@ def text_trainer(
     Raises:
         FulldepthError: if data, tokenizer and model do not fit each other.
     """
-    if settings.augmentation.any:
-        raise FulldepthError("augmentation changes images; task: text-classification has none.")
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     texts = [text for record in data.train.source.records for text in (record.text, record.second) if text]

@@ -82,6 +82,8 @@ def build_config(
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
     _check_sizes(config, task, vocab_size, positions)
+    if not config.architectures and len(HEADS[task].names(config)) > 1:  # a DeiT is built with one head or two
+        config.architectures = HEADS[task].names(config)[:1]
     return config
 
 
@@ -149,6 +151,24 @@ def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedM
     with torch.device("meta"):
         model: PreTrainedModel = head.auto.from_config(config, trust_remote_code=False)
     return model
+
+
+def tokens_of_an_image(model: PreTrainedModel) -> int:
+    """T of an image classifier on the meta device: patches and special tokens.
+
+    Raises:
+        FulldepthError: if its states are no sequences of tokens.
+    """
+    config = model.config
+    size = getattr(config, "image_size", None) or 0
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width, device="meta")
+    states = model(pixel_values=pixels, output_hidden_states=True).hidden_states[-1] if height else None
+    if states is None or states.ndim != 3:
+        raise FulldepthError(
+            f"A {config.model_type} does not read an image as a sequence of tokens; it has no estimate."
+        )
+    return int(states.shape[1])
 
 
 def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> type[PreTrainedConfig]:

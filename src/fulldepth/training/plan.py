@@ -14,11 +14,13 @@ from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import load_tokenizer, pick_device
+from fulldepth.losses import add_exit_heads
 from fulldepth.training.arguments import batch_split
-from fulldepth.training.footprint import CheckpointSize, Memory, checkpoint_size, estimate_memory
+from fulldepth.training.footprint import WEIGHT, CheckpointSize, Memory, checkpoint_size, estimate_memory
 from fulldepth.training.initial import check_initializer
+from fulldepth.training.labelled import class_names
 from fulldepth.training.methods import make_objective, resolved
-from fulldepth.training.model import build_config, meta_model
+from fulldepth.training.model import build_config, meta_model, tokens_of_an_image
 from fulldepth.training.optimiser import parameter_groups
 from fulldepth.training.settings import TrainSettings
 
@@ -31,10 +33,13 @@ USABLE = 0.9
 """Share of an accelerator's memory that the estimate may fill; the rest is for the driver and fragmentation."""
 FACTOR = {"float32": torch.float32, "autocast": torch.bfloat16, "bfloat16": torch.bfloat16}
 """Precision -> type of the factors of matrix products."""
+LEARNED = ("builtin", "wordpiece", "bpe")
+"""Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
 SIDE = {"cpu": 1024}
 DEVICE_SIDE = 8192
 """Rows of the square matrices that are multiplied to measure the rate."""
 
+BATCH_SENTENCE = "Processes, {} in a forward pass, forward passes in a step."
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 DAY = 86400
 
@@ -44,7 +49,7 @@ class Plan:
     """Size and cost of a run."""
 
     settings: TrainSettings
-    """Settings with the terms of the method filled in."""
+    """Settings with the terms of the method filled in; for images `sequence_length` is the tokens of one."""
     model: str
     """Class of the model."""
     parameters: int
@@ -120,7 +125,7 @@ def plan(
 
     Args:
         settings: the run's settings.
-        config: the model's configuration; any causal language model of transformers.
+        config: the model's configuration; any causal language model or classifier of texts or images of transformers.
         processes: number of processes that share each batch.
         rate: measured FLOP/s of a process (`measure_rate`); None = no expected time.
         utilisation: assumed share of that rate that training reaches.
@@ -131,7 +136,11 @@ def plan(
     """
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
-    model = meta_model(config)
+    model, objective = meta_model(config, settings.task), make_objective(settings)
+    if objective.needs_exit_heads:
+        add_exit_heads(model)
+    if settings.task == "image-classification":
+        settings = settings.model_copy(update={"sequence_length": tokens_of_an_image(model)})
     check_initializer(model, settings.initializer)
     parameter_groups(model, settings)
     flops = forward_flops(model, settings.sequence_length)
@@ -143,7 +152,7 @@ def plan(
         parameters_without_embeddings=_without_embeddings(model),
         trainable=model.num_parameters(only_trainable=True),
         flops=flops,
-        objective_flops=make_objective(settings).flops(model.config, settings.sequence_length),
+        objective_flops=objective.flops(model.config, settings.sequence_length, flops),
         recomputed_flops=flops.checkpointed if settings.gradient_checkpointing else 0.0,
         memory=estimate_memory(model, settings, micro_batch=micro, processes=processes),
         other_memory=estimate_memory(model, other, micro_batch=micro, processes=processes) if processes > 1 else None,
@@ -183,12 +192,42 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
-    if settings.task != "causal-lm":
-        raise FulldepthError(f"A dry run estimates language models; task: {settings.task} has no estimate yet.")
     processes = launch.world()
-    config = build_config(settings.model, vocab_size=_vocab_size(settings), positions=settings.sequence_length)
+    classes = None if settings.task == "causal-lm" else class_names(settings)
+    config = build_config(
+        settings.model,
+        task=settings.task,
+        vocab_size=_vocab_size(settings) if settings.unit in ("tokens", "texts") else None,
+        positions=settings.sequence_length if settings.unit in ("tokens", "texts") else None,
+        classes=classes,
+    )
+    if settings.task == "detection":
+        return detector_lines(settings, config, processes)
     rate = measure_rate(pick_device(settings.device), FACTOR[settings.precision])
     return lines(plan(settings, config, processes=processes, rate=rate))
+
+
+def detector_lines(settings: TrainSettings, config: PreTrainedConfig, processes: int = 1) -> list[tuple[str, str, str]]:
+    """The dry run of a detector: sizes and amounts. Operations and activations depend on the size of each image, and
+    are not estimated.
+    """
+    settings = resolved(settings)
+    micro, accumulation = batch_split(settings, processes)
+    model = meta_model(config, settings.task)
+    check_initializer(model, settings.initializer)
+    parameter_groups(model, settings)
+    parameters, held = model.num_parameters(), WEIGHT[settings.precision]
+    states, size = 4 * parameters * held // (processes if settings.fsdp else 1), checkpoint_size(model, settings)
+    images = settings.steps * settings.global_batch_size
+    return [
+        ("model", type(model).__name__, f"{config.num_labels:,} classes, {config.num_queries:,} queries."),
+        ("parameters", f"{parameters:,}", "All are trained, the backbone's too."),
+        ("steps", f"{settings.steps:,}", f"{settings.global_batch_size:,} images each."),
+        ("images", f"{images:,}", "Of the whole run, without evaluations."),
+        ("batch", f"{processes} x {micro} x {accumulation}", BATCH_SENTENCE.format("images")),
+        ("states", _bytes(states), "Weights, gradients and optimiser of one process; activations are not estimated."),
+        ("checkpoint", _bytes(size.total), f"Weights {_bytes(size.weights)}, optimiser {_bytes(size.optimiser)}."),
+    ]
 
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
@@ -198,17 +237,22 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
     split = ", ".join(f"{name} {_bytes(getattr(memory, name))}" for name in parts)
     full_square = _flop(flops.forward - flops.attention + flops.attention_full)
     batch = f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}"
+    samples = "" if settings.unit == "tokens" else f", {settings.global_batch_size:,} {settings.unit} at most so long"
+    if settings.unit == "images":
+        samples = f", {settings.global_batch_size:,} images of {settings.sequence_length}"
     without = f"{plan.parameters_without_embeddings:,} without embeddings and output head."
     rows = [
         ("model", plan.model, f"{plan.trainable:,} parameters are trained."),
         ("parameters", f"{plan.parameters:,}", without),
-        ("steps", f"{settings.steps:,}", f"{plan.tokens_per_step:,} tokens each."),
+        ("steps", f"{settings.steps:,}", f"{plan.tokens_per_step:,} tokens each{samples}."),
         ("tokens", f"{plan.tokens:,}", f"{plan.tokens / plan.parameters:,.3g} for each parameter."),
-        ("batch", batch, "Processes, sequences in a forward pass, forward passes in a step."),
+        ("batch", batch, BATCH_SENTENCE.format("sequences" if settings.unit == "tokens" else settings.unit)),
         (
             "forward",
             f"{_flop(flops.forward)}/token",
-            f"Matrix products, attention over the causal half; over the full square the sum is {full_square}.",
+            "Matrix products, attention over all positions."
+            if flops.attention == flops.attention_full
+            else f"Matrix products, attention over the causal half; over the full square the sum is {full_square}.",
         ),
         (
             "training",
@@ -265,13 +309,14 @@ def _vocab_size(settings: TrainSettings) -> int | None:
     if settings.tokenizer is None:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
     kind, _, size = settings.tokenizer.partition(":")
-    return int(size) if kind == "builtin" and size.isdigit() else len(load_tokenizer(settings.tokenizer))
+    return int(size) if kind in LEARNED and size.isdigit() else len(load_tokenizer(settings.tokenizer))
 
 
 def _without_embeddings(model: PreTrainedModel) -> int:
     """Number of parameters outside embedding tables and the output head."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    left_out = {p for module in [*tables, model.get_output_embeddings()] for p in module.parameters()}
+    head = model.get_output_embeddings()
+    left_out = {p for module in [*tables, head] if module is not None for p in module.parameters()}
     return sum(p.numel() for p in model.parameters() if p not in left_out)
 
 

@@ -25,6 +25,7 @@ from fulldepth.training.detection_evaluation import DetectionEvaluator
 from fulldepth.training.evaluation import Evaluator
 from fulldepth.training.export import explaining_full_disk, put_together
 from fulldepth.training.folder import KIND, TOKENIZER, holding, open_run
+from fulldepth.training.heads import start_exit_heads
 from fulldepth.training.labelled import image_trainer, text_trainer
 from fulldepth.training.loading import LoadingMixin, window_collator
 from fulldepth.training.methods import make_objective, resolved
@@ -106,6 +107,9 @@ def _train(
 ) -> Results:
     trainer, facts = _prepare(settings)(settings, folder, arguments, watcher)
     held_out, warnings = trainer.eval_dataset, facts.pop("warnings", [])
+    if settings.model.checkpoint is not None:
+        start = start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
+        warnings = [*warnings, *start]
     meta = _meta(settings, recipe, trainer.model, {**facts, "validation_sequences": len(held_out)})
     for line in warnings:
         watcher.say(line)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,6 +101,33 @@ def require_shards(trainer: Any) -> None:
             raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
 
 
+@contextmanager
+def units_of(model: PreTrainedModel, plugin: Any) -> Iterator[None]:
+    """While accelerate shards a model: no module that it shards as one unit lies inside another one.
+
+    accelerate shards every module of the classes in `_no_split_modules` and the input embedding. In BERT and ViT the
+    embedding lies inside such a module, which is then no unit of its own; a DETR has no input embedding to ask for.
+
+    Args:
+        model: the model, not sharded yet.
+        plugin: accelerate's settings of FSDP.
+    """
+    embedding: Any
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    around = {type(module).__name__ for module in model.modules() if embedding in module.children()}
+    names = [name for name in model._no_split_modules or () if name not in around]
+    given, plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap, names
+    model.get_input_embeddings = lambda: embedding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        plugin.transformer_cls_names_to_wrap = given
+        del model.get_input_embeddings
+
+
 class OptimizerNumbers(pydantic.BaseModel):
     """Schema of `optimizer.json`."""
 
@@ -178,7 +207,8 @@ def describe(model: PreTrainedModel, folder: Path) -> None:
     kind: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
         twin = kind(model.config).to(model.dtype)
-    twin.generation_config = model.generation_config
+    if hasattr(model, "generation_config"):
+        twin.generation_config = model.generation_config
     twin.save_pretrained(folder, state_dict={})
     for path in folder.glob("*.safetensors"):  # it holds no weights
         path.unlink()
@@ -198,6 +228,11 @@ class ShardsMixin(AnyTrainer):
     def plain_model(self) -> Any:
         """The model without the wrappers of torch.compile and DDP."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        with nullcontext() if plugin is None else units_of(self.plain_model, plugin):
+            return super()._prepare_for_training(*args, **kwargs)
 
     @property
     def sharded(self) -> bool:

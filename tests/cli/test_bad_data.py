@@ -1,0 +1,149 @@
+"""Bad data of every kind: train, measure and exit name the place and end with exit code 2; `--skip-bad` continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fulldepth.data.digits import digit_rows
+from fulldepth.data.shapes import write_shapes
+from fulldepth.results import Results
+
+VIT = {"type": "vit", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+VIT |= {"image_size": 8, "patch_size": 4}
+DETR = {
+    "type": "detr",
+    "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    | {"layer_type": "basic", "out_features": ["stage2"]},
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "num_queries": 6,
+}
+BERT = {"type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEP = {"steps": 1, "global_batch_size": 4, "eval_every": 1, "save_every": 1}
+RECIPES = {
+    "images": {**STEP, "task": "image-classification", "model": VIT},
+    "texts": {
+        **STEP,
+        "task": "text-classification",
+        "model": BERT,
+        "tokenizer": "wordpiece:300",
+        "sequence_length": 16,
+    },
+    "objects": {**STEP, "task": "detection", "model": DETR, "data": {"image_size": 32}},
+}
+
+
+def images(folder: Path) -> Path:
+    """Digits 0 to 2 as PNG files, four of each class."""
+    for row in [row for label in range(3) for row in digit_rows("train") if row["label"] == label]:
+        place = folder / str(row["label"])
+        place.mkdir(parents=True, exist_ok=True)
+        if (number := len(list(place.iterdir()))) < 4:
+            row["image"]().save(place / f"{number}.png")
+    return folder
+
+
+def texts(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    rows = [{"text": f"film {number}", "label": number % 2} for number in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder / "rows.jsonl"
+
+
+def objects(folder: Path) -> Path:
+    return write_shapes(folder, "shapes:32x8/train")
+
+
+MAKE = {"images": images, "texts": texts, "objects": objects}
+
+
+def damage(path: Path) -> None:
+    (path / "0" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n no image")
+
+
+def line(text: str, label: object) -> Callable[[Path], None]:
+    def add(path: Path) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"text": text, "label": label}) + "\n")
+
+    return add
+
+
+def entry(**changes: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = json.loads(path.read_text())
+        content["annotations"][3] |= changes
+        path.write_text(json.dumps(content))
+
+    return change
+
+
+ANNOTATION = "annotations[3] (id 4)"
+CASES = {
+    "corrupt image": ("images", damage, "0/1.png"),
+    "label outside the classes": ("texts", line("odd", 7), "line 13"),
+    "text longer than positions": ("texts", line("so " * 40, 1), "line 13"),
+    "empty text": ("texts", line(" ", 1), "line 13"),
+    "dangling image id": ("objects", entry(image_id=99), ANNOTATION),
+    "dangling category id": ("objects", entry(category_id=99), ANNOTATION),
+    "box outside the image": ("objects", entry(bbox=[30.0, 2.0, 20.0, 4.0]), ANNOTATION),
+    "box without area": ("objects", entry(bbox=[3.0, 2.0, 0.0, 4.0]), ANNOTATION),
+}
+"""Case -> kind of data, its defect, and the place that the message names."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each kind, trained for one step on good data."""
+    from fulldepth.settings import layer
+    from fulldepth.training import TrainSettings, train
+
+    folder = tmp_path_factory.mktemp("good")
+    for kind, recipe in RECIPES.items():
+        data = {"data": {"name": str(MAKE[kind](folder / kind)), "validation_share": 0.4}}
+        train(
+            layer(TrainSettings, recipe, data | ({"model": {"num_labels": 2}} if kind == "texts" else {})),
+            folder / f"{kind}-run",
+        )
+    return {kind: folder / f"{kind}-run" / "checkpoint-1" for kind in RECIPES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_entry_is_named_or_skipped(main, checkpoints, tmp_path, case):
+    kind, spoil, place = CASES[case]
+    path = MAKE[kind](tmp_path / "data")
+    spoil(path)
+    recipe = RECIPES[kind] | {"data": RECIPES[kind].get("data", {}) | {"name": str(path), "validation_share": 0.4}}
+    if kind == "texts":
+        recipe["model"] = BERT | {"num_labels": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    commands = {
+        "train": ("train", tmp_path / "recipe.yaml"),
+        "measure": ("measure", checkpoints[kind], "--data", path),
+    }
+    if place == "line 13" and "label" not in case:  # cut to the length, or read as an empty text
+        del commands["measure"]
+    elif kind != "objects":
+        commands["exit"] = ("exit", checkpoints[kind], "--data", path, "--rounds", 1, "--thresholds", "0.5")
+    for name, command in commands.items():
+        code, out, err = main(*command, "--output", tmp_path / name)
+        assert code == 2, (name, out, err)
+        assert place in " ".join(err.split()), (name, err)
+        assert "Traceback" not in err
+        if name == "exit" or (name == "measure" and kind != "objects"):  # have no --skip-bad for rows
+            continue
+        code, out, err = main(*command, "--skip-bad", "--output", tmp_path / f"{name}-skipped")
+        assert code == 0, (name, err)
+        said = " ".join(Results.load(tmp_path / f"{name}-skipped").meta["warnings"])
+        assert "1 " in said, (name, said)

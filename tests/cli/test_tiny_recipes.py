@@ -1,0 +1,54 @@
+"""Every tiny recipe with every method that it takes, in smoke size: trained, measured and left early by the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fulldepth.hf.exit_heads import EXIT_HEADS
+from fulldepth.results import Results
+from fulldepth.settings import read
+
+SMOKE = ("steps=2", "eval_every=2", "save_every=2", "global_batch_size=4")
+CLASSIFIERS = ("baseline", "aligned", "cos-regularised", "multi-exit", "jreg")
+RECIPES = {
+    "tiny-vit": (CLASSIFIERS, "digits:builtin/test", ("data.validation_sequences=20",)),
+    "tiny-bert": (CLASSIFIERS, "authors:builtin/test", ("data.validation_sequences=12", "tokenizer=wordpiece:300")),
+    "tiny-gpt2": (CLASSIFIERS, "authors:builtin/test", ("data.validation_sequences=12", "tokenizer=bpe:300")),
+    "tiny-detr": (
+        ("baseline", "aligned", "cos-regularised", "jreg"),
+        "shapes:64x6/validation",
+        ("data.name=shapes:64x8/train", "data.validation=shapes:64x6/validation"),
+    ),
+}
+LAYERWISE = {"detection": "average_precision"}
+"""Task -> measure of every layer; of classifiers the accuracy."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "method"), [(name, method) for name, (all_, *_) in RECIPES.items() for method in all_]
+)
+def test_a_tiny_recipe_is_trained_measured_and_left_early(main, tmp_path, recipe, method):
+    _, data, changes = RECIPES[recipe]
+    task = read(recipe, "train")["task"]
+    code, _, err = main("train", recipe, "--method", method, *SMOKE, *changes, "--output", tmp_path / "run")
+    assert code == 0, err
+    layerwise = LAYERWISE.get(task, "lens_accuracy")
+    assert layerwise in set(Results.load(tmp_path / "run").table.measure)
+
+    run = ("--data", data, "--max-sequences", 20, "--output")
+    assert main("measure", tmp_path / "run" / "checkpoint-2", *run, tmp_path / "measured")[0] == 0
+    table = Results.load(tmp_path / "measured").table
+    depth = int(table[table.measure == layerwise].layer.max())
+    assert depth == Results.load(tmp_path / "run").meta["model"]["num_layers"]
+    if task == "detection":
+        return
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert (checkpoint / EXIT_HEADS).is_file() == (method == "multi-exit")
+    code, _, err = main("exit", checkpoint, *run, tmp_path / "exits", "--thresholds", "0.2,1", "--rounds", 1)
+    assert code == 0, err
+    exits = {row["threshold"]: row for row in json.loads((tmp_path / "exits" / "results.json").read_text())["exits"]}
+    assert all(sum(row["exits"]) == 20 for row in exits.values())
+    assert exits[1.0]["exits"][-1] == 20
