@@ -11,9 +11,10 @@ from torch import Tensor
 from fulldepth.data import choose_sample, decode_ids, image_name, thumbnail
 from fulldepth.distributed import Processes
 from fulldepth.execution import TopTokens
-from fulldepth.measurement.subject import IMAGES, Subject
+from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import saturation_layer
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subjects import IMAGES
 from fulldepth.targets import IGNORE
 
 SAMPLES = 10

@@ -22,6 +22,7 @@ from fulldepth.settings.loading import LoadingSettings, ReadingSettings
 
 DEFAULT_LENGTH = 256
 IMAGES = ("images", "objects")
+"""Kinds of sources whose records are images."""
 CLASSES = ("text-classification", "image-classification", "detection")
 """Tasks whose labels follow the model's names of classes."""
 PROVEN_POSITIONS = 16
