@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import default_data_collator
 
@@ -30,3 +31,36 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer() -> None:
     assert found.tokens == 40
     assert found.targets == 35
     assert abs(found.loss - float(out.loss)) < 1e-6
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("family", "body", "norm"), [("gpt2", "transformer", "ln_f"), ("llama", "model", "norm")])
+def test_texts_that_end_with_the_padding_token(family: str, body: str, norm: str, side: str) -> None:
+    """The stock class reads the last id that is not the padding id, also where the mask counts a later one."""
+    model = BUILDERS[f"{family}-classifier"]().eval()
+    model.config.tie_last_hidden_states = False
+    pad, length = model.config.pad_token_id, 9
+    texts = torch.randint(6, 90, (24, length), generator=torch.Generator().manual_seed(0))
+    ends, sizes = (1, 2, 0), (9, 7, 5, 8)  # padding ids that belong to the text; tokens of a text with them
+    items, places = [], []
+    for number, ids in enumerate(texts):
+        size, end = sizes[number % 4], ends[number % 3]
+        start = 0 if side == "right" else length - size
+        mask = torch.zeros_like(ids)
+        mask[start : start + size] = 1
+        ids[start + size - end : start + size] = pad
+        items.append({"input_ids": ids.where(mask.bool(), pad), "attention_mask": mask})
+        places.append(start + size - end - 1)
+    batch = default_data_collator(items)
+    with torch.no_grad():
+        output = model(**batch, output_hidden_states=True)
+        states = torch.stack(output.hidden_states)[:, range(len(items)), places]  # [L+1, B, D]
+        logits = model.score(getattr(getattr(model, body), norm)(states))
+    torch.testing.assert_close(logits[-1], output.logits, rtol=1e-5, atol=1e-5)
+    labels = output.logits.argmax(-1)
+    labels[::5] = (labels[::5] + 1) % output.logits.shape[-1]
+    found = Evaluator(
+        [{**item, "labels": label} for item, label in zip(items, labels, strict=True)], default_data_collator, 5
+    )(model)
+    assert found.accuracy == pytest.approx(19 / 24)
+    assert found.lens_accuracy == pytest.approx((logits.argmax(-1) == labels).double().mean(1).tolist())

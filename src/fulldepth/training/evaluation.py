@@ -120,7 +120,8 @@ def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Ten
     """[L + 2]: number of correctly classified rows, by the model and by its classifier on layers 0..L."""
     labels = batch["labels"]
     own = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
-    classifier, mask = Classifier(anatomy).after_forward(), task.counted(batch, states[-1])
+    classifier = Classifier(anatomy).after_forward()
+    mask = classifier.sample_mask(batch, task.counted(batch, states[-1]))
     read = read_layers(classifier, torch.stack([s.to(states[-1].device) for s in states]), labels, mask)
     return torch.cat([own.view(1).double(), read.correct.to(own.device).double().sum(1)])
 
