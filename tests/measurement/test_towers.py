@@ -199,3 +199,22 @@ def test_the_function_against_one_pair_at_a_time():
     assert float(numbers.matched[1, 0]) == pytest.approx(float(value))
     with pytest.raises(ValueError, match="features"):
         cross_similarity(image, text[:, :3])
+
+
+def test_towers_that_pool_in_a_way_of_their_own_are_not_compared(clip, folder, tmp_path):
+    """SigLIP's image feature is an attention over the patches, so no layer has a feature in the common space."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokenizer = tf.AutoTokenizer.from_pretrained(clip)
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    text = {**shape, **ids, "max_position_embeddings": 32}
+    vision = {**shape, "image_size": EDGE, "patch_size": 4}
+    torch.manual_seed(0)
+    tf.SiglipModel(tf.SiglipConfig(text_config=text, vision_config=vision)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = fulldepth.measure(str(tmp_path), folder, batch_size=16, progress=False)
+    assert {site.split(":")[0] for site in found.table.site} == {"image", "text"}
+    assert not any("projected" in site for site in found.table.site)
+    assert "cross:matched_cosine" not in found.headline
+    assert [each["reason"] for each in found.meta["left_out"] if "cross" in each["measure"]] == [
+        "how SiglipModel maps its towers into one space is not known"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from families import zoo
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from fulldepth.data import train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
 from fulldepth.training.causality import reads_later_tokens
@@ -212,3 +214,15 @@ def test_gpt_neox_is_trained_without_a_flag() -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     config = build_config(asked(type="gpt_neox", **sizes).model, vocab_size=VOCAB, positions=TIME)
     assert not config.is_decoder
+
+
+def test_special_tokens_lie_inside_the_vocabulary(tmp_path: Path) -> None:
+    """GPT-2's own end of text is 50256; a tokenizer of 300 tokens has another, and no beginning."""
+    gpt2 = layer(TrainSettings, {"model": {"type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}}).model
+    tokenizer = train_tokenizer(["a few words", "and others"], vocab_size=300)
+    build_config(gpt2, vocab_size=300, special_tokens=special_tokens(tokenizer)).save_pretrained(tmp_path)
+    saved = tf.AutoConfig.from_pretrained(tmp_path)
+    assert (saved.bos_token_id, saved.eos_token_id, saved.pad_token_id) == (None, tokenizer.eos_token_id, None)
+    planned, original = build_config(gpt2, vocab_size=300), build_config(gpt2, vocab_size=50257)
+    assert (planned.bos_token_id, planned.eos_token_id) == (None, None)
+    assert (original.bos_token_id, original.eos_token_id) == (50256, 50256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,12 +108,26 @@ def jreg_numbers(size: str) -> dict[str, Any]:
 
 APP_B = {"learning_rate": 0.1, "weight_decay": 1e-4, "global_batch_size": 256, "schedule": "multistep", "decay": "all"}
 APP_B |= {"augmentation.flip": True, "augmentation.rotation": 15, "milestones": [0.5, 0.75], "method": "aligned"}
+APP_B |= {"model.num_hidden_layers": 12}  # Table 1
 APP_C2 = {"learning_rate": 2e-5, "sequence_length": 256, "method": "aligned"}
+
+CARION = {"learning_rate": 1e-4, "backbone_learning_rate": 1e-5, "weight_decay": 1e-4, "clip": 0.1}
+CARION |= {
+    "global_batch_size": 64,
+    "schedule": "multistep",
+    "milestones": [0.66667],
+    "initializer.distribution": "glorot",
+}
+CARION |= {f"model.{part}_layers": 6 for part in ("encoder", "decoder")}  # Carion et al. 2020, Sec. 4 and App. A.4
+CARION |= {"model.d_model": 256, "model.num_queries": 100, "model.dropout": 0.1, "data.image_size": 800}
+CARION |= {f"model.{part}_attention_heads": 8 for part in ("encoder", "decoder")}
+CARION |= {f"model.{part}_ffn_dim": 2048 for part in ("encoder", "decoder")}
 
 PAPERS = {
     **dict.fromkeys(ALIGNED[:2], APP_B),
     "bert-glue": APP_C2 | {"global_batch_size": 32},
-    "gpt2-wikitext": APP_C2 | {"global_batch_size": 8},
+    "gpt2-wikitext": APP_C2 | {"global_batch_size": 8, "steps": 40_000},
+    "detr-coco": CARION,
     **{name: jreg_numbers(name.partition("-")[2]) for name in JREG},
     "jreg-sft": SFT_APP_A3,
     **dict.fromkeys(CR, CR_SEC_4),
@@ -220,12 +235,27 @@ def test_shapes_are_the_papers(name: str) -> None:
 def test_epochs_are_the_aligned_papers() -> None:
     for name in ALIGNED[:2]:  # App. B: 200 epochs, divided at 100 and 150
         assert settings(name).steps == round(200 * 1_281_167 / 256)
+    detr = settings("detr-coco")  # Carion et al. 2020: 300 epochs, the rate divided after 200
+    assert detr.steps == round(300 * 118_287 / 64)
+    assert detr.milestones[0] * 300 == pytest.approx(200, abs=0.01)
     glue = {"SST-2": 67_349, "MRPC": 3_668, "QNLI": 104_743, "RTE": 2_490, "QQP": 363_846, "MNLI": 392_702}
     source = settings("bert-glue").source  # App. C.2: three epochs
     for task, rows in glue.items():
         assert f"steps={math.ceil(3 * rows / 32)}" in source or settings("bert-glue").steps == round(3 * rows / 32), (
             task
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),  # App. B.3 alternates from scratch; C.2 and B.5 train every step with the loss
+    [*((name, "alternate") for name in ALIGNED[:2]), *((name, "always") for name in [*ALIGNED[2:], "detr-coco"])],
+)
+def test_the_aligned_loss_is_the_papers(name: str, schedule: str, tmp_path: Path) -> None:
+    asked = settings(name)
+    if asked.model.checkpoint is not None:  # not at hand: any folder stands for it
+        asked = asked.model_copy(update={"model": asked.model.model_copy(update={"checkpoint": str(tmp_path)})})
+    terms = resolved(asked).objective.terms
+    assert terms == {"aligned": {"weight": 1.0, "weights": "linear", "schedule": schedule}}
 
 
 @pytest.mark.parametrize(("name", "millions"), [("deit-small-imagenet", 22.1), ("deit-base-imagenet", 86.6)])

@@ -23,6 +23,7 @@ from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
     "kwargs",
@@ -76,7 +77,8 @@ def build_config(
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:
-            config = kind(**_defaults(kind, vocab_size, positions) | ids | given)
+            sizes = _defaults(kind, vocab_size, positions) | given
+            config = kind(**_no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given)
         else:
             config = _changed(base, kind, ids | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -92,7 +94,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 
     Padding is None where it equals one of the other two: the embedding of a padding token is never trained.
     """
-    ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {name: getattr(tokenizer, name, None) for name in TOKEN_IDS}
     if ids["pad_token_id"] in (ids["bos_token_id"], ids["eos_token_id"]):
         ids["pad_token_id"] = None
     return ids
@@ -217,6 +219,16 @@ def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: i
     """Sizes given by tokenizer and data, as far as the class has such options."""
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": positions}
     return {name: size for name, size in sizes.items() if size is not None and name in _options(kind)}
+
+
+def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str, None]:
+    """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
+    defaults = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
+    return {
+        name: None
+        for name, token in defaults.items()
+        if isinstance(token, int) and vocab_size is not None and token >= vocab_size
+    }
 
 
 def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
