@@ -1,4 +1,4 @@
-"""Bad data of every kind: train, measure and exit name the place and end with exit code 2; `--skip-bad` continues."""
+"""Bad data: train, measure, exit and evaluate name the place and end with exit code 2; `--skip-bad` continues."""
 
 from __future__ import annotations
 
@@ -132,18 +132,29 @@ def test_a_bad_entry_is_named_or_skipped(main, checkpoints, tmp_path, case):
         "train": ("train", tmp_path / "recipe.yaml"),
         "measure": ("measure", checkpoints[kind], "--data", path),
     }
-    if place == "line 13" and "label" not in case:  # cut to the length, or read as an empty text
-        del commands["measure"]
-    elif kind != "objects":
+    if kind != "objects":
         commands["exit"] = ("exit", checkpoints[kind], "--data", path, "--rounds", 1, "--thresholds", "0.5")
+        commands["evaluate"] = ("evaluate", checkpoints[kind], "--data", path)
     for name, command in commands.items():
         code, out, err = main(*command, "--output", tmp_path / name)
         assert code == 2, (name, out, err)
         assert place in " ".join(err.split()), (name, err)
         assert "Traceback" not in err
-        if name == "exit" or (name == "measure" and kind != "objects"):  # have no --skip-bad for rows
-            continue
         code, out, err = main(*command, "--skip-bad", "--output", tmp_path / f"{name}-skipped")
         assert code == 0, (name, err)
-        said = " ".join(Results.load(tmp_path / f"{name}-skipped").meta["warnings"])
-        assert "1 " in said, (name, said)
+        warnings = Results.load(tmp_path / f"{name}-skipped").meta["warnings"]
+        warnings = [line for line in warnings if "left out of" in line or "skipped" in line]
+        assert len(warnings) == 1, (name, warnings)
+        assert "1 " in warnings[0], (name, warnings)
+        assert place in warnings[0], (name, warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["exit", "evaluate"])
+def test_the_folder_of_a_run_stands_for_its_last_checkpoint(main, checkpoints, tmp_path, command):
+    run = checkpoints["images"].parent
+    code, _, err = main(command, run, "--data", images(tmp_path / "data"), "--rounds", 0, "--output", tmp_path / "out")
+    assert code == 0, err
+    meta = Results.load(tmp_path / "out").meta
+    assert Path(meta["model"]["name"]) == checkpoints["images"]
+    assert any("its last checkpoint, checkpoint-1, is read" in line for line in meta["warnings"])

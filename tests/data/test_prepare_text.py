@@ -197,9 +197,18 @@ def test_without_a_mask_token_there_are_no_targets(number_tokenizer):
     assert not data.masked
 
 
-def test_classification_cuts_and_counts(bert_tokenizer):
+def test_classification_refuses_cuts_or_leaves_out_long_texts(bert_tokenizer):
     rows = [{"text": words(*range(n)), "label": n % 2} for n in (2, 3, 9)]
-    data = prepare(open_source(rows), task="text-classification", tokenizer=bert_tokenizer, sequence_length=6)
+    arguments = dict(task="text-classification", tokenizer=bert_tokenizer, sequence_length=6)
+    with pytest.raises(FulldepthError, match=r"row 3 .*11 tokens, sequence_length is 6\. Raise it"):
+        prepare(open_source(rows), **arguments)
+    with pytest.raises(FulldepthError, match=r"row 3 .*11 tokens, the model reads at most 6\. Cut long texts"):
+        prepare(open_source(rows), max_positions=6, **arguments)
+    kept = prepare(open_source(rows), skip_bad=True, **arguments)
+    assert [example.class_index for example in kept.examples] == [0, 1]
+    assert len(kept.warnings) == 1
+    assert "1 text is too long and left out" in kept.warnings[0]
+    data = prepare(open_source(rows), truncate=True, **arguments)
     (batch,) = all_of(data)
     assert batch.inputs["input_ids"].tolist() == [[2, 5, 6, 3, 0, 0], [2, 5, 6, 7, 3, 0], [2, 5, 6, 7, 8, 3]]
     assert batch.labels.tolist() == [0, 1, 1]
@@ -221,7 +230,10 @@ def test_two_sentences_as_the_tokenizer_joins_them(bert_tokenizer):
         {"sentence1": words(1), "sentence2": words(2, 3), "label": 0},
         {"sentence1": words(1, 2, 3, 4), "sentence2": words(5), "label": 1},
     ]
-    data = prepare(open_source(rows), task="text-classification", tokenizer=bert_tokenizer, sequence_length=7)
+    arguments = dict(task="text-classification", tokenizer=bert_tokenizer, sequence_length=7)
+    with pytest.raises(FulldepthError, match="has 8 tokens, sequence_length is 7"):
+        prepare(open_source(rows), **arguments)
+    data = prepare(open_source(rows), truncate=True, **arguments)
     (batch,) = all_of(data)
     assert batch.inputs["input_ids"].tolist() == [[2, 6, 3, 7, 8, 3, 0], [2, 6, 7, 8, 3, 10, 3]]
     assert batch.inputs["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1]]

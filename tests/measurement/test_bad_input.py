@@ -210,7 +210,7 @@ def test_a_broken_picture(wrong, checkpoint, tmp_path):
 def test_more_classes_than_the_model_has(wrong, checkpoint, tmp_path):
     path = tmp_path / "rows.tsv"
     path.write_text("sentence\tlabel\n" + "".join(f"word {n}\t{n}\n" for n in range(5)))
-    wrong(model=checkpoint("bert-classifier"), data=path, says=["labels up to 4", "3 classes"])
+    wrong(model=checkpoint("bert-classifier"), data=path, says=["its label (3)", "3 classes"])
 
 
 def test_longer_than_the_positions(wrong):

@@ -168,3 +168,10 @@ def test_two_processes_write_once(checkpoint, tmp_path) -> None:
 
 def test_no_public_name_is_hidden_by_a_file_of_the_same_name() -> None:
     assert [name for name in fulldepth.skip.__all__ if inspect.ismodule(getattr(fulldepth.skip, name))] == []
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "vit", "detr"])
+def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_path, name):
+    build(name).save_pretrained(tmp_path / "model")
+    with pytest.raises(FulldepthError, match="is no causal language model"):
+        search_into(tmp_path / "model", "absent.jsonl", tmp_path / "out", SETTINGS)

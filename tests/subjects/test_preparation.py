@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pandas as pd
 import pytest
+from PIL import Image
 
+import fulldepth
 import tiny_models
 from fulldepth import early_exit
 from fulldepth.errors import FulldepthError
@@ -29,3 +33,40 @@ def test_what_the_model_does_not_read_is_refused():
     checkpoint = early_exit.open_checkpoint(model, settings)
     with pytest.raises(FulldepthError, match="holds images, but BertForSequenceClassification reads text"):
         early_exit.prepare_subject(checkpoint, "digits:builtin/test", settings, tokenizer())
+
+
+def text_rows(count):
+    return [{"text": words(*range(3, 5 + n)), "label": f"LABEL_{n % 3}"} for n in range(count)]
+
+
+def image_rows(count):
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 16, 16, 3), dtype=np.uint8)
+    return [{"image": Image.fromarray(each), "label": n % 2} for n, each in enumerate(pixels)]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("bert-classifier", text_rows), ("gpt2-classifier", text_rows), ("vit", image_rows)]
+)
+def test_batches_without_any_label_change_nothing(name, make, tmp_path):
+    model, rows = tiny_models.build(name), make(6)
+    model.save_pretrained(tmp_path)
+    options = {"measures": ["lens_accuracy", "lens_loss"], "batch_size": 1}
+    options |= {} if make is image_rows else {"tokenizer": tokenizer()}
+    some = [row if n % 2 else {**row, "label": None} for n, row in enumerate(rows)]
+    partly, alone = (fulldepth.measure(tmp_path, data, **options).table for data in (some, rows[1::2]))
+    means = [table[~table.statistic.str.contains("error")] for table in (partly, alone)]
+    pd.testing.assert_frame_equal(*means, rtol=1e-5)
+
+
+def test_labels_follow_the_names_that_agree():
+    model, settings = tiny_models.build("bert-classifier"), ExitSettings(skip_bad=True)
+    model.config.id2label = {0: "cat", 1: "dog", 2: "owl"}
+    model.config.label2id = {"cat": 0, "dog": 1, "owl": 2}
+    rows = [{"text": words(3, 4), "label": label} for label in ("ant", "Dog", "cat", "owl")]
+    checkpoint = early_exit.open_checkpoint(model, settings)
+    subject = early_exit.prepare_subject(checkpoint, rows, settings, tokenizer())
+    assert [example.class_index for example in subject.sequences.examples] == [1, 0, 2]
+    assert len(subject.warnings) == 1
+    assert "1 bad row is left out" in subject.warnings[0]
+    with pytest.raises(FulldepthError, match=r"row 1: its label \(ant\) is none of the 3 classes \(cat, dog, owl\)"):
+        early_exit.prepare_subject(checkpoint, rows, ExitSettings(), tokenizer())

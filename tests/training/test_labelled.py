@@ -278,7 +278,7 @@ def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path: Path, run: Run) -> 
     warnings = " ".join(Results.load(tmp_path / "run").meta["warnings"])
     assert code == 0
     assert "2 bad rows are left out of a.jsonl" in warnings
-    assert "1 texts of a.jsonl are too long and left out" in warnings
+    assert "1 text is too long and left out of a.jsonl: a.jsonl line 14 has 42 tokens" in warnings
 
 
 @pytest.mark.parametrize(
@@ -334,3 +334,17 @@ def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_clas
     assert any("are for other classes" in line for line in other.meta["warnings"])
     fresh = load_file(tmp_path / "other" / "checkpoint-2" / EXIT_HEADS)
     assert not any(torch.allclose(fresh[name], weight, atol=1e-3) for name, weight in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ("detection", "in detection the boxes would not follow"),
+        ("text-classification", "in text-classification there are no images to change"),
+        ("causal-lm", "in causal-lm there are no images to change"),
+    ],
+)
+def test_other_tasks_refuse_augmentation(task: str, reason: str) -> None:
+    with pytest.raises(FulldepthError, match=f"augmentation belongs to task: image-classification; {reason}"):
+        asked({"task": task, "augmentation": {"flip": True}})
+    assert not asked({"task": task, "augmentation": {"flip": False}}).augmentation.any

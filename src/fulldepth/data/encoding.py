@@ -26,6 +26,7 @@ class Limits(NamedTuple):
     max_positions: int | None
     truncate: bool
     seed: int
+    skip_bad: bool = False
 
     @property
     def longest(self) -> int:
@@ -48,7 +49,11 @@ def encode(
         examples, warnings = _windows(records, task, tokenizer, limits)
     else:
         pieces = source.kind == "text" and task == "representation"
-        examples, warnings = _one_by_one(records, labels, tokenizer, limits, pieces=pieces)
+        examples, cut = _one_by_one(records, labels, tokenizer, limits, pieces=pieces)
+        warnings = _cut_warning(len(cut), limits)
+        if cut and not limits.truncate and source.kind == "labelled-text" and task == "text-classification":
+            message = _too_long(source.name, records[cut[0]], len(cut), tokenizer, limits)
+            examples, warnings = [examples[index] for index in sorted(set(range(len(examples))) - set(cut))], [message]
     if task == "causal-lm":
         examples = [replace(example, labels=_causal_labels(example.input_ids)) for example in examples]
     elif task == "masked-lm" and tokenizer.mask_token_id is not None:
@@ -125,15 +130,19 @@ def cut_windows(
 
 def _one_by_one(
     records: Sequence[Record], labels: Sequence[int], tokenizer: Any, limits: Limits, *, pieces: bool
-) -> Encoded:
-    """One sequence per text or pair of texts, with special tokens. Long texts are cut off or, with `pieces`, split."""
+) -> tuple[list[Example], list[int]]:
+    """One sequence per text or pair of texts, with special tokens. Long texts are cut off or, with `pieces`, split.
+
+    Returns:
+        The sequences, and the indices of those that were cut off.
+    """
     texts = [record.text or "" for record in records]
     frame, typed = Frame.of(tokenizer, texts), _has_types(tokenizer, texts[0])
     room = limits.longest - len(frame)
     if room < 1:
         raise FulldepthError(_no_room(limits.longest, frame))
     examples: list[Example] = []
-    cut = 0
+    cut: list[int] = []
     for record, text, label in zip(records, texts, labels, strict=True):
         remaining = limits.max_sequences - len(examples)
         if not remaining:
@@ -141,16 +150,36 @@ def _one_by_one(
         count = remaining if pieces else 1
         if record.second is not None:
             joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
+            cut += [len(examples)] * is_cut
             examples.append(_example(joined["input_ids"], joined.get("token_type_ids"), label))
-            cut += is_cut
             continue
         ids = leading_ids(tokenizer, text, room * count + 1)
-        cut += len(ids) > room and not pieces
+        cut += [len(examples)] * (len(ids) > room and not pieces)
         for start in range(0, len(ids), room)[:count]:
             wrapped = frame.wrap(ids[start : start + room])
             examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
+    return examples, cut
+
+
+def _cut_warning(cut: int, limits: Limits) -> list[str]:
     verb = "text is" if cut == 1 else "texts are"
-    return examples, [f"{cut} {verb} longer than {limits.longest} tokens and cut there."] if cut else []
+    return [f"{cut} {verb} longer than {limits.longest} tokens and cut there."] if cut else []
+
+
+def _too_long(name: str, first: Record, count: int, tokenizer: Any, limits: Limits) -> str:
+    """The warning that labelled texts are too long and left out, with the place of the first.
+
+    Raises:
+        FulldepthError: if they shall not be left out.
+    """
+    texts = [first.text or "", *([] if first.second is None else [first.second])]
+    longest, remedy = f"sequence_length is {limits.sequence_length}", "Raise it, cut long texts"
+    if limits.max_positions is not None and limits.max_positions <= limits.sequence_length:
+        longest, remedy = f"the model reads at most {limits.max_positions}", "Cut long texts"
+    where = f"{first.where} has {len(encode_texts(tokenizer, *texts)['input_ids'])} tokens, {longest}."
+    if not limits.skip_bad:
+        raise FulldepthError(f"{where} {remedy} (truncate), or leave them out (--skip-bad).")
+    return f"{count} {'text is' if count == 1 else 'texts are'} too long and left out of {name}: {where}"
 
 
 def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Mapping[str, Any], bool]:

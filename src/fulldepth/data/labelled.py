@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from fulldepth.data.batches import Example
 from fulldepth.data.images import image_content
+from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture, collate_images, collate_texts
 from fulldepth.data.sources import Record, Source
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.targets import IGNORE
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
@@ -85,19 +88,74 @@ def check_rows(
         raise FulldepthError(f"task: {task} trains on {KINDS[task].replace('-', ' ')}; {source.name} holds {has}.")
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
     numbers = _numbers(source, classes)
+
+    def label(record: Record) -> int | None:
+        if record.label is None:
+            raise FulldepthError(f"{record.where} has no label.")
+        return _number(record, source.class_names, numbers, classes)
+
+    records, digests, bad = _checked(source, label, read=read, skip_bad=skip_bad)
+    return Rows(replace(source, records=records, class_names=tuple(classes)), digests, _summary(source.name, bad))
+
+
+def usable_rows(
+    source: Source, classes: Sequence[str] | None = None, *, most: int, seed: int = 0, skip_bad: bool = False
+) -> Source:
+    """The rows of a source that a model can be measured on, which need no labels; other kinds of data as they are.
+
+    Args:
+        source: from `open_source`.
+        classes: names of a classifier's classes; None = neither labels nor texts are checked. If a class of the source
+            has one of these names, its labels are numbered as here; otherwise they are indices.
+        most: number of rows to read. Of images, with `skip_bad`, this many are sampled and decoded, and bad ones are
+            not replaced.
+        seed: of the sample, which is that of `prepare`.
+        skip_bad: leave out rows with an unknown label, without text or with a damaged image, and count them in the
+            warnings. Otherwise damaged images are found by `prepare`.
+
+    Raises:
+        FulldepthError: without `skip_bad` for the first bad row, with its file or line; if no row remains.
+    """
+    pictures = source.kind in ("images", "objects")
+    if not pictures and (source.kind != "labelled-text" or classes is None):
+        return source
+    bad: list[str] = []
+    if classes is not None:
+        known, given = {name.casefold() for name in classes}, source.class_names
+        by_name = any(name.casefold() in known for name in given)
+        numbers = _numbers(source, classes) if by_name else None
+        number = partial(_number, names=given, numbers=numbers, classes=classes)
+        records, _, bad = _checked(source, number, read=False, skip_bad=skip_bad)
+        source = replace(source, records=records, class_names=tuple(classes) if by_name else given)
+    if pictures and skip_bad:
+        chosen = sample([IGNORE if r.label is None else r.label for r in source.records], most, seed)
+        drawn = replace(source, records=[source.records[index] for index in chosen])
+        records, _, damaged = _checked(drawn, lambda record: record.label, read=True, skip_bad=True)
+        source, bad = replace(source, records=records), bad + damaged
+    return replace(source, warnings=(*source.warnings, *_summary(source.name, bad)))
+
+
+def _checked(
+    source: Source, label: Callable[[Record], int | None], *, read: bool, skip_bad: bool
+) -> tuple[list[Record], list[bytes], list[str]]:
+    """The rows with valid content and the labels of `label`, their digests, and what is wrong with the others.
+
+    Raises:
+        FulldepthError: if no row is valid, and without `skip_bad` for the first bad row.
+    """
     records, digests, bad = [], [], []
     for record in source.records:
         try:
-            label = _label(record, numbers, classes)
+            number = label(record)
             digests.append(_digest(record, read))
-            records.append(replace(record, label=label))
+            records.append(replace(record, label=number))
         except FulldepthError as error:
             if not skip_bad:
                 raise
             bad.append(str(error))
     if not records:
         raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
-    return Rows(replace(source, records=records, class_names=tuple(classes)), digests, _summary(source.name, bad))
+    return records, digests, bad
 
 
 def check_classes(rows: Rows, *, skip_bad: bool = False) -> list[str]:
@@ -213,18 +271,20 @@ def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
     return [index.get(name.casefold()) for name in source.class_names]
 
 
-def _label(record: Record, numbers: list[int | None] | None, classes: Sequence[str]) -> int:
-    if record.label is None:
-        raise FulldepthError(f"{record.where} has no label.")
+def _number(
+    record: Record, names: Sequence[str], numbers: list[int | None] | None, classes: Sequence[str]
+) -> int | None:
+    """The class of a row, None without a label."""
     label = record.label
-    if numbers is not None:
-        label = numbers[label] if label < len(numbers) else None  # type: ignore[assignment]
-    if label is None or not 0 <= label < len(classes):
+    if label is None:
+        return None
+    number = label if numbers is None else numbers[label] if label < len(numbers) else None
+    if number is None or not 0 <= number < len(classes):
         named = one_line(", ".join(classes[:5]) + (", ..." if len(classes) > 5 else ""), 200)
         raise FulldepthError(
-            f"{record.where}: its label ({record.label}) is none of the {len(classes)} classes ({named})."
+            f"{record.where}: its label ({_shown(names, label)}) is none of the {len(classes)} classes ({named})."
         )
-    return label
+    return number
 
 
 def _digest(record: Record, read: bool) -> bytes:

@@ -47,6 +47,7 @@ def prepare(
     label2id: Mapping[str, int] | None = None,
     words: Sequence[str] = (),
     truncate: bool = False,
+    skip_bad: bool = False,
     seed: int = 0,
 ) -> Sequences:
     """Tokenise, pack or cut, mask, sample and label the records of a source.
@@ -69,7 +70,8 @@ def prepare(
         vocab_size: rows of the model's embedding; None = not checked.
         label2id: the model's classes; labels follow it where the names agree.
         words: words to locate (`Batch.words`).
-        truncate: cut prompts with responses that are too long instead of refusing them.
+        truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
+        skip_bad: leave such labelled texts out, and count them in the warnings.
         seed: seed of the sample and the masks.
 
     Raises:
@@ -78,13 +80,11 @@ def prepare(
     if task not in TASKS:
         raise unknown("task", task, TASKS)
     if source.kind not in TASKS[task]:
-        raise FulldepthError(
-            f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {' or '.join(TASKS[task])}."
-        )
+        kinds = " or ".join(TASKS[task])
+        raise FulldepthError(f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}.")
     if max_sequences < 1 or sequence_length < 1:
-        raise FulldepthError(
-            f"max_sequences and sequence_length must be at least 1, got {max_sequences} and {sequence_length}."
-        )
+        given = f"{max_sequences} and {sequence_length}"
+        raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
     if source.kind == "objects":
         return _images(source, task, processor, *align_objects(source, label2id), max_sequences, seed)
     labels = align_labels(source, task, label2id)
@@ -92,7 +92,7 @@ def prepare(
         return _images(source, task, processor, [], labels, max_sequences, seed)
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed)
+    limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad)
     return _texts(source, task, tokenizer, labels, limits, vocab_size, words)
 
 
@@ -110,6 +110,7 @@ def _texts(
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     blank = len(source) - len(order)
     warnings = [
+        *source.warnings,
         *labels.warnings,
         *([f"{blank} blank records are left out."] if blank and source.kind != "text" else []),
     ]
@@ -117,7 +118,7 @@ def _texts(
         order = [order[i] for i in sample([labels.ids[index] for index in order], limits.max_sequences, limits.seed)]
     examples, cut = encode(source, order, [labels.ids[index] for index in order], task, tokenizer, limits)
     if not examples:
-        raise FulldepthError(f"{source.name} gives no tokens with this tokenizer.")
+        raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *cut]))
     fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
     highest = max(int(ids.max()) for ids in fed)
     examples, missing = _mark_words(examples, tokenizer, words)

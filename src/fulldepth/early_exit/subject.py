@@ -23,6 +23,7 @@ from fulldepth.hf import (
     Classifier,
     DetectionHeads,
     anatomy_candidates,
+    checkpoint_of,
     depth_of,
     device_of,
     first_broken_weight,
@@ -94,7 +95,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings)
         FulldepthError: if it cannot be loaded, or has NaN or infinite weights.
     """
     if settings.min_layer > 1 and not isinstance(model, PreTrainedModel):
-        _check_min_layer(settings, depth_of(model, settings.revision, settings.trust_remote_code))
+        _check_min_layer(settings, depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code))
     checkpoint = subjects.open_checkpoint(model, settings)
     broken = first_broken_weight(checkpoint.model)
     if broken:
@@ -124,7 +125,7 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
         raise FulldepthError(f"{type(checkpoint.model).__name__} has no head that could be applied to its layers.")
     sequences, note = batched(verified.anatomy, sequences, device)
     batch_size = settings.batch_size or BATCH[guess.task in (*CLASSIFIES, DETECTS)]
-    warnings = (*sequences.warnings, *(() if note is None else (note,)))
+    warnings = (*checkpoint.warnings, *sequences.warnings, *(() if note is None else (note,)))
     return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
 
 

@@ -38,7 +38,10 @@ from fulldepth.settings.exit import ExitSettings
 
 CLASS_SCORE = "class_score"
 """Measure of the rows by class: `site` is the class, `layer` is L."""
-SHARED = ("dtype", "device", "revision", "tokenizer", "trust_remote_code", "batch_size", "rounds", "split", "skip_bad")
+SHARED = (
+    *("dtype", "device", "revision", "tokenizer", "trust_remote_code", "batch_size", "rounds"),
+    *("split", "skip_bad", "truncate", "corrupt"),
+)
 """Settings of an evaluation that early exit has too."""
 
 
@@ -103,7 +106,7 @@ def _reading(settings: EvaluateSettings) -> ExitSettings:
     if "batch_size" not in settings.model_fields_set:
         del given["batch_size"]
     given |= {"max_sequences": settings.limit or 10**9, "seed": settings.seed or 0, "rule": [settings.exit_rule]}
-    given |= {"min_layer": settings.min_layer, "corrupt": settings.corrupt}
+    given["min_layer"] = settings.min_layer
     return layered(ExitSettings, given)
 
 

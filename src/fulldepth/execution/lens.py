@@ -258,7 +258,8 @@ class _Softmax:
 
     def _sum(self, rows: slice, logits: Tensor, top: Tensor, *, first: bool) -> None:
         """Add the exponentials; they are shifted by the largest logit so far only where it is large."""
-        if float(top.abs().max()) <= SAFE_EXPONENT and not bool(self.shift[rows].any()):
+        safe = bool((top.abs() <= SAFE_EXPONENT).all())  # also without any row
+        if safe and not bool(self.shift[rows].any()):
             self.total[rows] += _exponential(logits).sum(-1)
             return
         shift = top.clamp(min=torch.finfo(top.dtype).min)

@@ -13,13 +13,15 @@ from fulldepth.hf.anatomy import anatomy_candidates
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.load import Checkpoint, load_checkpoint, load_tokenizer
+from fulldepth.hf.run_checkpoints import checkpoint_of
 
 
 def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False, **options: Any) -> Checkpoint:
     """The model as passed in, or loaded.
 
     Args:
-        model: a loaded model, a checkpoint folder or a Hub name.
+        model: a loaded model, a checkpoint folder or a Hub name. Of the folder of a training run the last complete
+            checkpoint is loaded, and a warning says which.
         exit_heads: also load the heads of a multi-exit checkpoint, by which each layer is read; else a warning says
             that they are not read.
         **options: of `load_checkpoint`.
@@ -29,8 +31,12 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
     """
     if isinstance(model, PreTrainedModel):
         return Checkpoint(model, model.name_or_path or type(model).__name__)
-    checkpoint = load_checkpoint(model, **options)
-    path = find_exit_heads(packaged(str(model)), options.get("revision"))
+    last = checkpoint_of(model)
+    checkpoint = load_checkpoint(last, **options)
+    if last != str(model):
+        note = f"{model} is the folder of a training run; its last checkpoint, {Path(last).name}, is read."
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, note))
+    path = find_exit_heads(packaged(last), options.get("revision"))
     if path is None:
         return checkpoint
     if exit_heads:

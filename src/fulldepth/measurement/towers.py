@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.data import Record, Source, choose_sample
+from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.stream import check_close
@@ -41,9 +42,10 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     Raises:
         FulldepthError: if an image has no text, or the projected features are not the model's own.
     """
+    source = usable_rows(source, most=settings.max_sequences, seed=settings.seed, skip_bad=settings.skip_bad)
     records = _paired(source, settings)
     data = {
-        "image": Source(source.name, "images", records, source.class_names),
+        "image": Source(source.name, "images", records, source.class_names, source.warnings),
         "text": Source(
             source.name, "labelled-text", [replace(record, image=None) for record in records], source.class_names
         ),

@@ -48,7 +48,8 @@ class EvaluateSettings(LoadingSettings):
             *("tasks", "exit_layers", "limit", "num_fewshot", "task_data", "include_path", "batch_size", "seed"),
         ),
         "Labelled data (--data)": (
-            *("exit_rule", "exit_thresholds", "min_layer", "rounds", "split", "skip_bad", "corrupt"),
+            *("exit_rule", "exit_thresholds", "min_layer", "rounds"),
+            *("split", "skip_bad", "truncate", "corrupt"),
         ),
         "Generation quality": (
             *("generation_quality", "judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p"),
@@ -90,7 +91,9 @@ class EvaluateSettings(LoadingSettings):
     split: str | None = None
     """Split of a Hub data set or an image folder."""
     skip_bad: bool = False
-    """Leave out entries of a data file that have defects, and count them, instead of refusing the file."""
+    """Leave bad data out and count them instead of refusing them, as in `fulldepth measure`."""
+    truncate: bool = False
+    """Cut texts that are longer than the model's positions instead of refusing them."""
     corrupt: str | None = None
     """Corrupt the images: gaussian-noise:S, blur:S or contrast:S, with a strength S, as in `fulldepth measure`."""
     generation_quality: str | None = None

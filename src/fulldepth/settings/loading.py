@@ -36,15 +36,17 @@ class ReadingSettings(LoadingSettings):
     max_sequences: Count = 256
     """Sequences to read."""
     sequence_length: Length | None = None
-    """Tokens in a sequence; None = 256, or the model's positions if fewer."""
+    """Tokens in a sequence; None = 256, or the model's positions if fewer, and whole texts for a classifier."""
     seed: Seed = 0
     """Seed of all random samples."""
     split: str | None = None
     """Split of a Hub data set or an image folder."""
     skip_bad: bool = False
-    """Leave out entries of a data file that have defects, and count them, instead of refusing the file."""
+    """Leave bad data out and count them instead of refusing them: damaged images, bad entries of a COCO file, and for a
+    classifier labels outside its classes, empty texts and texts longer than its positions."""
     truncate: bool = False
-    """Cut prompt-response pairs that are longer than the sequence length instead of refusing them."""
+    """Cut prompt-response pairs that are longer than the sequence length, and labelled texts for a classifier that are
+    longer than the model's positions, instead of refusing them."""
     corrupt: str | None = None
     """Corrupt the images: gaussian-noise:S (standard deviation, 1 = full range), blur:S (pixels) or contrast:S (1 =
     unchanged), with a strength S."""

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth.data import Batch, Sequences, input_texts, open_source, prepare, prepare_translation
+from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare, prepare_translation
 from fulldepth.data.corruptions import corrupted
+from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
 from fulldepth.execution.batching import model_inputs
@@ -21,6 +22,8 @@ from fulldepth.hf import Anatomy, Checkpoint, load_processor, open_model, open_t
 from fulldepth.settings.loading import LoadingSettings, ReadingSettings
 
 DEFAULT_LENGTH = 256
+WHOLE = 1 << 20
+"""Tokens up to which a classifier without a limit of positions reads a text."""
 IMAGES = ("images", "objects")
 """Kinds of sources whose records are images."""
 CLASSES = ("text-classification", "image-classification", "detection")
@@ -83,17 +86,14 @@ def sequences_for(
     """
     if isinstance(data, Sequences):
         return data
-    source = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
-    if settings.corrupt is not None:
-        source = corrupted(source, settings.corrupt, settings.seed)
-    if anatomy.family.modality == "text" and source.kind in IMAGES:
-        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
-    if anatomy.family.modality == "images" and source.kind not in IMAGES:
-        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
-    if anatomy.family.tower == "encoder" and source.kind == "pairs":
-        source = input_texts(source)
+    source = _source(checkpoint, anatomy, data, settings)
     positions = anatomy.max_positions
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    truncate = settings.truncate
+    if anatomy.task == "text-classification" and source.kind == "labelled-text":
+        most = positions or WHOLE
+        length = settings.sequence_length or most
+        truncate |= settings.sequence_length is not None and length <= most  # the length that was asked for
     if anatomy.family.tower == "decoder":
         return prepare_translation(
             source,
@@ -120,8 +120,29 @@ def sequences_for(
         vocab_size=anatomy.vocab_size,
         label2id=_labels(checkpoint.model.config) if anatomy.task in CLASSES else None,
         words=tuple(words),
-        truncate=settings.truncate,
+        truncate=truncate,
+        skip_bad=settings.skip_bad,
         seed=settings.seed,
+    )
+
+
+def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:
+    """The records of the data, of a kind that the model reads; bad ones are refused or left out."""
+    source = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
+    if settings.corrupt is not None:
+        source = corrupted(source, settings.corrupt, settings.seed)
+    if anatomy.family.modality == "text" and source.kind in IMAGES:
+        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
+    if anatomy.family.modality == "images" and source.kind not in IMAGES:
+        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
+    if anatomy.family.tower == "encoder" and source.kind == "pairs":
+        source = input_texts(source)
+    return usable_rows(
+        source,
+        _class_names(checkpoint.model.config) if anatomy.task.endswith("-classification") else None,
+        most=settings.max_sequences,
+        seed=settings.seed,
+        skip_bad=settings.skip_bad,
     )
 
 
@@ -134,6 +155,12 @@ def _start(config: Any) -> int | None:
 def _labels(config: Any) -> Mapping[str, int] | None:
     """The model's class names, if it has any."""
     return getattr(config, "label2id", None) or None
+
+
+def _class_names(config: Any) -> tuple[str, ...] | None:
+    """The names of a model's classes in their order, if it has any; a class without a name has its number."""
+    names = {int(index): name for name, index in (_labels(config) or {}).items()}
+    return tuple(names.get(index, str(index)) for index in range(max(names) + 1)) if names else None
 
 
 def small_batch(sequences: Sequences) -> Batch:

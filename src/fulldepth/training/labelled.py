@@ -38,9 +38,6 @@ from fulldepth.training.resume import ResumeMixin
 from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sharding import ShardsMixin
 
-UNCUT = 1 << 20
-"""Tokens at which texts are cut while their length is unknown."""
-
 
 class EpochSampler(Sampler[int]):
     """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
@@ -202,11 +199,20 @@ def text_trainer(
     described = Fingerprint(settings.task)
     parts, warnings = [], []
     for rows in (data.train, data.validation):
-        examples, cut = _examples(rows.source, settings, tokenizer, config.vocab_size)
-        for example in examples:
+        prepared = prepare(
+            rows.source,
+            task=settings.task,
+            tokenizer=tokenizer,
+            max_sequences=len(rows.source),
+            sequence_length=settings.sequence_length,
+            vocab_size=config.vocab_size,
+            truncate=settings.data.truncate,
+            skip_bad=settings.data.skip_bad,
+        )
+        for example in prepared.examples:
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
-        parts.append(LabelledRows(examples))
-        warnings += cut
+        parts.append(LabelledRows(prepared.examples))
+        warnings += prepared.warnings
     data = data._replace(warnings=[*data.warnings, *warnings])
     collator = Collator(pad_id=pad_id)
     return _trainer(settings, arguments, build(config), data, tuple(parts), collator, tokenizer, described)
@@ -239,33 +245,6 @@ def _trainer(
     trainer.train_collator = collator
     facts = {"hash": str(described), "train_sequences": len(parts[0]), "warnings": data.warnings}
     return trainer, {**facts, "classes": len(data.classes), "documents": len(parts[0]) + len(parts[1])}
-
-
-def _examples(source: Source, settings: TrainSettings, tokenizer: Any, vocab_size: int) -> tuple[list[Any], list[str]]:
-    """The texts as token ids, each at most `sequence_length` of them, and warnings."""
-    length, data = settings.sequence_length, settings.data
-    prepared = prepare(
-        source,
-        task=settings.task,
-        tokenizer=tokenizer,
-        max_sequences=len(source),
-        sequence_length=length if data.truncate else UNCUT,
-        vocab_size=vocab_size,
-    )
-    fits = [len(example) <= length for example in prepared.examples]
-    if all(fits):
-        return list(prepared.examples), prepared.warnings
-    first = fits.index(False)
-    sentence = f"{source.records[first].where} has {len(prepared.examples[first])} tokens, sequence_length is {length}."
-    if not data.skip_bad:
-        raise FulldepthError(f"{sentence} Raise it, or cut long texts (data.truncate), or leave them out (--skip-bad).")
-    kept = [example for example, fit in zip(prepared.examples, fits, strict=True) if fit]
-    if not kept:
-        raise FulldepthError(f"All texts of {source.name} are too long. {sentence}")
-    return kept, [
-        *prepared.warnings,
-        f"{fits.count(False)} texts of {source.name} are too long and left out: {sentence}",
-    ]
 
 
 def _with_padding(tokenizer: Any) -> Any:

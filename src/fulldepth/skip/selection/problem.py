@@ -19,7 +19,15 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import check_task, prove
 from fulldepth.execution.scoring import BASE, SCALED, Batch, Scorer
-from fulldepth.hf import Anatomy, Checkpoint, evaluating, first_broken_weight, open_model, open_tokenizer
+from fulldepth.hf import (
+    Anatomy,
+    Checkpoint,
+    anatomy_candidates,
+    evaluating,
+    first_broken_weight,
+    open_model,
+    open_tokenizer,
+)
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
@@ -58,14 +66,14 @@ class SearchProblem:
 
 
 def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, process: Processes) -> Checkpoint:
-    """The model as passed in, or loaded by the settings of a search.
+    """The language model as passed in, or loaded by the settings of a search.
 
     Raises:
-        FulldepthError: as `load_checkpoint`; for a device and a device map at once.
+        FulldepthError: as `load_checkpoint`; for another model; for a device and a device map at once.
     """
     if settings.device is not None and settings.device_map is not None:
         raise FulldepthError("Set a device or a device map, not both.")
-    return open_model(
+    checkpoint = open_model(
         model,
         dtype=settings.dtype,
         device=process.device(settings.device),
@@ -73,6 +81,8 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
     )
+    check_task(anatomy_candidates(checkpoint.model)[0])
+    return checkpoint
 
 
 def tokenizer_of(checkpoint: Checkpoint, settings: ReadingSettings, tokenizer: Any = None) -> Any:
