@@ -63,7 +63,9 @@ def test_speed_without_loss():
     assert rows["aligned"]["speedup"] == 1.0
     assert rows["aligned"]["speedup_at_baseline"] == 1.4
     assert rows["worse"]["speedup_at_baseline"] is None
-    sentences = {name: finding.sentence for name, finding in speedups.findings([PLAIN, ALIGNED, WORSE], rows).items()}
+    findings = speedups.findings([PLAIN, ALIGNED, WORSE], rows)
+    assert findings["speedup_at_baseline:worse"].value is None
+    sentences = {name: finding.sentence for name, finding in findings.items()}
     assert "1.40 times as fast at the 90.0% accuracy of plain" in sentences["speedup_at_baseline:aligned"]
     assert "does not reach" in sentences["speedup_at_baseline:worse"]
 

@@ -134,5 +134,5 @@ def findings(models: Sequence[Entry], rows: Mapping[str, Mapping[str, Any]]) -> 
             sentence = f"No threshold makes {label} faster at the {level:.1%} {name} of {baseline} without early exit."
         else:
             sentence = f"{label} is {reach:.2f} times as fast at the {level:.1%} {name} of {baseline} or more."
-        found[f"speedup_at_baseline:{label}"] = Finding(reach or 0.0, "1", sentence)
+        found[f"speedup_at_baseline:{label}"] = Finding(reach, "1", sentence)
     return found
