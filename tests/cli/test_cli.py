@@ -65,7 +65,8 @@ def test_measure_help_gives_the_defaults_of_the_settings(main):
         default = "on" if default is True else default
         assert f"[default: {default}" in described[option], option
     assert "[default: all" in described["--measures"]
-    assert "[default: 256, or the model's positions if fewer, and whole texts for a classifier]" in described["--sequence-length"]
+    length = "[default: 256, or the model's positions if fewer, and whole texts for a classifier]"
+    assert length in described["--sequence-length"]
 
 
 def test_measure_has_an_option_for_every_setting_that_is_not_rare(main):
