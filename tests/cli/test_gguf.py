@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import fulldepth
 import gguf_files
@@ -79,3 +81,27 @@ def test_trained_on_alike(pair, tmp_path):
         losses.append(table[(table.measure == "validation_loss")]["value"].tolist())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0]
+
+
+def test_a_classifier_starts_from_either_alike(pair, tmp_path):
+    rows = [{"text": f"the {word} {number}", "label": label} for number in range(6) for label, word in enumerate("ab")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    states, losses = [], []
+    for number, place in enumerate(pair):
+        settings = {
+            "task": "text-classification",
+            "model": {"checkpoint": str(place)},
+            "data": {"name": str(tmp_path / "rows.jsonl"), "validation_sequences": 4},
+            "sequence_length": LENGTH,
+            "global_batch_size": 4,
+            "steps": 1,
+        }
+        run = train(TrainSettings.model_validate(settings), tmp_path / str(number))
+        table = run.table[run.table.measure == "validation_loss"]
+        losses.append(table.value.tolist())
+        trained = LlamaForSequenceClassification.from_pretrained(tmp_path / str(number) / "checkpoint-1")
+        states.append(trained.state_dict())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert states[0].keys() == states[1].keys()
+    for name, weight in states[0].items():
+        torch.testing.assert_close(weight, states[1][name], rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.data.batches import Example
+from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
 from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture, collate_images, collate_texts
@@ -62,9 +63,14 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     count = declared or len(names) or max((label + 1 for label in labels if label is not None), default=0)
     if len(names) > count:
         raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {count}.")
+    if not labels:
+        raise FulldepthError(
+            f"{source.name} has no labels. A classifier needs them: texts in a .tsv, .jsonl or .parquet file with a "
+            f"column {' or '.join(LABEL_COLUMNS)}, images in a folder for each class."
+        )
     if count < 2 or len(labels) < 2:
-        found = f"the class {_shown(names, min(labels, key=str))}" if labels else "no labels"
-        raise FulldepthError(f"{source.name} has {found} only. A classifier needs at least two classes.")
+        found = _shown(names, min(labels, key=str))
+        raise FulldepthError(f"{source.name} has the class {found} only. A classifier needs at least two classes.")
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 

@@ -26,6 +26,7 @@ from fulldepth.hf import (
     has_exit_heads,
     load_checkpoint,
     load_config,
+    packaged,
     restore_exit_heads,
 )
 
@@ -89,24 +90,39 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
 
     Args:
         model: the model to train, with the head as it was drawn.
-        checkpoint: folder or Hub name.
+        checkpoint: folder, GGUF file, package or Hub name.
         dtype: of the weights.
 
     Raises:
-        FulldepthError: if the checkpoint is a GGUF file, or lacks weights of the body.
+        FulldepthError: if the checkpoint lacks weights of the body.
     """
-    if find_gguf(checkpoint) is not None:
-        raise FulldepthError(
-            f"{checkpoint} is a GGUF file, which holds a language model. Start a classifier from a safetensors folder."
-        )
+    own, body = model.state_dict(), f"{model.base_model_prefix}."
+    if find_gguf(packaged(checkpoint)) is not None:
+        return own | _gguf_body(model, checkpoint, dtype)
     loaded = load_checkpoint(
         checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=is_of_head
     )
-    own, body = model.state_dict(), f"{model.base_model_prefix}."
     fresh = set(loaded.fresh)
     if not _same_classes(load_config(checkpoint), model.config):
         fresh |= {name for name in own if not name.startswith(body)}
     return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
+
+
+def _gguf_body(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The body's weights from a GGUF file, which is read as a language model, by their names in `model`.
+
+    Raises:
+        FulldepthError: if they are not all of the weights of the model's body.
+    """
+    body = f"{model.base_model_prefix}."
+    stored = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.base_model.state_dict()
+    found = {body + name: weight for name, weight in stored.items()}
+    if different := sorted(found.keys() ^ {name for name in model.state_dict() if name.startswith(body)}):
+        raise FulldepthError(
+            f"The body of {checkpoint} is not that of a {type(model).__name__}: {len(different)} weights are in one of "
+            f"them only (first: {different[0]}). Start from a safetensors folder."
+        )
+    return found
 
 
 def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> list[str]:
@@ -123,7 +139,7 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> li
     Raises:
         FulldepthError: if the file is damaged, or holds heads of other layers.
     """
-    path = find_exit_heads(checkpoint)
+    path = find_exit_heads(packaged(checkpoint))
     if path is None:
         return []
     if not has_exit_heads(model):
