@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import Settings, assignments, layer, names, read
 from fulldepth.settings import layers as recipes
+from fulldepth.settings.train import TrainSettings
 
 
 class Optimiser(Settings):
@@ -43,6 +44,16 @@ def test_a_later_source_wins_key_by_key_also_inside_mappings() -> None:
         assignments(["seed=3"]),
     )
     assert settings == Sample(seed=3, optimiser=Optimiser(rate=0.25, betas=(0.8, 0.9)))
+
+
+def test_another_data_set_drops_what_the_recipe_says_about_its_own() -> None:
+    recipe = {"data": {"name": "a/b", "config": "c", "split": "train", "validation": "a/b", "validation_share": 0.1}}
+    for changes, validation in (({"name": "rows.tsv"}, None), ({"name": "rows.tsv", "validation": "a/b"}, "a/b")):
+        data = layer(TrainSettings, recipe, {"data": changes}).data
+        assert (data.name, data.config, data.split, data.validation) == ("rows.tsv", None, None, validation)
+        assert data.validation_share == 0.1
+    unchanged = layer(TrainSettings, recipe, {"data": {"name": "a/b", "split": "test"}}).data
+    assert (unchanged.config, unchanged.split, unchanged.validation) == ("c", "test", "a/b")
 
 
 def test_null_in_a_later_source_overrides() -> None:

@@ -93,7 +93,11 @@ def command(
             as_json = values.pop("as_json", False)
             if "settings" in own:
                 given = _given(values, fields, recipes)
-                values["settings"] = layer(settings, *given) if resolves and settings else reduce(merge, given)
+                recipe, changes = given[0], reduce(merge, given[1:])
+                if resolves and settings:
+                    values["settings"] = layer(settings, recipe, changes)
+                else:
+                    values["settings"] = merge(recipe, changes, settings)
             with console.json_on_stdout() if as_json else nullcontext():
                 function(**{key: value for key, value in values.items() if key in own})
 

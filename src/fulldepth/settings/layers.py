@@ -55,6 +55,8 @@ class Settings(pydantic.BaseModel):
 
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Panel of the command's help -> settings that have their own option there."""
+    described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Setting -> others that describe its value; a source that changes it drops what earlier sources say of those."""
 
 
 S = TypeVar("S", bound=pydantic.BaseModel)
@@ -63,7 +65,8 @@ S = TypeVar("S", bound=pydantic.BaseModel)
 def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
     """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
 
-    Values are validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
+    A source that changes a setting drops what earlier sources say about its former value (`described_by`). Values are
+    validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
 
     Args:
         model: the settings class, which defines the defaults.
@@ -75,7 +78,7 @@ def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
     merged: dict[str, Any] = {}
     try:
         for source in sources:
-            merged = merge(merged, source)
+            merged = merge(merged, source, model)
         document = json.dumps(merged, default=os.fspath)
     except (TypeError, ValueError, RecursionError) as error:
         reason = one_line(error)
@@ -154,13 +157,38 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two nested mappings; values of `above` override those of `below`."""
-    merged = dict(below)
+def merge(
+    below: Mapping[str, Any], above: Mapping[str, Any], model: type[pydantic.BaseModel] | None = None
+) -> dict[str, Any]:
+    """Merge two nested mappings; values of `above` override those of `below`.
+
+    Args:
+        below: earlier values.
+        above: later values.
+        model: the settings class, whose `described_by` names the earlier values that a changed one drops.
+    """
+    described = getattr(model, "described_by", {})
+    dropped = {
+        name
+        for key, names in described.items()
+        if key in above and key in below and above[key] != below[key]
+        for name in names
+    }
+    merged = {key: value for key, value in below.items() if key not in dropped}
     for key, value in above.items():
         inner = merged.get(key)
-        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(inner, value, _inner_class(model, key))
+        else:
+            merged[key] = value
     return merged
+
+
+def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydantic.BaseModel] | None:
+    """The settings class of a field; None if it has none."""
+    field = None if model is None else model.model_fields.get(key)
+    kind = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel) else None
 
 
 class _Loader(yaml.SafeLoader):

@@ -34,6 +34,10 @@ class ModelSettings(Settings):
 class DataSettings(Settings):
     """Data to train and validate on."""
 
+    described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "name": ("column", "config", "split", "streaming", "validation")
+    }
+
     name: str = "corpus:builtin/train"
     """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set; for images
     digits:builtin/train, or a folder or .zip of images."""

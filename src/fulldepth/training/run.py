@@ -145,7 +145,8 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     conductor.join(trainer)
     watcher.say(
         f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
-        f"{_amount(settings)} {settings.unit} in {settings.steps} steps"
+        f"{_amount(settings)} {settings.unit} in {settings.steps} steps, "
+        f"validated on {settings.data.validation or 'held-out data'}"
         + (f"; going on after {checkpoint.name}." if checkpoint else ".")
     )
     if checkpoint is None or step_of(checkpoint) < settings.steps:
