@@ -117,7 +117,9 @@ def test_files_of_another_format_are_refused(written, changes, message):
 
 def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written):
     source = open_source(written({"images.0.width": 41}))
-    with pytest.raises(FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file has 40"):
+    with pytest.raises(
+        FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file b\.png has 40"
+    ):
         source.records[0].image()
 
 

@@ -177,7 +177,8 @@ def _sized(stored: StoredImage, where: str, width: int, height: int) -> Image.Im
     image = stored()
     if image.size != (width, height):
         raise FulldepthError(
-            f"{where} is stated to have {width} x {height} pixels; its file has {image.width} x {image.height}."
+            f"{where} is stated to have {width} x {height} pixels; its file {one_line(stored.name, 120)} has "
+            f"{image.width} x {image.height}."
         )
     return image
 

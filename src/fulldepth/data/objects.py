@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fulldepth.errors import FulldepthError, one_line
 
@@ -36,6 +36,10 @@ class Objects:
             (((x + w / 2) / scale[0]), ((y + h / 2) / scale[1]), w / scale[2], h / scale[3])
             for x, y, w, h in self.boxes
         ]
+
+    def mirrored(self) -> Objects:
+        """The objects of the image whose left and right are exchanged."""
+        return replace(self, boxes=tuple((self.width - x - w, y, w, h) for x, y, w, h in self.boxes))
 
 
 def checked_box(value: object, width: int, height: int, where: str) -> Box:
