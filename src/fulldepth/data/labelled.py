@@ -13,7 +13,7 @@ import numpy as np
 
 from fulldepth.data.batches import Example
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import align_objects, sample
+from fulldepth.data.labels import align_objects, class_numbers, sample
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
 from fulldepth.data.sources import Record, Source
 from fulldepth.errors import FulldepthError, one_line
@@ -161,7 +161,7 @@ def _checked(
             records.append(replace(record, label=number))
         except FulldepthError as error:
             if not skip_bad:
-                raise
+                raise FulldepthError(f"{error} --skip-bad leaves such rows out and counts them.") from error
             bad.append(str(error))
     if not records:
         raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
@@ -285,8 +285,8 @@ def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
     """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
     if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
         return None
-    index = {name.casefold(): number for number, name in enumerate(classes)}
-    return [index.get(name.casefold()) for name in source.class_names]
+    number = class_numbers(dict(enumerate(classes)))
+    return [number(name) for name in source.class_names]
 
 
 def _number(

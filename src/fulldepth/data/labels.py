@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -28,14 +28,15 @@ class Labels(NamedTuple):
 def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
     """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
 
-    If all names occur in `label2id`, ignoring case, they are numbered as there; otherwise labels keep their numbers.
+    If all names occur in `label2id`, ignoring case where a name does not occur as it is written, they are numbered as
+    there; otherwise labels keep their numbers.
     """
     raw, names, warnings = [record.label for record in source.records], source.class_names, []
     model = {int(index): name for name, index in (label2id or {}).items()}
     classifier = task.endswith("-classification") and bool(model)
-    folded = {name.casefold(): index for index, name in model.items()}
-    if names and all(name.casefold() in folded for name in names):
-        to_id = [folded[name.casefold()] for name in names]
+    numbers = class_numbers(model)
+    to_id = [number for name in names if (number := numbers(name)) is not None]
+    if names and len(to_id) == len(names):
         raw = [None if label is None else to_id[label] for label in raw]
         names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
     elif names and classifier and not all(name.startswith("LABEL_") for name in model.values()):
@@ -53,6 +54,13 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
         )
     ids = [IGNORE if label is None else label for label in raw]
     return Labels(ids, max(len(names), max(present) + 1), names, warnings)
+
+
+def class_numbers(names: Mapping[int, str]) -> Callable[[str], int | None]:
+    """Function from a name to the class that has it: as it is written, else ignoring case; None if there is none."""
+    exact = {name: index for index, name in names.items()}
+    folded = {name.casefold(): index for index, name in names.items()}
+    return lambda name: exact.get(name, folded.get(name.casefold()))
 
 
 def align_objects(source: Source, label2id: Mapping[str, int] | None) -> tuple[list[Objects | None], Labels]:
