@@ -154,6 +154,22 @@ def test_categories_are_told_apart(written):
         open_source(written({"categories.0.name": "n" * 300 + "1", "categories.1.name": "n" * 300 + "2"}))
 
 
+def test_objects_of_classes_that_a_model_does_not_have_are_refused_or_left_out(written):
+    """Names decide as soon as one agrees; a category without objects may be unknown."""
+    source, options = open_source(written()), {"task": "detection", "processor": Plain()}
+    with pytest.raises(FulldepthError, match=r"row 1: an object is a dog, which is none of the 2 classes \(cat, car\)"):
+        prepare(source, **options, label2id={"cat": 0, "car": 1})
+    prepared = prepare(source, **options, label2id={"cat": 0, "car": 1}, skip_bad=True)
+    assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [1]
+    assert prepared.collate([0]).objects[0]["crowd"].tolist() == [True]
+    assert (prepared.num_targets, prepared.class_names) == (0, ("cat", "car"))  # a crowd is no target
+    assert "1 object is left out of instances.json" in prepared.warnings[-1]
+    unused = open_source(written({"categories.2": {"id": 1, "name": "things"}}))
+    prepared = prepare(unused, **options, label2id={"dog": 0, "car": 1})
+    assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [0, 1]
+    assert prepared.num_targets == 1
+
+
 def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written):
     source = open_source(written({"images.0.width": 41}))
     with pytest.raises(
@@ -176,7 +192,7 @@ def test_prepared_images_follow_the_classes_of_the_model(written):
     assert objects["class_labels"].tolist() == [0, 2]
     torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
     assert objects["crowd"].tolist() == [False, True]
-    assert prepared.num_targets == 2
+    assert prepared.num_targets == 1  # crowds are no targets
     with pytest.raises(FulldepthError, match="labels up to 1, the model has 1 classes: thing"):
         prepare(open_source(written()), task="detection", processor=Plain(), label2id={"thing": 0})
 

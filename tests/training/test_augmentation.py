@@ -134,10 +134,10 @@ def test_a_step_trains_on_the_mirrored_images(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"crop": 4}, "augmentation.crop is not for detection: the boxes would not follow"),
-        ({"rotation": 5, "flip": True}, "augmentation.rotation is not for detection: a rotated box is no box"),
-        ({"randaugment": 1}, "augmentation.randaugment is not for detection: the boxes would not follow"),
-        ({"erasing": 0.2}, "augmentation.erasing is not for detection: it hides objects whose boxes stay"),
+        ({"crop": 4}, "augmentation.crop is not offered in detection: the boxes would not follow"),
+        ({"rotation": 5, "flip": True}, "augmentation.rotation is not offered in detection: a rotated box is no box"),
+        ({"randaugment": 1}, "augmentation.randaugment is not offered in detection: the boxes would not follow"),
+        ({"erasing": 0.2}, "augmentation.erasing is not offered in detection: it hides objects whose boxes stay"),
     ],
 )
 def test_changes_that_boxes_cannot_follow_are_refused(changes: dict[str, object], reason: str) -> None:

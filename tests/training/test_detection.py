@@ -241,6 +241,18 @@ def test_grey_values_of_16_bits_are_refused(tmp_path):
         open_source(path).records[0].image()
 
 
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_sets_with_nothing_to_find_are_refused_before_training(part, tmp_path):
+    """Crowds are no targets."""
+    path = write_shapes(tmp_path / "set", "shapes:32x4/train")
+    content = json.loads(path.read_text())
+    content["annotations"] = [{**entry, "iscrowd": 1} for entry in content["annotations"]]
+    path.write_text(json.dumps(content))
+    data = {"name" if part == "train" else "validation": str(path)}
+    with pytest.raises(FulldepthError, match=f"instances.json has no object in any {part}"):
+        train(settings(data=data), tmp_path / "run")
+
+
 def test_held_out_images_are_not_trained_on():
     data = labelled_data(settings(data={"name": "shapes:32x20/train", "validation": None, "validation_share": 0.2}))
     train, validation = data.train.source.records, data.validation.source.records

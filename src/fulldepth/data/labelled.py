@@ -15,7 +15,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.images import image_content
 from fulldepth.data.labels import align_objects, class_numbers, sample
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
-from fulldepth.data.sources import Record, Source
+from fulldepth.data.sources import SKIP, Record, Source
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.targets import IGNORE
 
@@ -93,7 +93,7 @@ def check_rows(
         raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
     if source.kind == "objects":
-        source, warnings = _renumbered(source, classes)
+        source, warnings = _renumbered(source, classes, skip_bad)
         records, digests, bad = _checked(source, lambda _: None, read=read, skip_bad=skip_bad)
         rows = replace(source, records=records, class_names=tuple(classes))
         return Rows(rows, digests, [*warnings, *_summary(source.name, bad)])
@@ -161,7 +161,7 @@ def _checked(
             records.append(replace(record, label=number))
         except FulldepthError as error:
             if not skip_bad:
-                raise FulldepthError(f"{error} --skip-bad leaves such rows out and counts them.") from error
+                raise FulldepthError(f"{error} {SKIP}") from error
             bad.append(str(error))
     if not records:
         raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
@@ -213,9 +213,10 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
             if turn < len(candidates) - 1 and chosen.sum() + len(candidates[turn]) <= most:
                 chosen[candidates[turn]] = True
     if not chosen.any():
+        one = "it has one image" if rows.source.kind == "objects" else "every class has one row"
         raise FulldepthError(
-            f"No row of {rows.source.name} can be held out for validation: every class has one row only, or equal "
-            "ones. Give other rows (data.validation)."
+            f"No row of {rows.source.name} can be held out for validation: {one} only, or equal ones. Give other rows "
+            "(data.validation)."
         )
     return chosen
 
@@ -274,9 +275,10 @@ def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
     return (index + position // size * size for position, index in enumerate(positions))
 
 
-def _renumbered(source: Source, classes: Sequence[str]) -> tuple[Source, list[str]]:
+def _renumbered(source: Source, classes: Sequence[str], skip_bad: bool) -> tuple[Source, list[str]]:
     """A source whose boxes are in the numbering of the classes, and its warnings."""
-    objects, labels = align_objects(source, {name: index for index, name in enumerate(classes)})
+    label2id = {name: index for index, name in enumerate(classes)}
+    objects, labels = align_objects(source, label2id, skip_bad=skip_bad)
     records = [replace(record, objects=each) for record, each in zip(source.records, objects, strict=True)]
     return replace(source, records=records), [*source.warnings, *labels.warnings]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fulldepth.data.objects import Objects
 from fulldepth.data.sources import Record, Source
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.targets import IGNORE
 
 
@@ -63,22 +63,48 @@ def class_numbers(names: Mapping[int, str]) -> Callable[[str], int | None]:
     return lambda name: exact.get(name, folded.get(name.casefold()))
 
 
-def align_objects(source: Source, label2id: Mapping[str, int] | None) -> tuple[list[Objects | None], Labels]:
+def align_objects(
+    source: Source, label2id: Mapping[str, int] | None, *, skip_bad: bool = False
+) -> tuple[list[Objects | None], Labels]:
     """The objects of all records in the model's numbering of classes, and the classes.
 
+    If a class of the data has the name of one of the model's, classes follow the names, and objects of the others are
+    unknown; if none has, they are taken in order, with a warning.
+
+    Args:
+        source: from `open_source`.
+        label2id: the model's classes.
+        skip_bad: leave unknown objects out, and count them in the warnings.
+
     Raises:
-        FulldepthError: if the data have more classes than the model.
+        FulldepthError: without `skip_bad` for the first unknown object; if the data have more classes than the model.
     """
-    labels = align_labels(
-        replace(source, records=[Record(label=index) for index in range(len(source.class_names))]),
-        "detection-classification",
-        label2id,
-    )
-    renamed = [
-        None if r.objects is None else replace(r.objects, classes=tuple(labels.ids[i] for i in r.objects.classes))
-        for r in source.records
-    ]
-    return renamed, labels._replace(ids=[IGNORE] * len(renamed), num_classes=None)
+    names, model = source.class_names, {int(index): name for name, index in (label2id or {}).items()}
+    number = class_numbers(model)
+    numbers: list[int | None] = [number(name) for name in names]
+    if any(index is not None for index in numbers):
+        names, warnings = tuple(model.get(index, str(index)) for index in range(max(model) + 1)), []
+    else:
+        classes = [Record(label=index, where=f"category {name}") for index, name in enumerate(names)]
+        found = align_labels(replace(source, records=classes), "detection-classification", label2id)
+        numbers, names, warnings = [*found.ids], found.class_names, found.warnings
+    aligned: list[Objects | None] = []
+    unknown: list[str] = []
+    for record in source.records:
+        objects = record.objects
+        for index in () if objects is None else objects.classes:
+            if numbers[index] is None:
+                unknown.append(
+                    f"{record.where}: an object is a {one_line(source.class_names[index], 60)}, which is none of the "
+                    f"{len(model)} classes ({_listed(model.values())})."
+                )
+                if not skip_bad:
+                    raise FulldepthError(f"{unknown[0]} --skip-bad leaves such objects out and counts them.")
+        aligned.append(None if objects is None else objects.numbered(numbers))
+    if unknown:
+        count = f"{len(unknown)} object{' is' if len(unknown) == 1 else 's are'}"
+        warnings = [*warnings, f"{count} left out of {source.name}. The first: {unknown[0]}"]
+    return aligned, Labels([IGNORE] * len(aligned), None, names, warnings)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -85,7 +85,7 @@ class Sequences:
     lengths: list[int]
     """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
     num_targets: int
-    """Positions with a target; for classification sequences with a label."""
+    """Positions with a target; for classification sequences with a label, for detection objects other than crowds."""
     num_classes: int | None = None
     """Class indices are 0..num_classes-1; None where the data have no labels."""
     class_names: tuple[str, ...] = ()

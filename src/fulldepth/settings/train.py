@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from fulldepth.errors import unknown
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.settings.layers import Settings
 from fulldepth.settings.loading import Count, Length, Rate, Seed
 from fulldepth.settings.penalties import METHODS, PENALTIES
@@ -277,12 +277,14 @@ class TrainSettings(Settings):
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:
         if self.stage != "pretrain" and self.task != "causal-lm":
-            raise ValueError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}")
+            raise FulldepthError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}.")
         for name in self.augmentation.changes:
             if self.task == "detection" and name in NO_BOXES:
-                raise ValueError(f"augmentation.{name} is not for detection: {NO_BOXES[name]}. augmentation.flip is")
+                raise FulldepthError(
+                    f"augmentation.{name} is not offered in detection: {NO_BOXES[name]}. augmentation.flip is."
+                )
             if self.task not in ("image-classification", "detection"):
-                raise ValueError(f"augmentation is for images; in {self.task} there are no images to change")
+                raise FulldepthError(f"augmentation is for images; in {self.task} there are no images to change.")
         return self
 
     @property

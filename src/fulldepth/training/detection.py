@@ -7,7 +7,6 @@ from typing import Any
 
 import transformers
 
-from fulldepth.data.objects import Objects
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import load_processor
@@ -62,19 +61,17 @@ def _check_boxes(data: LabelledData) -> list[str]:
     """A warning if classes occur in no training image.
 
     Raises:
-        FulldepthError: if no training image has a box.
+        FulldepthError: if no training image has an object other than crowds, or no image that is held out has.
     """
-    boxed = {index for objects in _objects(data, held_out=False) for index in objects.classes}
-    if not boxed:
-        raise FulldepthError(f"{data.train.source.name} has no box in any training image.")
+    for rows, part in ((data.train, "training"), (data.validation, "validation")):
+        if not any(record.objects.targets for record in rows.source.records if record.objects is not None):
+            raise FulldepthError(
+                f"{rows.source.name} has no object in any {part} image (crowds do not count). Give images with boxes "
+                "as data.name and data.validation, or hold out more (data.validation_share)."
+            )
+    boxed = {index for record in data.train.source.records if record.objects for index in record.objects.classes}
     missing = [name for index, name in enumerate(data.classes) if index not in boxed]
     return [f"No training image has an object of {len(missing)} classes (first: {missing[0]})."] if missing else []
-
-
-def _objects(data: LabelledData, *, held_out: bool) -> list[Objects]:
-    """The objects of every image, those held out included or not."""
-    records = [*data.train.source.records, *(data.validation.source.records if held_out else ())]
-    return [record.objects for record in records if record.objects is not None]
 
 
 def _processor(settings: TrainSettings, folder: Path, config: Any) -> Any:
@@ -110,6 +107,7 @@ def _check_config(config: Any, data: LabelledData) -> None:
             "layers. Leave it out: method=aligned has the losses, with objective.aligned.weights=sum unweighted."
         )
     queries = getattr(config, "num_queries", None)
-    most = max(sum(not crowd for crowd in objects.crowd) for objects in _objects(data, held_out=True))
+    records = (*data.train.source.records, *data.validation.source.records)
+    most = max(record.objects.targets for record in records if record.objects is not None)
     if isinstance(queries, int) and most > queries:
         raise FulldepthError(f"An image has {most} objects, and the model {queries} queries (model.num_queries).")
