@@ -88,23 +88,24 @@ def align_objects(
         classes = [Record(label=index, where=f"category {name}") for index, name in enumerate(names)]
         found = align_labels(replace(source, records=classes), "detection-classification", label2id)
         numbers, names, warnings = [*found.ids], found.class_names, found.warnings
-    aligned: list[Objects | None] = []
-    unknown: list[str] = []
-    for record in source.records:
-        objects = record.objects
-        for index in () if objects is None else objects.classes:
-            if numbers[index] is None:
-                unknown.append(
-                    f"{record.where}: an object is a {one_line(source.class_names[index], 60)}, which is none of the "
-                    f"{len(model)} classes ({_listed(model.values())})."
-                )
-                if not skip_bad:
-                    raise FulldepthError(f"{unknown[0]} --skip-bad leaves such objects out and counts them.")
-        aligned.append(None if objects is None else objects.numbered(numbers))
+    unknown = [(record, index) for record in source.records for index in _unknown(record, numbers)]
     if unknown:
+        record, index = unknown[0]
+        first = (
+            f"{record.where}: an object is a {one_line(source.class_names[index], 60)}, which is none of the "
+            f"{len(model)} classes ({_listed(model.values())})."
+        )
+        if not skip_bad:
+            raise FulldepthError(f"{first} --skip-bad leaves such objects out and counts them.")
         count = f"{len(unknown)} object{' is' if len(unknown) == 1 else 's are'}"
-        warnings = [*warnings, f"{count} left out of {source.name}. The first: {unknown[0]}"]
+        warnings = [*warnings, f"{count} left out of {source.name}. The first: {first}"]
+    aligned = [None if record.objects is None else record.objects.numbered(numbers) for record in source.records]
     return aligned, Labels([IGNORE] * len(aligned), None, names, warnings)
+
+
+def _unknown(record: Record, numbers: Sequence[int | None]) -> list[int]:
+    """The classes of a record's objects that have no number, once for each object."""
+    return [] if record.objects is None else [index for index in record.objects.classes if numbers[index] is None]
 
 
 def _listed(names: Iterable[str]) -> str:

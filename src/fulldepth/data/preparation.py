@@ -85,13 +85,9 @@ def prepare(
     if max_sequences < 1 or sequence_length < 1:
         given = f"{max_sequences} and {sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
-    if source.kind == "objects":
-        return _images(
-            source, task, processor, *align_objects(source, label2id, skip_bad=skip_bad), max_sequences, seed
-        )
+    if source.kind in ("objects", "images"):
+        return _images(source, task, processor, label2id, max_sequences, seed, skip_bad)
     labels = align_labels(source, task, label2id)
-    if source.kind == "images":
-        return _images(source, task, processor, [], labels, max_sequences, seed)
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad)
@@ -160,15 +156,20 @@ def _images(
     source: Source,
     task: str,
     processor: Any,
-    objects: Sequence[Objects | None],
-    labels: Labels,
+    label2id: Mapping[str, int] | None,
     max_sequences: int,
     seed: int,
+    skip_bad: bool,
 ) -> Sequences:
     if processor is None:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
+    objects: list[Objects | None] = []
+    if source.kind == "objects":
+        objects, labels = align_objects(source, label2id, skip_bad=skip_bad)
+    else:
+        labels = align_labels(source, task, label2id)
     chosen = sample(labels.ids, max_sequences, seed)
     pictures = []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
