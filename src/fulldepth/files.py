@@ -117,7 +117,9 @@ def read_json(
                 parse_int=_integer,
                 parse_float=_finite,
             )
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise FulldepthError(f"Cannot read {path}: it is not valid JSON: it is not UTF-8 ({error}).") from error
+        except json.JSONDecodeError as error:
             raise FulldepthError(f"Cannot read {path}: it is not valid JSON: {_reason(error)}.") from error
     if not _is_shallow(value, depth):
         raise FulldepthError(f"Cannot read {path}: it is nested deeper than {depth} levels.")

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from fulldepth.data import content_hash, open_source, prepare, write_shapes
+from fulldepth.data.labelled import check_rows
 from fulldepth.data.shapes import CLASSES, COLOURS, draw
 from fulldepth.errors import FulldepthError
 
@@ -89,11 +90,21 @@ def test_the_layout_of_coco_is_found(written, tmp_path):
         ({"images.1.file_name": "../a.png"}, r"images\[1\].*expected a relative path", "image"),
         ({"images.1.id": 7}, r"images\[1\] \(id 7\): another image has the same id", "image"),
         ({"images.1.width": None}, r"images\[1\].*needs its width and height", "image"),
+        ({"images.1": "a.png"}, r"images\[1\] is 'a\.png', expected an object", "image"),
+        ({"images.1.file_name": "a" * 5000}, r"images\[1\].*there is no image file aaa", "image"),
+        ({"annotations.0": None}, r"annotations\[0\] is None, expected an object", "annotation"),
+        ({"annotations.0.image_id": "7"}, r"annotations\[0\].*image_id '7' \(no whole number\) is not", "annotation"),
+        (
+            {"annotations.0.bbox": [3, 5, float("nan"), 10]},
+            r"annotations\[0\].*the box is \[3, 5, nan, 10",
+            "annotation",
+        ),
+        ({"annotations.0.bbox": [3, 5, -4, 10]}, r"annotations\[0\].*has no area", "annotation"),
     ],
 )
 def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, changes, where, kind):
     path = written(changes)
-    with pytest.raises(FulldepthError, match=where):
+    with pytest.raises(FulldepthError, match=where + ".*--skip-bad leaves such entries out"):
         open_source(path)
     source = open_source(path, skip_bad=True)
     assert f"skipped 1 {kind} with defects" in source.warnings[0]
@@ -107,7 +118,8 @@ def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, ch
         ({"categories": "dogs"}, "is not in COCO's format"),
         ({"categories": []}, "has 0 categories"),
         ({"categories.1.id": 18}, r"categories\[1\] \(id 18\): another category has the same id"),
-        ({"images": []}, r"image_id 7 is not among the images"),
+        ({"categories.1.name": "\ud800"}, r"categories\[1\] is .*expected an object with an id"),
+        ({"images": []}, r"instances\.json holds no images\."),
     ],
 )
 def test_files_of_another_format_are_refused(written, changes, message):
@@ -115,9 +127,54 @@ def test_files_of_another_format_are_refused(written, changes, message):
         open_source(written(changes))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps({"images": [], "name": "caf\u00e9"}, ensure_ascii=False).encode("latin-1"), "not valid JSON"),
+        (json.dumps(GOOD).encode()[:99], "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"[]", "not in COCO's format"),
+    ],
+)
+def test_files_that_are_not_json_are_refused(tmp_path, content, message):
+    path = tmp_path / "instances.json"
+    path.write_bytes(content)
+    for skip_bad in (False, True):
+        with pytest.raises(FulldepthError, match=message):
+            open_source(path, skip_bad=skip_bad)
+
+
+def test_categories_are_told_apart(written):
+    """Names that differ in case alone are two classes; names that are equal as far as they are read are refused."""
+    source = open_source(written({"categories.0.name": "CAR"}))
+    rows = check_rows(source, "detection", source.class_names)
+    assert rows.source.class_names == ("car", "CAR")
+    assert [record.objects.classes for record in rows.source.records] == [(1, 0), ()]
+    with pytest.raises(FulldepthError, match=r"categories\[1\] \(id 2\): another category has the same id or name"):
+        open_source(written({"categories.0.name": "n" * 300 + "1", "categories.1.name": "n" * 300 + "2"}))
+
+
+def test_objects_of_classes_that_a_model_does_not_have_are_refused_or_left_out(written):
+    """Names decide as soon as one agrees; a category without objects may be unknown."""
+    source, options = open_source(written()), {"task": "detection", "processor": Plain()}
+    with pytest.raises(FulldepthError, match=r"row 1: an object is a dog, which is none of the 2 classes \(cat, car\)"):
+        prepare(source, **options, label2id={"cat": 0, "car": 1})
+    prepared = prepare(source, **options, label2id={"cat": 0, "car": 1}, skip_bad=True)
+    assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [1]
+    assert prepared.collate([0]).objects[0]["crowd"].tolist() == [True]
+    assert (prepared.num_targets, prepared.class_names) == (0, ("cat", "car"))  # a crowd is no target
+    assert "1 object is left out of instances.json" in prepared.warnings[-1]
+    unused = open_source(written({"categories.2": {"id": 1, "name": "things"}}))
+    prepared = prepare(unused, **options, label2id={"dog": 0, "car": 1})
+    assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [0, 1]
+    assert prepared.num_targets == 1
+
+
 def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written):
     source = open_source(written({"images.0.width": 41}))
-    with pytest.raises(FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file has 40"):
+    with pytest.raises(
+        FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file b\.png has 40"
+    ):
         source.records[0].image()
 
 
@@ -135,7 +192,7 @@ def test_prepared_images_follow_the_classes_of_the_model(written):
     assert objects["class_labels"].tolist() == [0, 2]
     torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
     assert objects["crowd"].tolist() == [False, True]
-    assert prepared.num_targets == 2
+    assert prepared.num_targets == 1  # crowds are no targets
     with pytest.raises(FulldepthError, match="labels up to 1, the model has 1 classes: thing"):
         prepare(open_source(written()), task="detection", processor=Plain(), label2id={"thing": 0})
 

@@ -7,11 +7,16 @@ import copy
 import pytest
 import torch
 from PIL import Image
-from transformers import DetrForObjectDetection
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForObjectDetection,
+    DetrForObjectDetection,
+    DetrImageProcessorPil,
+)
 
 import tiny_models
 from fulldepth import exit
-from fulldepth.data.shapes import CLASSES
+from fulldepth.data.shapes import CLASSES, draw
 from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject, read
 from fulldepth.early_exit.costs import flops_of
 from fulldepth.errors import FulldepthError
@@ -173,6 +178,30 @@ def test_a_norm_between_the_layers_is_applied_once_before_the_next(tmp_path):
     readings = read(subject, ["confidence"], tokens=None, seed=0)
     (_, _), left = early.run(inputs, (when := Exit("confidence", 0.6, 1, 3)))
     assert left.tolist() == readings.layers(when)[:6].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_exported_first_layers_are_the_early_exit_there(tmp_path, layers):
+    """By stock transformers alone, in float32, with the processor of the checkpoint."""
+    build().float().save_pretrained(tmp_path / "whole")
+    processor = DetrImageProcessorPil(size={"shortest_edge": 40, "longest_edge": 60}, image_mean=[0.4, 0.5, 0.6])
+    processor.save_pretrained(tmp_path / "whole")
+    made = exit.export_layers(tmp_path / "whole", tmp_path / "short", export_layers=layers)
+    assert (made.layers, made.num_layers) == (layers, 3)
+    assert made.logit_error < 1e-5
+    assert f"the first {layers} of 3 decoder layers" in (tmp_path / "short" / "README.md").read_text()
+    settings = ExitSettings()
+    subject = prepare_subject(open_checkpoint(str(tmp_path / "whole"), settings), DATA, settings)
+    inputs = subject.inputs(subject.sequences.collate(range(6)).inputs)
+    (logits, boxes), left = EarlyExit(subject).run(inputs, Exit("confidence", 1e-6, layers, 3))
+    assert left.tolist() == [layers] * 6
+    short = AutoModelForObjectDetection.from_pretrained(tmp_path / "short")
+    assert (type(short), short.config.decoder_layers) == (DetrForObjectDetection, layers)
+    images = [draw("train", 32, index)[0] for index in range(6)]
+    own = short(**AutoImageProcessor.from_pretrained(tmp_path / "short")(images=images, return_tensors="pt"))
+    torch.testing.assert_close(own.logits, logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own.pred_boxes, boxes, rtol=1e-5, atol=1e-6)
 
 
 def test_a_calibrated_threshold_keeps_the_average_precision(subject):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 import tiny_models
@@ -103,14 +104,41 @@ def test_layers_out_of_range_are_refused(name, layers):
 
 
 def test_models_that_cannot_be_cut_are_refused_with_the_reason():
+    t5 = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_heads=2))
     with pytest.raises(FulldepthError, match="it is an encoder-decoder"):
-        truncated(tiny_models.build("detr"), 2)
+        truncated(anatomy_candidates(t5, tower="decoder")[0], 2)
+    with pytest.raises(FulldepthError, match=r"its final norm also stands between layers \(auxiliary_loss\)"):
+        truncated(tiny_models.build("detr-auxiliary"), 2)
     model = tiny_models.build("llama")
     anatomy = find_anatomy(model)
     with Switches(anatomy) as switches:
         switches.skip([2])
         with pytest.raises(FulldepthError, match="functions of its modules are replaced"):
             truncated(anatomy, 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoder_layers", [2, 3])
+def test_of_a_detector_the_decoder_alone_is_cut(encoder_layers):
+    """Against a stock model that is built with so many decoder layers, its backbone and encoder the same."""
+    config = copy.deepcopy(tiny_models.build("detr").config)
+    config.encoder_layers = encoder_layers
+    torch.manual_seed(0)
+    model = tf.DetrForObjectDetection(config).to(torch.float64).eval()
+    before, weights = model.config.to_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+    inputs = {"pixel_values": torch.rand(2, 3, 32, 40, dtype=torch.float64), "pixel_mask": torch.ones(2, 32, 40)}
+    inputs["pixel_mask"][1, :, 30:] = 0
+    for layers in (1, 2, 3):
+        cut = truncated(find_anatomy(model), layers)
+        stock = tf.DetrForObjectDetection(tf.DetrConfig(**{**before, "decoder_layers": layers})).double().eval()
+        assert not stock.load_state_dict(model.state_dict(), strict=False).missing_keys
+        assert cut.config.to_dict() == {**before, "decoder_layers": layers}
+        assert cut.state_dict().keys() == stock.state_dict().keys()
+        got, expected = cut(**inputs), stock(**inputs)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=1e-12)
+        torch.testing.assert_close(got.pred_boxes, expected.pred_boxes, rtol=0, atol=1e-12)
+    assert model.config.to_dict() == before
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in weights.items())
 
 
 @pytest.mark.slow

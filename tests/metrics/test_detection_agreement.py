@@ -67,3 +67,12 @@ def test_standard_errors_are_those_of_a_ratio_over_images():
     assert rows[1, "standard_error_of_box_iou"].value == pytest.approx(error)
     objects = int((logits[-1].argmax(-1) != 3).sum())
     assert (rows[1, "box_iou"].count, rows[1, "class"].count) == (objects, IMAGES * QUERIES)
+
+
+def test_a_decoder_of_one_layer_agrees_with_itself():
+    logits, boxes = (part[:1] for part in predictions(2))
+    measure = DetectionAgreement(Setup(num_layers=1, width=4, num_sequences=IMAGES))
+    mask = torch.ones(IMAGES, QUERIES, dtype=torch.bool)
+    measure.update(Observation({}, mask, mask, torch.arange(IMAGES), detections=Detections(logits, boxes)))
+    rows = {row.statistic: row.value for row in measure.rows() if row.layer == 1}
+    assert [rows[name] for name in DetectionAgreement.statistics] == pytest.approx([1.0, 1.0, 1.0])

@@ -1,5 +1,6 @@
 """`task: detection`: a tiny DETR is trained, resumed, recorded and measured; unfit data and settings are refused."""
 
+import io
 import json
 import shutil
 import sys
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, DetrForObjectDetection
 
 from fulldepth import measure
 from fulldepth.cli import main
+from fulldepth.data import open_source
+from fulldepth.data.labelled import Collator, Item
 from fulldepth.data.sequences import Picture
 from fulldepth.data.shapes import draw, write_shapes
 from fulldepth.errors import FulldepthError
@@ -21,7 +25,7 @@ from fulldepth.metrics import average_precision, detection_loss
 from fulldepth.results import Results
 from fulldepth.settings import layers as recipes
 from fulldepth.training import train
-from fulldepth.training.detection import collate, detection_data
+from fulldepth.training.labelled import labelled_data
 from fulldepth.training.methods import resolved
 from fulldepth.training.model import build_config, meta_model
 from fulldepth.training.settings import TrainSettings
@@ -72,7 +76,7 @@ def settings(**changes):
 def run(tmp_path_factory):
     """A finished run of aligned training."""
     folder = tmp_path_factory.mktemp("run") / "aligned"
-    return folder, train(settings(method="aligned"), folder)
+    return folder, train(settings(method="aligned", augmentation={"flip": True}), folder)
 
 
 def test_the_record_holds_every_layer_and_agrees_with_a_measurement(run):
@@ -104,7 +108,7 @@ def test_the_measures_are_those_of_the_stock_model_on_the_whole_set(run):
     pictures = [
         Picture(lambda i=i: draw("validation", 32, i)[0], objects=draw("validation", 32, i)[1]) for i in range(6)
     ]
-    batch = collate(pictures, processor)
+    batch = Collator(processor=processor)([Item(picture, 0, index) for index, picture in enumerate(pictures)])
     labels = batch.pop("labels")
     with torch.no_grad():
         found = model(**batch)
@@ -123,7 +127,7 @@ def test_a_resumed_run_ends_as_the_whole_one(run, tmp_path):
     folder, results = run
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    again = train(settings(method="aligned"), tmp_path / "run", resume=True)
+    again = train(settings(method="aligned", augmentation={"flip": True}), tmp_path / "run", resume=True)
     final = results.table[results.table.step == 4].set_index(["measure", "site", "statistic", "layer"]).value
     other = again.table[again.table.step == 4].set_index(["measure", "site", "statistic", "layer"]).value
     kept = [key for key in final.index if key[0] in ("validation_loss", "average_precision", "detection_loss")]
@@ -150,6 +154,10 @@ def test_the_backbone_is_trained_with_its_own_rate(run):
         ({"objective": {"aligned": {"positions": 0.5}}}, "detection matches all queries"),
         ({"data": {"name": "corpus:builtin/train"}}, "trains on images with boxes"),
         ({"model": {"type": "llama"}}, "no detector"),
+        (
+            {"model": {"backbone_config": {**MODEL["backbone_config"], "num_channels": 1}}},
+            "Images are read with 3 channels",
+        ),
     ],
 )
 def test_unfit_settings_are_refused(changes, message, tmp_path):
@@ -177,10 +185,79 @@ def test_bad_entries_end_the_command_with_their_place_unless_skipped(tmp_path, c
     assert "skipped 1 annotation with defects" in Results.load(tmp_path / "run").meta["warnings"][0]
 
 
+DAMAGE = {
+    "torn": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "text": lambda content: b"<html>404 Not Found</html>",
+    "small": lambda content: png(Image.new("RGB", (31, 32))),
+}
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_damaged_image_files_are_found_before_training_unless_skipped(damage, part, tmp_path):
+    for name in ("train", "validation"):
+        write_shapes(tmp_path / name, f"shapes:32x6/{name}")
+    file = tmp_path / part / "images" / "000004.png"
+    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+    data = {
+        name: str(tmp_path / folder / "instances.json") for name, folder in (("name", "train"), ("validation",) * 2)
+    }
+    with pytest.raises(FulldepthError, match=r"000004\.png"):
+        train(settings(data=data, steps=1), tmp_path / "run")
+    assert not (tmp_path / "run" / "results.json").exists()
+    results = train(settings(data={**data, "skip_bad": True}, steps=1), tmp_path / "run")
+    (warning,) = [line for line in results.meta["warnings"] if "left out" in line]
+    assert warning.startswith("1 bad row is left out of instances.json")
+    assert "000004.png" in warning
+    assert results.meta["data"]["train_sequences"] == (5 if part == "train" else 6)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
+def test_images_of_other_channels_are_read_as_rgb(mode, tmp_path):
+    path = write_shapes(tmp_path, "shapes:32x2/train")
+    suffix = "jpg" if mode == "CMYK" else "png"
+    content = json.loads(path.read_text())
+    content["images"][0]["file_name"] = f"other.{suffix}"
+    path.write_text(json.dumps(content))
+    Image.new("RGB", (32, 32), (0, 255, 0)).convert(mode).save(tmp_path / "images" / f"other.{suffix}")
+    pixels = np.asarray(open_source(path).records[0].image())
+    assert pixels.shape == (32, 32, 3)
+    if mode not in ("L", "LA", "1"):
+        assert np.abs(pixels.astype(int) - (0, 255, 0)).max() <= 8  # JPEG rounds
+
+
+def test_grey_values_of_16_bits_are_refused(tmp_path):
+    """Pillow would make all values above 255 white."""
+    path = write_shapes(tmp_path, "shapes:32x2/train")
+    Image.fromarray(np.full((32, 32), 3000, np.uint16)).save(tmp_path / "images" / "000001.png")
+    with pytest.raises(FulldepthError, match=r"000001\.png: its pixels have more than 8 bits \(mode I;16\)"):
+        open_source(path).records[0].image()
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_sets_with_nothing_to_find_are_refused_before_training(part, tmp_path):
+    """Crowds are no targets."""
+    path = write_shapes(tmp_path / "set", "shapes:32x4/train")
+    content = json.loads(path.read_text())
+    content["annotations"] = [{**entry, "iscrowd": 1} for entry in content["annotations"]]
+    path.write_text(json.dumps(content))
+    data = {"name" if part == "train" else "validation": str(path)}
+    with pytest.raises(FulldepthError, match=f"instances.json has no object in any {part}"):
+        train(settings(data=data), tmp_path / "run")
+
+
 def test_held_out_images_are_not_trained_on():
-    data = detection_data(settings(data={"name": "shapes:32x20/train", "validation": None, "validation_share": 0.2}))
-    assert (len(data.train), len(data.validation)) == (16, 4)
-    contents = [np.asarray(picture.load()).tobytes() for picture in (*data.train, *data.validation)]
+    data = labelled_data(settings(data={"name": "shapes:32x20/train", "validation": None, "validation_share": 0.2}))
+    train, validation = data.train.source.records, data.validation.source.records
+    assert (len(train), len(validation)) == (16, 4)
+    contents = [np.asarray(record.image()).tobytes() for record in (*train, *validation)]
     assert len(set(contents)) == 20
 
 

@@ -117,6 +117,7 @@ CARION |= {
     "schedule": "multistep",
     "milestones": [0.66667],
     "initializer.distribution": "glorot",
+    "augmentation.flip": True,
 }
 CARION |= {f"model.{part}_layers": 6 for part in ("encoder", "decoder")}  # Carion et al. 2020, Sec. 4 and App. A.4
 CARION |= {"model.d_model": 256, "model.num_queries": 100, "model.dropout": 0.1, "data.image_size": 800}

@@ -35,7 +35,8 @@ def train_command(
         bool,
         typer.Option(
             "--skip-bad",
-            help="Of classification: leave bad rows out and count them instead of refusing the data (data.skip_bad).",
+            help="Of classification and detection: leave bad rows, images and boxes out and count them instead of "
+            "refusing the data (data.skip_bad).",
         ),
     ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ MOST_BYTES = 1 << 30
 """Largest json file; COCO's own training file has 0.45 GB."""
 MOST_CATEGORIES = 10_000
 LARGEST_EDGE = 10**6
+REMEDY = "--skip-bad leaves such entries out and counts them."
 SHOWN = 3
 """Defects that a warning quotes."""
 
@@ -45,7 +47,7 @@ class Defects:
     def note(self, kind: str, error: FulldepthError) -> None:
         """Count a defect of an entry; raise it unless bad entries are skipped."""
         if not self.skip:
-            raise error
+            raise FulldepthError(f"{error} {REMEDY}") from error
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.first) < SHOWN:
             self.first.append(str(error))
@@ -75,7 +77,7 @@ def coco_rows(path: Path, *, limit: int | None = None, skip_bad: bool = False) -
             occurs twice or nowhere, an image file that is missing or of another size, a box without area or outside
             its image.
     """
-    content = read_json(path, most=MOST_BYTES)
+    content = read_json(path, most=MOST_BYTES, allow_constants=True)  # so that a NaN is the defect of one entry
     if not isinstance(content, dict) or not all(
         isinstance(content.get(key), list) for key in ("images", "annotations", "categories")
     ):
@@ -86,10 +88,11 @@ def coco_rows(path: Path, *, limit: int | None = None, skip_bad: bool = False) -
     defects = Defects(skip_bad)
     indices, classes = _categories(path.name, content["categories"])
     images = _images(path, content["images"], defects)
+    if not images:
+        first = f" without defects. The first: {defects.first[0]}" if defects.first else "."
+        raise FulldepthError(f"{path} holds no images{first}")
     objects = _annotations(path.name, content["annotations"], images, indices, defects)
     chosen = list(images.items())[:limit]
-    if not chosen:
-        raise FulldepthError(f"{path} holds no images{' without defects' if defects.counts else ''}.")
     rows = [{"image": entry.load, "objects": _objects(entry, objects.get(key, []))} for key, entry in chosen]
     return Coco(path.name, rows, classes, defects.warnings(path.name))
 
@@ -120,25 +123,34 @@ def _objects(entry: _Entry, annotations: list[_Annotation]) -> Objects:
     )
 
 
-def _entries(name: str, key: str, values: list[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Location and content of the entries of a list."""
+def _entries(name: str, key: str, values: list[Any], defects: Defects) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Location and content of the entries of a list that are objects; others are defects."""
     for position, value in enumerate(values):
         where = f"{name} {key}[{position}]"
         if not isinstance(value, dict):
-            raise FulldepthError(f"{where} is {one_line(repr(value), 60)}, expected an object.")
+            kind = key.removesuffix("s")
+            defects.note(kind, FulldepthError(f"{where} is {one_line(repr(value), 60)}, expected an object."))
+            continue
         yield where if "id" not in value else f"{where} (id {one_line(repr(value['id']), 40)})", value
 
 
 def _categories(name: str, values: list[Any]) -> tuple[dict[int, int], tuple[str, ...]]:
     """Class index of each category's id, and the names by index."""
     names: dict[int, str] = {}
-    for where, value in _entries(name, "categories", values):
-        key, title = value.get("id"), value.get("name")
-        if not _is_id(key) or not isinstance(title, str) or not title.strip():
-            raise FulldepthError(f"{where} needs an id (a whole number) and a name.")
+    for position, value in enumerate(values):
+        where, entry = f"{name} categories[{position}]", value if isinstance(value, dict) else {}
+        key, title = entry.get("id"), entry.get("name")
+        title = one_line(title, 200) if isinstance(title, str) else ""
+        if not _is_id(key) or not title:
+            raise FulldepthError(
+                f"{where} is {one_line(repr(value), 100)}, expected an object with an id (a whole number) and a name."
+            )
         if key in names or title in names.values():
-            raise FulldepthError(f"{where}: another category has the same id or name ({one_line(title, 60)}).")
-        names[key] = one_line(title, 200)
+            raise FulldepthError(
+                f"{where} (id {key}): another category has the same id or name ({one_line(title, 60)}). Each needs its "
+                "own; names are read up to 200 characters."
+            )
+        names[key] = title
     if not names or len(names) > MOST_CATEGORIES:
         raise FulldepthError(f"{name} has {len(names):,} categories, expected 1 to {MOST_CATEGORIES:,}.")
     order = sorted(names)
@@ -149,7 +161,7 @@ def _images(path: Path, values: list[Any], defects: Defects) -> dict[int, _Entry
     """The images by id."""
     found: dict[int, _Entry] = {}
     find = _finder(path)
-    for where, value in _entries(path.name, "images", values):
+    for where, value in _entries(path.name, "images", values, defects):
         try:
             key = value.get("id")
             if not _is_id(key):
@@ -177,7 +189,8 @@ def _sized(stored: StoredImage, where: str, width: int, height: int) -> Image.Im
     image = stored()
     if image.size != (width, height):
         raise FulldepthError(
-            f"{where} is stated to have {width} x {height} pixels; its file has {image.width} x {image.height}."
+            f"{where} is stated to have {width} x {height} pixels; its file {one_line(stored.name, 120)} has "
+            f"{image.width} x {image.height}."
         )
     return image
 
@@ -193,7 +206,7 @@ def _finder(path: Path) -> Callable[[str, Any], Path]:
         if not parts or "\0" in str(name) or ".." in parts or PurePosixPath(str(name)).is_absolute():
             raise FulldepthError(f"{where}: file_name is {one_line(repr(name), 80)}, expected a relative path.")
         for position, folder in enumerate(folders):
-            if (folder / name).is_file():
+            if os.path.isfile(folder / name):  # False, where `Path.is_file` raises: names too long, folders locked
                 folders.insert(0, folders.pop(position))
                 return folder / name
         raise FulldepthError(f"{where}: there is no image file {one_line(name, 120)} in {path.parent} or near it.")
@@ -206,15 +219,13 @@ def _annotations(
 ) -> dict[int, list[_Annotation]]:
     """The annotations by image id."""
     found: dict[int, list[_Annotation]] = {}
-    for where, value in _entries(name, "annotations", values):
+    for where, value in _entries(name, "annotations", values, defects):
         try:
             image, category, crowd = value.get("image_id"), value.get("category_id"), value.get("iscrowd", 0)
             if not _is_id(image) or image not in images:
-                raise FulldepthError(f"{where}: image_id {one_line(repr(image), 40)} is not among the images.")
+                raise FulldepthError(f"{where}: image_id {_shown(image)} is not among the images.")
             if not _is_id(category) or category not in indices:
-                raise FulldepthError(
-                    f"{where}: category_id {one_line(repr(category), 40)} is not among the categories."
-                )
+                raise FulldepthError(f"{where}: category_id {_shown(category)} is not among the categories.")
             if crowd not in (0, 1):
                 raise FulldepthError(f"{where}: iscrowd is {one_line(repr(crowd), 40)}, expected 0 or 1.")
             box = checked_box(value.get("bbox"), images[image].width, images[image].height, where)
@@ -223,6 +234,11 @@ def _annotations(
             continue
         found.setdefault(image, []).append(_Annotation(indices[category], box, bool(crowd)))
     return found
+
+
+def _shown(key: Any) -> str:
+    """An id in a message."""
+    return f"{one_line(repr(key), 40)}{'' if _is_id(key) else ' (no whole number)'}"
 
 
 def _is_id(value: Any) -> TypeGuard[int]:

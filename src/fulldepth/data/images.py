@@ -65,13 +65,19 @@ def image_value(value: Any, where: str) -> ImageLoader:
 def _rgb(image: Image.Image, where: str) -> Image.Image:
     """The image in RGB; one that would need too much memory is refused before it is decoded.
 
-    So is a thin strip: a processor that enlarges its short edge would make its long edge extremely long.
+    So is a thin strip: a processor that enlarges its short edge would make its long edge extremely long; and grey
+    values of more than 8 bits, which Pillow would clip at 255.
     """
     width, height = image.size
     if width * height > MOST_PIXELS or not 1 <= max(width, height) <= MOST_RATIO * min(width, height):
         raise FulldepthError(
             f"Cannot read the image {where}: it has {width:,} x {height:,} pixels. Expected at most {MOST_PIXELS:,}, "
             f"and no edge more than {MOST_RATIO} times as long as the other."
+        )
+    if image.mode.startswith(("I", "F")):
+        raise FulldepthError(
+            f"Cannot read the image {where}: its pixels have more than 8 bits (mode {image.mode}), and converting them "
+            "would cut off all large values. Store it with 8 bits a channel."
         )
     try:
         return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""Labelled rows to train classifiers on: checks of every row, a held-out share, and batches for the model."""
+"""Labelled rows to train classifiers and detectors on: checks of all rows, a held-out share, batches for the model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fulldepth.data.batches import Example
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import sample
-from fulldepth.data.sequences import Picture, collate_images, collate_texts
-from fulldepth.data.sources import Record, Source
+from fulldepth.data.labels import align_objects, class_numbers, sample
+from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
+from fulldepth.data.sources import SKIP, Record, Source
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.targets import IGNORE
 
@@ -26,8 +24,15 @@ MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
 MOST_NAMED = 3
 """Rows that a warning names."""
-KINDS = {"image-classification": "images", "text-classification": "labelled-text"}
+KINDS = {"image-classification": "images", "text-classification": "labelled-text", "detection": "objects"}
 """Task -> kind of its sources."""
+NAMES = {
+    "images": "images",
+    "labelled-text": "labelled text",
+    "text": "texts without labels",
+    "objects": "images with boxes (a .json file in COCO's format, or shapes:builtin)",
+}
+"""Kind of a source -> what it holds, for messages."""
 
 
 class Rows(NamedTuple):
@@ -40,8 +45,8 @@ class Rows(NamedTuple):
 
     @property
     def labels(self) -> list[int]:
-        """The class of each row."""
-        return [record.label for record in self.source.records if record.label is not None]
+        """The class of each row; 0 where rows have boxes in place of a class."""
+        return [record.label or 0 for record in self.source.records]
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Rows:
         """The rows of these indices, without the warnings."""
@@ -77,11 +82,11 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
 def check_rows(
     source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False, read: bool | None = None
 ) -> Rows:
-    """The rows of a source with a valid label and content.
+    """The rows of a source with a valid label, or boxes, and content.
 
     Args:
         source: from `open_source`.
-        task: `image-classification` or `text-classification`.
+        task: `image-classification`, `text-classification` or `detection`.
         classes: names of the classes. Labels that have names are numbered as here, other labels are indices.
         skip_bad: leave rows out that have no label, no text or a damaged image, and count them in the warnings.
         read: whether every image is decoded; None = up to `MOST_READ` images, and always with `skip_bad`.
@@ -90,9 +95,14 @@ def check_rows(
         FulldepthError: for data of another kind, and without `skip_bad` for the first bad row, with its file or line.
     """
     if source.kind != KINDS[task]:
-        has = "texts without labels" if source.kind == "text" else source.kind
-        raise FulldepthError(f"task: {task} trains on {KINDS[task].replace('-', ' ')}; {source.name} holds {has}.")
+        wanted, has = NAMES[KINDS[task]], NAMES.get(source.kind, source.kind)
+        raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
+    if source.kind == "objects":
+        source, warnings = _renumbered(source, classes, skip_bad)
+        records, digests, bad = _checked(source, lambda _: None, read=read, skip_bad=skip_bad)
+        rows = replace(source, records=records, class_names=tuple(classes))
+        return Rows(rows, digests, [*warnings, *_summary(source.name, bad)])
     numbers = _numbers(source, classes)
 
     def label(record: Record) -> int | None:
@@ -157,7 +167,7 @@ def _checked(
             records.append(replace(record, label=number))
         except FulldepthError as error:
             if not skip_bad:
-                raise
+                raise FulldepthError(f"{error} {SKIP}") from error
             bad.append(str(error))
     if not records:
         raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
@@ -209,8 +219,10 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
             if turn < len(candidates) - 1 and chosen.sum() + len(candidates[turn]) <= most:
                 chosen[candidates[turn]] = True
     if not chosen.any():
+        one = "it has one image" if rows.source.kind == "objects" else "every class has one row"
         raise FulldepthError(
-            f"No row of {rows.source.name} can be held out for validation: every class has one row only, or equal ones."
+            f"No row of {rows.source.name} can be held out for validation: {one} only, or equal ones. Give other rows "
+            "(data.validation)."
         )
     return chosen
 
@@ -247,21 +259,21 @@ class Collator:
     """Of texts."""
     processor: Any = None
     """Of images."""
-    augment: Callable[[list[Item]], Tensor] | None = None
-    """Images as `[B, C, H, W]` pixel values, in training."""
+    augment: Callable[[Sequence[Item]], Batch] | None = None
+    """Makes the batches of images in training, in place of the processor."""
 
-    def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """`pixel_values`, or `input_ids` with `attention_mask`; and `labels: [B]`."""
+    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
+        """`pixel_values`, or `input_ids` with `attention_mask`; and `labels: [B]`, or those of `Batch.objects`."""
         examples, everything = [item.example for item in items], range(len(items))
-        if self.processor is None:
+        if self.augment is not None:
+            batch = self.augment(items)
+        elif self.processor is None:
             batch = collate_texts(examples, everything, pad_id=self.pad_id or 0, targets=None)
-        elif self.augment is not None:
-            labels = torch.tensor([example.class_index for example in examples])
-            return {"pixel_values": self.augment(list(items)), "labels": labels}
         else:
             batch = collate_images(examples, everything, processor=self.processor)
-        assert batch.labels is not None
-        return {**batch.inputs, "labels": batch.labels}
+        labels = batch.labels if batch.objects is None else batch.objects
+        assert labels is not None
+        return {**batch.inputs, "labels": labels}
 
 
 def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
@@ -269,12 +281,20 @@ def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
     return (index + position // size * size for position, index in enumerate(positions))
 
 
+def _renumbered(source: Source, classes: Sequence[str], skip_bad: bool) -> tuple[Source, list[str]]:
+    """A source whose boxes are in the numbering of the classes, and its warnings."""
+    label2id = {name: index for index, name in enumerate(classes)}
+    objects, labels = align_objects(source, label2id, skip_bad=skip_bad)
+    records = [replace(record, objects=each) for record, each in zip(source.records, objects, strict=True)]
+    return replace(source, records=records), [*source.warnings, *labels.warnings]
+
+
 def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
     """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
     if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
         return None
-    index = {name.casefold(): number for number, name in enumerate(classes)}
-    return [index.get(name.casefold()) for name in source.class_names]
+    number = class_numbers(dict(enumerate(classes)))
+    return [number(name) for name in source.class_names]
 
 
 def _number(

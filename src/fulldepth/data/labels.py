@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from fulldepth.data.objects import Objects
 from fulldepth.data.sources import Record, Source
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.targets import IGNORE
 
 
@@ -28,14 +28,15 @@ class Labels(NamedTuple):
 def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
     """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
 
-    If all names occur in `label2id`, ignoring case, they are numbered as there; otherwise labels keep their numbers.
+    If all names occur in `label2id`, ignoring case where a name does not occur as it is written, they are numbered as
+    there; otherwise labels keep their numbers.
     """
     raw, names, warnings = [record.label for record in source.records], source.class_names, []
     model = {int(index): name for name, index in (label2id or {}).items()}
     classifier = task.endswith("-classification") and bool(model)
-    folded = {name.casefold(): index for index, name in model.items()}
-    if names and all(name.casefold() in folded for name in names):
-        to_id = [folded[name.casefold()] for name in names]
+    numbers = class_numbers(model)
+    to_id = [number for name in names if (number := numbers(name)) is not None]
+    if names and len(to_id) == len(names):
         raw = [None if label is None else to_id[label] for label in raw]
         names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
     elif names and classifier and not all(name.startswith("LABEL_") for name in model.values()):
@@ -55,22 +56,56 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
     return Labels(ids, max(len(names), max(present) + 1), names, warnings)
 
 
-def align_objects(source: Source, label2id: Mapping[str, int] | None) -> tuple[list[Objects | None], Labels]:
+def class_numbers(names: Mapping[int, str]) -> Callable[[str], int | None]:
+    """Function from a name to the class that has it: as it is written, else ignoring case; None if there is none."""
+    exact = {name: index for index, name in names.items()}
+    folded = {name.casefold(): index for index, name in names.items()}
+    return lambda name: exact.get(name, folded.get(name.casefold()))
+
+
+def align_objects(
+    source: Source, label2id: Mapping[str, int] | None, *, skip_bad: bool = False
+) -> tuple[list[Objects | None], Labels]:
     """The objects of all records in the model's numbering of classes, and the classes.
 
+    If a class of the data has the name of one of the model's, classes follow the names, and objects of the others are
+    unknown; if none has, they are taken in order, with a warning.
+
+    Args:
+        source: from `open_source`.
+        label2id: the model's classes.
+        skip_bad: leave unknown objects out, and count them in the warnings.
+
     Raises:
-        FulldepthError: if the data have more classes than the model.
+        FulldepthError: without `skip_bad` for the first unknown object; if the data have more classes than the model.
     """
-    labels = align_labels(
-        replace(source, records=[Record(label=index) for index in range(len(source.class_names))]),
-        "detection-classification",
-        label2id,
-    )
-    renamed = [
-        None if r.objects is None else replace(r.objects, classes=tuple(labels.ids[i] for i in r.objects.classes))
-        for r in source.records
-    ]
-    return renamed, labels._replace(ids=[IGNORE] * len(renamed), num_classes=None)
+    names, model = source.class_names, {int(index): name for name, index in (label2id or {}).items()}
+    number = class_numbers(model)
+    numbers: list[int | None] = [number(name) for name in names]
+    if any(index is not None for index in numbers):
+        names, warnings = tuple(model.get(index, str(index)) for index in range(max(model) + 1)), []
+    else:
+        classes = [Record(label=index, where=f"category {name}") for index, name in enumerate(names)]
+        found = align_labels(replace(source, records=classes), "detection-classification", label2id)
+        numbers, names, warnings = [*found.ids], found.class_names, found.warnings
+    unknown = [(record, index) for record in source.records for index in _unknown(record, numbers)]
+    if unknown:
+        record, index = unknown[0]
+        first = (
+            f"{record.where}: an object is a {one_line(source.class_names[index], 60)}, which is none of the "
+            f"{len(model)} classes ({_listed(model.values())})."
+        )
+        if not skip_bad:
+            raise FulldepthError(f"{first} --skip-bad leaves such objects out and counts them.")
+        count = f"{len(unknown)} object{' is' if len(unknown) == 1 else 's are'}"
+        warnings = [*warnings, f"{count} left out of {source.name}. The first: {first}"]
+    aligned = [None if record.objects is None else record.objects.numbered(numbers) for record in source.records]
+    return aligned, Labels([IGNORE] * len(aligned), None, names, warnings)
+
+
+def _unknown(record: Record, numbers: Sequence[int | None]) -> list[int]:
+    """The classes of a record's objects that have no number, once for each object."""
+    return [] if record.objects is None else [index for index in record.objects.classes if numbers[index] is None]
 
 
 def _listed(names: Iterable[str]) -> str:

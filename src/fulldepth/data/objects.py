@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fulldepth.errors import FulldepthError, one_line
 
@@ -36,6 +36,22 @@ class Objects:
             (((x + w / 2) / scale[0]), ((y + h / 2) / scale[1]), w / scale[2], h / scale[3])
             for x, y, w, h in self.boxes
         ]
+
+    @property
+    def targets(self) -> int:
+        """Number of objects to find: all but crowds."""
+        return sum(not crowd for crowd in self.crowd)
+
+    def numbered(self, numbers: Sequence[int | None]) -> Objects:
+        """The objects with other class indices, `numbers[i]` in place of i; those whose number is None are left out."""
+        kept = [place for place, index in enumerate(self.classes) if numbers[index] is not None]
+        classes = tuple(number for index in self.classes if (number := numbers[index]) is not None)
+        boxes, crowd = tuple(self.boxes[place] for place in kept), tuple(self.crowd[place] for place in kept)
+        return replace(self, classes=classes, boxes=boxes, crowd=crowd)
+
+    def mirrored(self) -> Objects:
+        """The objects of the image whose left and right are exchanged."""
+        return replace(self, boxes=tuple((self.width - x - w, y, w, h) for x, y, w, h in self.boxes))
 
 
 def checked_box(value: object, width: int, height: int, where: str) -> Box:

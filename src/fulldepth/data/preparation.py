@@ -16,7 +16,7 @@ from fulldepth.data.encoding import Limits, encode
 from fulldepth.data.labels import Labels, align_labels, align_objects, sample
 from fulldepth.data.objects import Objects
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import Record, Source, content_hash
+from fulldepth.data.sources import SKIP, Record, Source, content_hash
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
@@ -71,7 +71,7 @@ def prepare(
         label2id: the model's classes; labels follow it where the names agree.
         words: words to locate (`Batch.words`).
         truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
-        skip_bad: leave such labelled texts out, and count them in the warnings.
+        skip_bad: leave such labelled texts out, and objects of unknown classes, and count them in the warnings.
         seed: seed of the sample and the masks.
 
     Raises:
@@ -85,11 +85,9 @@ def prepare(
     if max_sequences < 1 or sequence_length < 1:
         given = f"{max_sequences} and {sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
-    if source.kind == "objects":
-        return _images(source, task, processor, *align_objects(source, label2id), max_sequences, seed)
+    if source.kind in ("objects", "images"):
+        return _images(source, task, processor, label2id, max_sequences, seed, skip_bad)
     labels = align_labels(source, task, label2id)
-    if source.kind == "images":
-        return _images(source, task, processor, [], labels, max_sequences, seed)
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad)
@@ -158,15 +156,20 @@ def _images(
     source: Source,
     task: str,
     processor: Any,
-    objects: Sequence[Objects | None],
-    labels: Labels,
+    label2id: Mapping[str, int] | None,
     max_sequences: int,
     seed: int,
+    skip_bad: bool,
 ) -> Sequences:
     if processor is None:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
+    objects: list[Objects | None] = []
+    if source.kind == "objects":
+        objects, labels = align_objects(source, label2id, skip_bad=skip_bad)
+    else:
+        labels = align_labels(source, task, label2id)
     chosen = sample(labels.ids, max_sequences, seed)
     pictures = []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
@@ -175,7 +178,10 @@ def _images(
         load = source.records[index].image
         if load is None:
             raise FulldepthError(f"Record {index} of {source.name} has no image.")
-        image = load()  # also finds corrupt files before the model runs
+        try:
+            image = load()  # also finds corrupt files before the model runs
+        except FulldepthError as error:
+            raise FulldepthError(f"{error} {SKIP}") from error
         for part in (str(image.size).encode(), image.tobytes(), str(labels.ids[index]).encode()):
             fingerprint.add(part)
         if objects:
@@ -185,7 +191,7 @@ def _images(
         raise FulldepthError(f"{source.name} holds no images.")
     targets = {
         "image-classification": sum(picture.class_index != IGNORE for picture in pictures),
-        "detection": sum(len(picture.objects) for picture in pictures if picture.objects is not None),
+        "detection": sum(picture.objects.targets for picture in pictures if picture.objects is not None),
     }
     return Sequences(
         name=source.name,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from fulldepth.data.batches import Example, in_batches, padded, padded_batch
@@ -59,6 +60,15 @@ class Picture:
     objects: Objects | None = None
     """Objects in the image, in the model's classes; None for data without boxes."""
 
+    def mirrored(self) -> Picture:
+        """The image and its boxes, with left and right exchanged."""
+        objects = None if self.objects is None else self.objects.mirrored()
+        return replace(self, load=partial(_mirrored, self.load), objects=objects)
+
+
+def _mirrored(load: Callable[[], Image.Image]) -> Image.Image:
+    return ImageOps.mirror(load())
+
 
 @dataclass
 class Sequences:
@@ -75,7 +85,7 @@ class Sequences:
     lengths: list[int]
     """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
     num_targets: int
-    """Positions with a target; for classification sequences with a label."""
+    """Positions with a target; for classification sequences with a label, for detection objects other than crowds."""
     num_classes: int | None = None
     """Class indices are 0..num_classes-1; None where the data have no labels."""
     class_names: tuple[str, ...] = ()

@@ -17,6 +17,8 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.fingerprint import Fingerprint
 
 MOST_CLASSES = 10**6
+SKIP = "--skip-bad leaves such rows out and counts them."
+"""Remedy for a bad row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,6 @@ def _nothing_to_predict(anatomy: Anatomy, sequences: Sequences) -> str:
     if anatomy.task == DETECTS:
         return (
             f"{sequences.name} has no boxes, and {type(anatomy.model).__name__} is judged by its average precision. "
-            "Give a COCO .json, or a folder of images with one."
+            "Give a .json file in COCO's format."
         )
     return f"{sequences.name} has no token to predict: {sequences.no_targets or 'its texts are too short'}."

@@ -235,11 +235,13 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
 
 
 def output_of(output: Mapping[str, Any]) -> Tensor:
-    """The logits of a model's output, or its last hidden state.
+    """The logits of a model's output (of a detector with the boxes, joined), or its last hidden state.
 
     Raises:
         FulldepthError: if it has neither.
     """
+    if "pred_boxes" in output:
+        return torch.cat([output["logits"], output["pred_boxes"]], -1)  # as in the program of `readers`
     for name in ("logits", "prediction_logits", "last_hidden_state"):
         if isinstance(value := output.get(name), Tensor):
             return value
@@ -249,12 +251,12 @@ def output_of(output: Mapping[str, Any]) -> Tensor:
 def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> ModelCard:
     """The model card."""
     name, kind = one_line(checkpoint.name, 200), type(checkpoint.model).__name__
+    layers = f"first {report.layers} of {report.num_layers} {'decoder ' * (anatomy.task == 'detection')}layers"
     return ModelCard(
-        title=f"{name}: the first {report.layers} of {report.num_layers} layers",
+        title=f"{name}: the {layers}",
         method=(
-            f"`{name}` with its first {report.layers} of {report.num_layers} layers, its final norm and its head; all "
-            "weights are the original's. Inference of the original that stops after this layer gives the same outputs. "
-            "Made with fulldepth."
+            f"`{name}` with its {layers}, its final norm and its head; all weights are the original's. Inference of "
+            "the original that stops after this layer gives the same outputs. Made with fulldepth."
         ),
         numbers={
             "Layers": f"{report.layers} of {report.num_layers}",

@@ -160,10 +160,10 @@ class Anatomy:
 
     def handed_on(self, states: Tensor) -> Tensor:
         """The next block's input from a block's output: the same states, unless a norm stands between blocks."""
-        return self.normalise_once(states) if self._norm_between else states
+        return self.normalise_once(states) if self.norm_between else states
 
     @property
-    def _norm_between(self) -> bool:
+    def norm_between(self) -> bool:
         """Whether the final norm also stands between blocks."""
         return self.family.norm_between is not None and bool(getattr(self.config, self.family.norm_between, False))
 
@@ -181,7 +181,7 @@ class Anatomy:
             norm: to call in place of the final norm's module.
         """
         states = self.normalise_once(states, norm)
-        return self.normalise_once(states, norm) if self._norm_between else states
+        return self.normalise_once(states, norm) if self.norm_between else states
 
     def normalise_once(self, states: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """One application of the final norm."""

@@ -216,6 +216,7 @@ DETR = Family(
     value="self_attn.v_proj",
     final_norm="decoder.layernorm",
     norm_between="auxiliary_loss",
+    layers_entry="decoder_layers",
     modality="images",
     counted_tokens="all",
     backbone="backbone",

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
+from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.exit_heads import cut_exit_heads
 from fulldepth.hf.fewer_layers import cut_to_first
 from fulldepth.hf.fsdp import uses_fsdp
@@ -39,12 +40,12 @@ class _Reached(Exception):  # noqa: N818
 
 
 def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the same class with the first E layers, the final norm and the head.
+    """A model of the same class with the first E layers, the final norm and the head; of a detector, decoder layers.
 
     It has a configuration of its own, in which every list with one entry per layer is cut; parameters and buffers are
     the same tensors as the original's. Hooks are not carried over. Before it is returned, its states and logits are
-    compared with those of the original on a small artificial batch. A multi-exit model's head of layer E becomes the
-    model's own.
+    compared with those of the original on a small artificial batch, and so are a detector's boxes. A multi-exit model's
+    head of layer E becomes the model's own.
 
     Args:
         model: a model, or its anatomy (`execution.find_anatomy`), which families outside of the table need for the
@@ -55,8 +56,9 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
         The model, in the mode (training or evaluation) of the original.
 
     Raises:
-        FulldepthError: for E out of range, encoder-decoders, offloaded or sharded weights, layers that share modules
-            in an order that E layers cannot have, and models whose first layers compute something else on their own.
+        FulldepthError: for E out of range, encoder-decoders (other than detectors), offloaded or sharded weights,
+            layers that share modules in an order that E layers cannot have, and models whose first layers compute
+            something else on their own.
     """
     anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
     kind = type(anatomy.model).__name__
@@ -109,7 +111,10 @@ def first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
     if anatomy.family.calls and len(anatomy.block_list) > 1:
         _cut_groups(anatomy, inner, layers)
     try:
-        cut_to_first(inner, layers, anatomy.num_layers)
+        if anatomy.family.layers_entry is not None:
+            setattr(inner, anatomy.family.layers_entry, layers)
+        else:
+            cut_to_first(inner, layers, anatomy.num_layers)
     except Exception as error:  # configurations check their entries when they are set
         reason = one_line(str(error), 200)
         raise FulldepthError(f"The configuration of {type(anatomy.model).__name__} cannot be cut: {reason}") from error
@@ -133,7 +138,10 @@ def _obstacle(anatomy: Anatomy) -> str | None:
     """Why a model cannot be cut, whatever the number of layers."""
     model, order = anatomy.model, anatomy.order
     reasons = {
-        "it is an encoder-decoder": bool(getattr(model.config, "is_encoder_decoder", False)),
+        "it is an encoder-decoder": bool(getattr(model.config, "is_encoder_decoder", False))
+        and anatomy.family.layers_entry is None,
+        f"its final norm also stands between layers ({anatomy.family.norm_between}), and a shorter model of its class "
+        "applies it twice where early exit reads the layer with it once": anatomy.norm_between,
         "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
         "some of its weights are offloaded; load it without a device map": is_offloaded(model),
         "its weights are sharded": uses_fsdp(model),
@@ -176,13 +184,16 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 @torch.no_grad()
 def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
-    """Compare the cut model with the original on a small batch: states after layer E, and logits where known."""
+    """Compare the cut model with the original on a small batch: states after layer E, logits and boxes where known."""
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
         expected, got = _state_at(anatomy, layers, inputs), _state_at(cut, layers, inputs)
         pairs = {"states": (expected, got)}
         classifier = None if anatomy.head is None else Classifier(anatomy).at(layers)
-        logits = None if classifier is None else _logits(cut, inputs)
+        output = {} if classifier is None else cut.model(**_without_cache(cut, inputs))
+        logits = _logits(output)
+        if classifier is not None and anatomy.task == "detection":
+            pairs["boxes"] = DetectionHeads(classifier).boxes(expected, last=True), output["pred_boxes"]
         if classifier is not None and logits is not None:
             mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))
             if classifier.per_token:
@@ -225,9 +236,8 @@ def _without_cache(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any
     return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
 
 
-def _logits(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Tensor | None:
-    """The model's own logits; None if it gives none."""
-    output = anatomy.model(**_without_cache(anatomy, inputs))
+def _logits(output: Any) -> Tensor | None:
+    """The logits in a model's output; None if there are none."""
     for name in ("logits", "prediction_logits"):
         with suppress(KeyError, AttributeError, TypeError):
             found: Any = output[name]

@@ -81,7 +81,7 @@ class DetectionAgreement(Measure):
             row
             for name, (values, errors, counts) in self.compute().items()
             for layer, (value, error, count) in enumerate(
-                zip(values.tolist(), errors.tolist(), counts.tolist(), strict=True), start=1
+                zip(*(part.reshape(-1).tolist() for part in (values, errors, counts)), strict=True), start=1
             )
             if count
             for row in self.rows_of({name: value}, count, layer)

@@ -220,8 +220,7 @@ def _depth(tasks: Sequence[Task], layer: int | None, layers: int) -> list[str]:
 def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
     """The export of the first layers that are enough."""
     name = (meta.get("model") or {}).get("name")
-    detects = (meta.get("model") or {}).get("task") == "detection"  # its decoder cannot be exported shorter
-    if not name or detects or layer is None or layer >= layers:
+    if not name or layer is None or layer >= layers:
         return None
     model = shlex.quote(short(name, 160))
     command = f"fulldepth exit {model} --export-layers {layer} --output first-{layer}/"

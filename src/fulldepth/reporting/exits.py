@@ -282,7 +282,7 @@ def _generation_sentences(meta: Meta) -> list[str]:
 def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
     """The export of the first layers, if few layers are enough; else training that aligns them, for a decoder."""
     name = (meta.get("model") or {}).get("name")
-    if not name or (meta.get("model") or {}).get("task") == "detection":  # its decoder cannot be exported shorter
+    if not name:
         return None
     model = shlex.quote(short(name, 160))
     if layer is not None and layer < layers:

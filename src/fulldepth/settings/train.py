@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from fulldepth.errors import unknown
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.settings.layers import Settings
 from fulldepth.settings.loading import Count, Length, Rate, Seed
 from fulldepth.settings.penalties import METHODS, PENALTIES
@@ -53,8 +53,8 @@ class DataSettings(Settings):
     """Detection: pixels of the shorter edge that images are scaled to, the longer one to at most 5/3 of it; None = as
     the checkpoint's image processor, else 800."""
     skip_bad: bool = False
-    """Classification: leave bad rows out (a damaged image, a label outside the classes, a text that is too long) and
-    count them in the warnings, instead of refusing the data."""
+    """Classification and detection: leave bad rows out (a damaged image, a label outside the classes, a text that is
+    too long, a box outside its image) and count them in the warnings, instead of refusing the data."""
     truncate: bool = False
     """Classification: cut texts of more than `sequence_length` tokens there instead of refusing them."""
     validation: str | None = None
@@ -70,13 +70,25 @@ class DataSettings(Settings):
     """Folder of the token cache of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
 
 
+NO_BOXES = {
+    "crop": "the boxes would not follow",
+    "rotation": "a rotated box is no box",
+    "randaugment": "the boxes would not follow",
+    "erasing": "it hides objects whose boxes stay",
+}
+"""Change of an image that detection does not offer -> reason."""
+
+
 class AugmentationSettings(Settings):
-    """Random changes of training images (needs kornia: `fulldepth[vision]`); the defaults change nothing."""
+    """Random changes of training images; the defaults change nothing. All but `flip` need kornia: `fulldepth[vision]`.
+
+    Detection has `flip` alone.
+    """
 
     crop: int = Field(default=0, ge=0, le=1024)
     """Pixels of black border that are added on each side before a random crop to the image's size."""
     flip: bool = False
-    """Mirror every other image, left to right."""
+    """Mirror each image, left to right, with probability one half; the boxes of a detector follow."""
     rotation: float = Field(default=0.0, ge=0, le=180)
     """Largest angle of a random rotation, in degrees."""
     randaugment: int = Field(default=0, ge=0, le=10)
@@ -87,9 +99,9 @@ class AugmentationSettings(Settings):
     """Probability that a random rectangle is set to the mean colour (arXiv 1708.04896)."""
 
     @property
-    def any(self) -> bool:
-        """Whether anything is changed."""
-        return bool(self.crop or self.flip or self.rotation or self.randaugment or self.erasing)
+    def changes(self) -> list[str]:
+        """Names of the changes that are made."""
+        return [name for name in ("flip", *NO_BOXES) if getattr(self, name)]
 
 
 class ObjectiveSettings(Settings):
@@ -269,10 +281,14 @@ class TrainSettings(Settings):
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:
         if self.stage != "pretrain" and self.task != "causal-lm":
-            raise ValueError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}")
-        if self.augmentation.any and self.task != "image-classification":
-            reason = "the boxes would not follow" if self.task == "detection" else "there are no images to change"
-            raise ValueError(f"augmentation belongs to task: image-classification; in {self.task} {reason}")
+            raise FulldepthError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}.")
+        for name in self.augmentation.changes:
+            if self.task == "detection" and name in NO_BOXES:
+                raise FulldepthError(
+                    f"augmentation.{name} is not offered in detection: {NO_BOXES[name]}. augmentation.flip is."
+                )
+            if self.task not in ("image-classification", "detection"):
+                raise FulldepthError(f"augmentation is for images; in {self.task} there are no images to change.")
         return self
 
     @property

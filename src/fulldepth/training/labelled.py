@@ -1,4 +1,4 @@
-"""Training of image and text classifiers: labelled rows, tokenizer or image processor, and the trainer."""
+"""Training on labelled rows, classes or boxes: the rows, tokenizer or image processor, and the trainer."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fulldepth.data.labelled import (
 )
 from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture
+from fulldepth.data.sources import Record
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import load_processor
@@ -91,19 +92,33 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
         FulldepthError: if there are none, or a row is bad and `data.skip_bad` is not set.
     """
     data, skip = settings.data, settings.data.skip_bad
-    source = open_source(data.name, config=data.config, split=data.split, held_out=False)
-    classes = name_classes(source, (settings.model.model_extra or {}).get("num_labels"))
-    rows = check_rows(source, settings.task, classes, skip_bad=skip)
-    warnings = [*rows.warnings, *check_classes(rows, skip_bad=skip)]
+    source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
+    classes = _names(source, settings)
+    rows, warnings = _checked(source, settings, classes)
     if data.validation is not None:
-        other = _sampled(open_source(data.validation), settings)
-        train, validation = rows, check_rows(other, settings.task, classes, skip_bad=skip)
-        warnings += [*validation.warnings, *check_classes(validation, skip_bad=skip)]
+        other = _sampled(open_source(data.validation, skip_bad=skip), settings)
+        train, (validation, more) = rows, _checked(other, settings, classes)
+        warnings += more
     else:
-        most = min(max(len(classes), round(len(rows.digests) * data.validation_share)), settings.most_validation)
+        least = 1 if settings.task == "detection" else len(classes)
+        most = min(max(least, round(len(rows.digests) * data.validation_share)), settings.most_validation)
         chosen = held_out(rows, most, settings.seed)
         train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
     return LabelledData(train, validation, classes, warnings)
+
+
+def _names(source: Source, settings: TrainSettings) -> tuple[str, ...]:
+    """Names of the classes: a detector's are those of the data's categories."""
+    if settings.task == "detection":
+        return source.class_names
+    return name_classes(source, (settings.model.model_extra or {}).get("num_labels"))
+
+
+def _checked(source: Source, settings: TrainSettings, classes: tuple[str, ...]) -> tuple[Rows, list[str]]:
+    """The valid rows, and warnings. Every class needs a row; which boxes a detector needs, it says itself."""
+    skip = settings.data.skip_bad
+    rows = check_rows(source, settings.task, classes, skip_bad=skip)
+    return rows, rows.warnings + ([] if settings.task == "detection" else check_classes(rows, skip_bad=skip))
 
 
 def class_names(settings: TrainSettings) -> tuple[str, ...]:
@@ -119,14 +134,18 @@ def class_names(settings: TrainSettings) -> tuple[str, ...]:
         source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
     except FulldepthError as error:
         raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
-    return source.class_names if settings.task == "detection" else name_classes(source, declared)
+    return _names(source, settings)
 
 
 def _sampled(source: Source, settings: TrainSettings) -> Source:
     """At most `most_validation` records, the classes in turn."""
-    labels = [IGNORE if record.label is None else record.label for record in source.records]
+    labels = [_label(record) for record in source.records]
     chosen = sample(labels, settings.most_validation, settings.seed)
     return source if len(chosen) == len(source) else replace(source, records=[source.records[i] for i in chosen])
+
+
+def _label(record: Record) -> int:
+    return IGNORE if record.label is None else record.label
 
 
 def image_trainer(
@@ -145,12 +164,32 @@ def image_trainer(
     data = labelled_data(settings)
     config = build_config(settings.model, task=settings.task, classes=data.classes)
     processor = load_processor(settings.processor or settings.model.checkpoint or folder, config)
+    return picture_trainer(settings, arguments, data, config, processor, build)
+
+
+def picture_trainer(
+    settings: TrainSettings, arguments: Any, data: LabelledData, config: Any, processor: Any, build: Build
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of a model of images, and facts about its data.
+
+    Args:
+        settings: of the run.
+        arguments: of the trainer.
+        data: rows with images.
+        config: of the model.
+        processor: makes pixel values of images.
+        build: (configuration) -> (model, objective).
+
+    Raises:
+        FulldepthError: if the model takes another number of channels.
+    """
     train, validation = (
-        LabelledRows([Picture(r.image, r.label) for r in rows.source.records])  # type: ignore[arg-type]
+        LabelledRows([Picture(r.image, _label(r), r.objects) for r in rows.source.records])  # type: ignore[arg-type]
         for rows in (data.train, data.validation)
     )
     collator = Collator(processor=processor)
-    channels, wanted = collator([train[0]])["pixel_values"].shape[1], getattr(config, "num_channels", 3)
+    reads = getattr(config, "backbone_config", None) or config
+    channels, wanted = collator([train[0]])["pixel_values"].shape[1], getattr(reads, "num_channels", 3)
     if channels != wanted:
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
@@ -158,7 +197,7 @@ def image_trainer(
     described = Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))
     parts = (train, validation)
     trainer, facts = _trainer(settings, arguments, build(config), data, parts, collator, processor, described)
-    if settings.augmentation.any:
+    if settings.augmentation.changes:
         augment = Augmentation(settings.augmentation, processor, settings.seed)
         trainer.train_collator = replace(collator, augment=augment)
     return trainer, facts
@@ -230,8 +269,8 @@ def _trainer(
 ) -> tuple[Any, dict[str, Any]]:
     model, objective = built
     for rows in (data.train, data.validation):
-        for digest, label in zip(rows.digests, rows.labels, strict=True):
-            described.add(digest + str(label).encode())
+        for digest, record in zip(rows.digests, rows.source.records, strict=True):
+            described.add(digest + str(record.label if record.objects is None else record.objects).encode())
     trainer = LabelledTrainer(
         model,
         arguments,

@@ -3,8 +3,9 @@
     python -P with_own_class.py FOLDER INPUTS.pt OUTPUT.pt stock|carried
 
 INPUTS.pt holds keyword arguments of the model. `stock`: the class that `config.json` names must be transformers' own.
-`carried`: the code in the folder is run. Writes the logits or, without a head, the last hidden state; the last line of
-the output is a JSON object with the class and 0, for the error of a cache, which is not tried.
+`carried`: the code in the folder is run. Writes the logits (of a detector joined with the boxes) or, without a head,
+the last hidden state; the last line of the output is a JSON object with the class and 0, for the error of a cache,
+which is not tried.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def main(folder: str, inputs_file: str, output_file: str, kind: str) -> None:
         raise SystemExit(f"the weights do not fit the class {name}: {wrong}")
     output = model.eval()(**torch.load(inputs_file, weights_only=True))
     found = next(output[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in output)
-    torch.save(found, output_file)
+    boxes = [output["pred_boxes"]] if "pred_boxes" in output else []
+    torch.save(torch.cat([found, *boxes], -1), output_file)
     print(json.dumps({"class": type(model).__name__, "cache_error": 0.0}))
 
 

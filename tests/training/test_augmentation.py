@@ -1,0 +1,145 @@
+"""Mirrored images with boxes, against pictures of coloured rectangles that an independent scan finds again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import DetrForObjectDetection, DetrImageProcessorPil
+
+from fulldepth.data import ShuffledSampler, open_source, write_shapes
+from fulldepth.data.labelled import Item
+from fulldepth.data.objects import Objects
+from fulldepth.data.sequences import Picture
+from fulldepth.errors import FulldepthError
+from fulldepth.metrics import detection_loss
+from fulldepth.settings import layer
+from fulldepth.settings.train import AugmentationSettings
+from fulldepth.training import TrainSettings, train
+from fulldepth.training.augmentation import Augmentation
+from training.test_detection import settings
+
+COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
+FLIP = AugmentationSettings(flip=True)
+
+
+def rectangles(index: int) -> Picture:
+    """A picture with a rectangle of each colour in a band of its own, at random places."""
+    random = np.random.default_rng(index)
+    width, height = int(random.integers(30, 60)), 30
+    pixels, boxes = np.zeros((height, width, 3), np.uint8), []
+    for number, colour in enumerate(COLOURS):
+        w, h = int(random.integers(1, width // 2)), int(random.integers(1, 10))
+        x, y = int(random.integers(0, width - w + 1)), 10 * number + int(random.integers(0, 10 - h + 1))
+        pixels[y : y + h, x : x + w] = colour
+        boxes.append((float(x), float(y), float(w), float(h)))
+    image = Image.fromarray(pixels)
+    return Picture(image.copy, objects=Objects(width, height, (0, 1, 2), tuple(boxes), (False, True, False)))
+
+
+def scanned(pixels: np.ndarray) -> list[tuple[float, ...]]:
+    """The box of each colour's pixels, `[H, W, 3]`."""
+    found = []
+    for colour in COLOURS:
+        rows, columns = np.nonzero((pixels == colour).all(-1))
+        x, y = columns.min(), rows.min()
+        found.append((float(x), float(y), float(columns.max() + 1 - x), float(rows.max() + 1 - y)))
+    return found
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_boxes_follow_the_pixels_and_a_second_flip_undoes_the_first(index: int) -> None:
+    picture = rectangles(index)
+    once = picture.mirrored()
+    assert once.objects is not None
+    assert list(once.objects.boxes) == scanned(np.asarray(once.load()))
+    np.testing.assert_array_equal(np.asarray(once.load())[:, ::-1], np.asarray(picture.load()))
+    assert once.objects.crowd == (False, True, False)
+    twice = once.mirrored()
+    assert twice.objects == picture.objects
+    np.testing.assert_array_equal(np.asarray(twice.load()), np.asarray(picture.load()))
+
+
+def test_boxes_with_fractions_stay_inside_the_image() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        width = int(random.integers(1, 500))
+        x = float(random.uniform(0, width))
+        objects = Objects(width, 9, (0, 0), ((x, 1.5, width - x, 2.25), (0.0, 0.0, x, 9.0)), (False, False))
+        mirrored = objects.mirrored()
+        assert np.allclose(mirrored.boxes, ((0, 1.5, width - x, 2.25), (width - x, 0, x, 9)), atol=1e-9)
+        assert np.allclose(mirrored.mirrored().boxes, objects.boxes, atol=1e-9)
+
+
+def plain(**options: object) -> DetrImageProcessorPil:
+    """A processor that pads, and changes no pixel."""
+    return DetrImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False, **options)
+
+
+def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirrored() -> None:
+    augment = Augmentation(FLIP, plain(), seed=3)
+    pictures = [rectangles(index) for index in range(40)]
+    flipped = []
+    for epoch in (0, 1):
+        batch = augment([Item(picture, epoch, index) for index, picture in enumerate(pictures)])
+        assert batch.objects is not None
+        assert batch.inputs["pixel_mask"].sum((1, 2)).tolist() == [p.objects.width * 30 for p in pictures]
+        for pixels, objects, picture in zip(batch.inputs["pixel_values"], batch.objects, pictures, strict=True):
+            found = scanned(pixels.permute(1, 2, 0).numpy().astype(int))
+            width = picture.objects.width
+            expected = [((x + w / 2) / width, (y + h / 2) / 30, w / width, h / 30) for x, y, w, h in found]
+            torch.testing.assert_close(objects["boxes"], torch.tensor(expected), rtol=0, atol=1e-6)
+            flipped.append(found != list(picture.objects.boxes))
+    assert 25 <= sum(flipped) <= 55  # of 80; binomial, 3.3 standard deviations
+    assert flipped[:40] != flipped[40:]
+
+
+def test_an_image_is_mirrored_by_seed_epoch_and_index_alone() -> None:
+    def mirrored(seed: int, chosen: list[int], epoch: int) -> list[bool]:
+        batch = Augmentation(FLIP, plain(), seed)([Item(pictures[index], epoch, index) for index in chosen])
+        return [not torch.equal(b["boxes"][0], torch.tensor(pictures[i].objects.relative[0])) for i, b in
+                zip(chosen, batch.objects, strict=True)]  # fmt: skip
+
+    pictures = [rectangles(index) for index in range(24)]
+    together = mirrored(0, list(range(24)), 5)
+    assert [mirrored(0, [index], 5)[0] for index in range(24)] == together
+    assert mirrored(0, list(range(23, -1, -1)), 5)[::-1] == together
+    assert mirrored(1, list(range(24)), 5) != together
+
+
+def test_a_step_trains_on_the_mirrored_images(tmp_path) -> None:
+    """The loss of a step is that of the stock model on the flipped images."""
+    path = write_shapes(tmp_path / "set", "shapes:32x12/train")
+    still = {"steps": 1, "learning_rate": 1e-12, "backbone_learning_rate": 1e-12, "weight_decay": 0.0, "seed": 1}
+    chosen = settings(data={"name": str(path)}, **still, global_batch_size=8, augmentation={"flip": True})
+    results = train(chosen, tmp_path / "run")
+    losses = results.table[results.table.measure == "train_loss"].value.tolist()
+    folder = tmp_path / "run" / "checkpoint-1"
+    model, processor = DetrForObjectDetection.from_pretrained(folder), DetrImageProcessorPil.from_pretrained(folder)
+    records = open_source(path).records
+    items = [
+        Item(Picture(records[index].image, objects=records[index].objects), 0, index)
+        for index in ShuffledSampler(12, seed=1, length=8)
+    ]
+    batch = Augmentation(FLIP, processor, seed=1)(items)
+    plain_batch = [torch.tensor(item.example.objects.relative, dtype=torch.float32) for item in items]
+    changed = [not torch.equal(one, other["boxes"]) for one, other in zip(plain_batch, batch.objects, strict=True)]
+    assert 0 < sum(changed) < 8
+    with torch.no_grad():
+        output = model.train()(**batch.inputs)  # no dropout, frozen batch norms
+    assert losses == pytest.approx([detection_loss(output.logits, output.pred_boxes, batch.objects).item()], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"crop": 4}, "augmentation.crop is not offered in detection: the boxes would not follow"),
+        ({"rotation": 5, "flip": True}, "augmentation.rotation is not offered in detection: a rotated box is no box"),
+        ({"randaugment": 1}, "augmentation.randaugment is not offered in detection: the boxes would not follow"),
+        ({"erasing": 0.2}, "augmentation.erasing is not offered in detection: it hides objects whose boxes stay"),
+    ],
+)
+def test_changes_that_boxes_cannot_follow_are_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(FulldepthError, match=reason):
+        layer(TrainSettings, {"task": "detection", "augmentation": changes})
