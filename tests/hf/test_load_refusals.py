@@ -53,7 +53,7 @@ def test_a_missing_folder(name, tmp_path):
 
 
 def test_a_hub_name_without_a_network():
-    refused("nobody/nothing-at-all", "nobody/nothing-at-all", "connect")
+    refused("nobody/nothing-at-all", "nobody/nothing-at-all", "switched off by HF_HUB_OFFLINE", "Pass the folder")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 300, "x" * 5000, "a\0b"])

@@ -25,8 +25,12 @@ MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
 MOST_NAMED = 3
 """Rows that a warning names."""
-KINDS = {"image-classification": "images", "text-classification": "labelled-text"}
-"""Task -> kind of its sources."""
+KINDS = {
+    "image-classification": ("images", "images"),
+    "text-classification": ("labelled-text", "labelled text"),
+    "detection": ("objects", "images with boxes, a .json file in COCO's format or shapes:builtin"),
+}
+"""Task -> kind of its sources, and what they are."""
 
 
 class Rows(NamedTuple):
@@ -68,6 +72,14 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
+def check_kind(source: Source, task: str) -> None:
+    """Refuse a source of another kind than the task trains on."""
+    kind, wanted = KINDS[task]
+    if source.kind != kind:
+        has = "texts without labels" if source.kind == "text" else source.kind
+        raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
+
+
 def check_rows(
     source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False, read: bool | None = None
 ) -> Rows:
@@ -83,9 +95,7 @@ def check_rows(
     Raises:
         FulldepthError: for data of another kind, and without `skip_bad` for the first bad row, with its file or line.
     """
-    if source.kind != KINDS[task]:
-        has = "texts without labels" if source.kind == "text" else source.kind
-        raise FulldepthError(f"task: {task} trains on {KINDS[task].replace('-', ' ')}; {source.name} holds {has}.")
+    check_kind(source, task)
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
     numbers = _numbers(source, classes)
 

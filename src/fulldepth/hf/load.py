@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -332,6 +333,12 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
         if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
             raise FulldepthError(
                 f"The checkpoint in {where} does not fit its configuration: {one_line(error)}"
+            ) from error
+        if isinstance(error, OSError) and "couldn't connect" in str(error):
+            hub = "is switched off by HF_HUB_OFFLINE" if HF_HUB_OFFLINE else "cannot be reached"
+            raise FulldepthError(
+                f"Cannot load a {kind} from {where}: there is no such folder here, the Hub {hub}, and nothing of that "
+                f"name was downloaded before. Pass the folder of a {kind}."
             ) from error
         reason = one_line(error) or type(error).__name__
         raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error

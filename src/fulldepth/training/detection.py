@@ -12,6 +12,7 @@ import numpy as np
 import transformers
 
 from fulldepth.data import Source, image_content, open_source
+from fulldepth.data.labelled import check_kind
 from fulldepth.data.labels import align_objects
 from fulldepth.data.sequences import Picture, collate_images
 from fulldepth.errors import FulldepthError
@@ -20,6 +21,7 @@ from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import load_processor
 from fulldepth.losses import DepthTrainer, use_set_loss
 from fulldepth.progress import Watcher
+from fulldepth.training.classes import declared_classes
 from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.model import build_config
 from fulldepth.training.optimiser import GroupsMixin
@@ -100,6 +102,8 @@ def detection_data(settings: TrainSettings) -> DetectionData:
     """
     data = settings.data
     source = _source(data.name, data.config, data.split, skip_bad=data.skip_bad, held_out=False)
+    if (declared := declared_classes(settings)) not in (None, len(source.class_names)):
+        raise FulldepthError(f"{source.name} names {len(source.class_names)} classes; model.num_labels is {declared}.")
     train, warnings = _pictures(source, source.class_names)
     if data.validation is not None:
         other = _source(data.validation, None, None, skip_bad=data.skip_bad, held_out=True)
@@ -125,11 +129,7 @@ def detection_data(settings: TrainSettings) -> DetectionData:
 
 def _source(name: str, config: str | None, split: str | None, *, skip_bad: bool, held_out: bool) -> Source:
     source = open_source(name, config=config, split=split, held_out=held_out, skip_bad=skip_bad)
-    if source.kind != "objects":
-        raise FulldepthError(
-            f"task: detection trains on images with boxes, a .json file in COCO's format or shapes:builtin; "
-            f"{source.name} holds {source.kind}."
-        )
+    check_kind(source, "detection")
     return source
 
 

@@ -31,6 +31,7 @@ from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
 from fulldepth.training.augmentation import Augmentation
+from fulldepth.training.classes import declared_classes
 from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.optimiser import GroupsMixin
@@ -92,7 +93,7 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     """
     data, skip = settings.data, settings.data.skip_bad
     source = open_source(data.name, config=data.config, split=data.split, held_out=False)
-    classes = name_classes(source, (settings.model.model_extra or {}).get("num_labels"))
+    classes = name_classes(source, declared_classes(settings))
     rows = check_rows(source, settings.task, classes, skip_bad=skip)
     warnings = [*rows.warnings, *check_classes(rows, skip_bad=skip)]
     if data.validation is not None:
@@ -104,22 +105,6 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
         chosen = held_out(rows, most, settings.seed)
         train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
     return LabelledData(train, validation, classes, warnings)
-
-
-def class_names(settings: TrainSettings) -> tuple[str, ...]:
-    """Names of the classes, from `model.num_labels` or the labels of the data; no text or image is read.
-
-    Raises:
-        FulldepthError: if the data are not at hand, or have no classes.
-    """
-    declared, data = (settings.model.model_extra or {}).get("num_labels"), settings.data
-    if isinstance(declared, int) and declared > 1:
-        return tuple(f"LABEL_{number}" for number in range(declared))
-    try:
-        source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
-    return source.class_names if settings.task == "detection" else name_classes(source, declared)
 
 
 def _sampled(source: Source, settings: TrainSettings) -> Source:
