@@ -61,6 +61,12 @@ def test_tsv_quotes_nothing(tmp_path):
     assert source.kind == "labelled-text"
 
 
+def test_tsv_with_the_line_ends_and_the_mark_of_windows(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_bytes("\ufeffsentence\tlabel\r\na b\t1\r\nc\t0\r\n\r\n".encode())
+    assert [(r.text, r.label) for r in open_source(path).records] == [("a b", 1), ("c", 0)]
+
+
 def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     pd.DataFrame({"sentence": list("abc"), "label": [2, 0, 1], "more": [None] * 3}).to_parquet(path)

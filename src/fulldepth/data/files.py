@@ -131,7 +131,8 @@ def tsv_rows(path: Path) -> Rows:
     """The lines of a `.tsv` file below its header. Quotation marks are literal: GLUE's files quote nothing."""
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
-        where, cells = f"{path.name} line {number}", line.removesuffix("\n").split("\t")
+        where = f"{path.name} line {number}"
+        cells = line.removesuffix("\n").removesuffix("\r").split("\t")  # lines of Windows end with both
         if number == 1:
             names = cells
         elif line.strip():
