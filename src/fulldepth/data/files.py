@@ -135,6 +135,8 @@ def tsv_rows(path: Path) -> Rows:
         cells = line.removesuffix("\n").removesuffix("\r").split("\t")  # lines of Windows end with both
         if number == 1:
             names = cells
+            if len(set(names)) < len(names):
+                raise FulldepthError(f"{where}: two columns have the same name. It has: {names_of(names)}.")
         elif line.strip():
             if len(cells) != len(names):
                 raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")

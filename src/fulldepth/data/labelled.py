@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fulldepth.data.batches import Example
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import sample
+from fulldepth.data.labels import numbering, sample
 from fulldepth.data.sequences import Picture, collate_images, collate_texts
 from fulldepth.data.sources import Record, Source
 from fulldepth.errors import FulldepthError, one_line
@@ -67,8 +67,8 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     if len(names) > count:
         raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {count}.")
     if count < 2 or len(labels) < 2:
-        found = f"the class {_shown(names, min(labels, key=str))}" if labels else "no labels"
-        raise FulldepthError(f"{source.name} has {found} only. A classifier needs at least two classes.")
+        found = f"the class {_shown(names, min(labels, key=str))} only" if labels else "no labels"
+        raise FulldepthError(f"{source.name} has {found}. A classifier needs at least two classes.")
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
@@ -131,8 +131,8 @@ def usable_rows(
         return source
     bad: list[str] = []
     if classes is not None:
-        known, given = {name.casefold() for name in classes}, source.class_names
-        by_name = any(name.casefold() in known for name in given)
+        number_of, given = numbering(dict(enumerate(classes))), source.class_names
+        by_name = any(number_of(name) is not None for name in given)
         numbers = _numbers(source, classes) if by_name else None
         number = partial(_number, names=given, numbers=numbers, classes=classes)
         records, _, bad = _checked(source, number, read=False, skip_bad=skip_bad)
@@ -277,8 +277,8 @@ def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
     """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
     if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
         return None
-    index = {name.casefold(): number for number, name in enumerate(classes)}
-    return [index.get(name.casefold()) for name in source.class_names]
+    number_of = numbering(dict(enumerate(classes)))
+    return [number_of(name) for name in source.class_names]
 
 
 def _number(

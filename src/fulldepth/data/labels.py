@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -25,6 +25,17 @@ class Labels(NamedTuple):
     warnings: list[str]
 
 
+def numbering(classes: Mapping[int, str]) -> Callable[[str], int | None]:
+    """The class of a name: the one spelled alike, else one that differs in case only, else None.
+
+    Args:
+        classes: class -> name.
+    """
+    exact = {name: index for index, name in classes.items()}
+    folded = {name.casefold(): index for index, name in classes.items()}
+    return lambda name: exact.get(name, folded.get(name.casefold()))
+
+
 def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
     """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
 
@@ -33,9 +44,9 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
     raw, names, warnings = [record.label for record in source.records], source.class_names, []
     model = {int(index): name for name, index in (label2id or {}).items()}
     classifier = task.endswith("-classification") and bool(model)
-    folded = {name.casefold(): index for index, name in model.items()}
-    if names and all(name.casefold() in folded for name in names):
-        to_id = [folded[name.casefold()] for name in names]
+    number_of = numbering(model)
+    to_id = [index for name in names if (index := number_of(name)) is not None]
+    if names and len(to_id) == len(names):
         raw = [None if label is None else to_id[label] for label in raw]
         names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
     elif names and classifier and not all(name.startswith("LABEL_") for name in model.values()):
