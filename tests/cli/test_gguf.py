@@ -10,9 +10,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fulldepth
 import gguf_files
+from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_tokenizer
 from fulldepth.skip import export, search
 from fulldepth.training import TrainSettings, train
+from fulldepth.training.model import build_config
+from fulldepth.training.settings import ModelSettings
 
 LENGTH = 32
 
@@ -79,3 +82,8 @@ def test_trained_on_alike(pair, tmp_path):
         losses.append(table[(table.measure == "validation_loss")]["value"].tolist())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0]
+
+
+def test_no_classifier_starts_from_it(pair):
+    with pytest.raises(FulldepthError, match="is a GGUF file, which holds a language model"):
+        build_config(ModelSettings(checkpoint=str(pair[0])), task="text-classification", classes=("a", "b"))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -227,6 +228,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     where = packaged(str(name))
     gguf = find_gguf(where)
     if gguf is None:
+        _check_name(where, "a folder with a tokenizer")
         check_tokenizer_files(where, revision)
     with _plain_errors(where, kind="tokenizer"), silent():
         if gguf is not None:
@@ -316,6 +318,15 @@ def _check_folder(where: str) -> None:
         pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
         files = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
         raise FulldepthError(f"{where} has {files}; expected *.safetensors. Convert with save_pretrained first.")
+
+
+def _check_name(where: str, expected: str) -> None:
+    """Refuse what is neither a folder or file here nor a name that the Hub could have."""
+    if not is_folder(where) and not Path(where).exists():
+        try:
+            validate_repo_id(where)
+        except HFValidationError as error:
+            raise FulldepthError(f"No such folder: {where}. Expected {expected} or a Hub name (owner/name).") from error
 
 
 @contextmanager

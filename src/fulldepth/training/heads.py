@@ -18,11 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import (
     find_exit_heads,
-    find_gguf,
     has_exit_heads,
     load_checkpoint,
     load_config,
@@ -93,12 +91,8 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
         dtype: of the weights.
 
     Raises:
-        FulldepthError: if the checkpoint is a GGUF file, or lacks weights of the body.
+        FulldepthError: if the checkpoint lacks weights of the body.
     """
-    if find_gguf(checkpoint) is not None:
-        raise FulldepthError(
-            f"{checkpoint} is a GGUF file, which holds a language model. Start a classifier from a safetensors folder."
-        )
     loaded = load_checkpoint(
         checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=is_of_head
     )

@@ -61,7 +61,7 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base = None if model.checkpoint is None else _read(model.checkpoint)
+    base = None if model.checkpoint is None else _read(model.checkpoint, task)
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
@@ -198,8 +198,13 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
     return kind
 
 
-def _read(checkpoint: str) -> PreTrainedConfig:
-    exists = Path(checkpoint).is_dir() or find_gguf(checkpoint) is not None
+def _read(checkpoint: str, task: str) -> PreTrainedConfig:
+    is_gguf = find_gguf(checkpoint) is not None
+    if is_gguf and task != "causal-lm":
+        raise FulldepthError(
+            f"{checkpoint} is a GGUF file, which holds a language model. Start task: {task} from a safetensors folder."
+        )
+    exists = Path(checkpoint).is_dir() or is_gguf
     if not exists and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
         raise FulldepthError(
             f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
