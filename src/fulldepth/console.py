@@ -116,6 +116,29 @@ def line(text: str) -> None:
     Console().print(text, **PLAIN)
 
 
+def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None:
+    """Print what an exported checkpoint is, its notes, and where it is.
+
+    Args:
+        exported: with `parameters`, `bytes`, `logit_error`, `notes` and `published`.
+        path: its folder.
+        rows: printed first.
+    """
+    table(
+        [
+            *rows,
+            ("parameters", f"{exported.parameters:,}"),
+            ("size", f"{exported.bytes / 2**20:.1f} MiB"),
+            ("logit error", f"{exported.logit_error:.1e} (relative, loaded again in a fresh process)"),
+        ]
+    )
+    for text in exported.notes:
+        line(f"Note: {text}")
+    line(f"Checkpoint: {path}")
+    if exported.published is not None:
+        line(f"Published: {exported.published}")
+
+
 def note(text: str) -> None:
     """Print one plain line to stderr."""
     Console(stderr=True).print(text, **PLAIN)

@@ -336,6 +336,8 @@ def test_labels_follow_the_models_names(bert_tokenizer):
     assert all_of(data)[0].labels.tolist() == [2, 0, 2]
     assert data.class_names == ("POS", "neutral", "NEG")
     assert data.num_classes == 3
+    spelled = prepare(open_source(rows), label2id={"NEG": 0, "Neg": 1, "neg": 2, "pos": 3}, **arguments)
+    assert all_of(spelled)[0].labels.tolist() == [1, 3, 1]  # the same spelling comes first
     plain = prepare(open_source(rows), label2id={"LABEL_0": 0, "LABEL_1": 1}, **arguments)
     assert all_of(plain)[0].labels.tolist() == [0, 1, 0]
     assert plain.warnings == []

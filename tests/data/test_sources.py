@@ -61,6 +61,20 @@ def test_tsv_quotes_nothing(tmp_path):
     assert source.kind == "labelled-text"
 
 
+def test_space_around_labels_does_not_count(tmp_path):
+    path = write(tmp_path / "a.tsv", "text\tlabel\na\t 1\nb\t0 \nc\t\n")
+    assert [r.label for r in open_source(path).records] == [1, 0, None]
+    names = write(tmp_path / "a.jsonl", lines(*({"text": "a", "label": label} for label in ("x", "x ", " ", "\ud800"))))
+    source = open_source(names)
+    assert (source.class_names, [r.label for r in source.records]) == (("x", "\ufffd"), [0, 0, None, 1])
+
+
+def test_tsv_with_the_line_ends_and_the_mark_of_windows(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_bytes("\ufeffsentence\tlabel\r\na b\t1\r\nc\t0\r\n\r\n".encode())
+    assert [(r.text, r.label) for r in open_source(path).records] == [("a b", 1), ("c", 0)]
+
+
 def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     pd.DataFrame({"sentence": list("abc"), "label": [2, 0, 1], "more": [None] * 3}).to_parquet(path)
@@ -149,6 +163,8 @@ BAD_FILES = [
     ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: 'text', 'label'"),
     ("b.tsv", b"a\tb\n1\t2\n", "b.tsv line 2 has none of the columns.*Got: 'a', 'b'"),
     ("c.tsv", b"text\tlabel\n", "c.tsv is empty"),
+    ("d.tsv", b"text\tlabel\tlabel\n1\t2\t3\n", "d.tsv line 1: two columns have the same name"),
+    ("k.jsonl", b'{"text": "a"}\n{"text": "a", "label": 1}', "k.jsonl line 2 has 'label', which the first row"),
     ("a.parquet", b"PAR1 not really", "Cannot read .*a.parquet"),
     ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl'. Expected one of: .*jsonl"),
     ("a.zip", b"PK not really", "Cannot read .*a.zip"),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import load_checkpoint, pick_dtype
+from fulldepth.hf import load_checkpoint, load_tokenizer, pick_dtype
 
 WEIGHTS = "model.safetensors"
 
@@ -52,8 +52,16 @@ def test_a_missing_folder(name, tmp_path):
     refused(where, "No such folder", where)
 
 
+@pytest.mark.parametrize("name", ["/no/such", "sentencepiece:300", "a/b/c"])
+def test_what_can_be_no_name_of_a_tokenizer(name):
+    with pytest.raises(
+        FulldepthError, match=f"No such folder: {name}. Expected a folder with a tokenizer or a Hub name"
+    ):
+        load_tokenizer(name)
+
+
 def test_a_hub_name_without_a_network():
-    refused("nobody/nothing-at-all", "nobody/nothing-at-all", "connect")
+    refused("nobody/nothing-at-all", "nobody/nothing-at-all", "switched off by HF_HUB_OFFLINE", "Pass the folder")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 300, "x" * 5000, "a\0b"])

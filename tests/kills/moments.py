@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -155,12 +156,22 @@ def _plain(path: Path) -> Any:
     if path.suffix == ".parquet":
         table = pd.read_parquet(path)
         return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
+    if path.name == "optimizer.pt":  # equal numbers, once read again, may be stored with other references
+        return _numbers(torch.load(path, weights_only=True))
     return path.read_bytes()
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    return [_numbers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _timeless(value: Any, name: str) -> Any:
     if isinstance(value, dict):
-        drop = TIMED_KEYS | ({"record.parquet"} if name == "complete.json" else set())  # whose size varies with times
+        drop = TIMED_KEYS | ({"record.parquet", "optimizer.pt"} if name == "complete.json" else set())  # sizes vary
         drop |= {"table"} if name == "results.json" else set()
         return {key: _timeless(inner, name) for key, inner in value.items() if key not in drop}
     return [_timeless(inner, name) for inner in value] if isinstance(value, list) else value

@@ -62,7 +62,22 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{"global_batch_size": 2, "sequence_length": 16},
     }
     (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    labelled = [{"text": f"{part[:40]} {n}", "label": "ab"[n % 2]} for n, part in enumerate(text[:14])]
+    (home / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    classifier = {
+        "task": "text-classification",
+        "method": "multi-exit",
+        "model": {"type": "gpt2", "n_embd": 8, "n_layer": 3, "n_head": 2},
+        "data": {"name": str(home / "labelled.jsonl"), "validation_share": 0.3, "truncate": True},
+        "tokenizer": "bpe:300",
+    }
+    (home / "classifier.yaml").write_text(yaml.safe_dump({**recipe, **classifier}))
     return home
+
+
+def classifying(home: Path, output: Path) -> None:
+    """A head for every layer, and a tokenizer that the run learns from its texts."""
+    train(layer(TrainSettings, read(home / "classifier.yaml", "train")), output, resume=True)
 
 
 def training(home: Path, output: Path) -> None:
@@ -89,7 +104,7 @@ def applying(home: Path, output: Path) -> None:
         exporting.export(Plan.load(home), home / "model", "folded", output / "out")
 
 
-@pytest.mark.parametrize("command", [training, series, searching, responding, applying])
+@pytest.mark.parametrize("command", [training, classifying, series, searching, responding, applying])
 def test_a_run_killed_at_any_moment_comes_to_the_same_end(
     sources: Path, tmp_path: Path, command: Callable[[Path, Path], Any]
 ) -> None:

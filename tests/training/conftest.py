@@ -19,6 +19,26 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+DETR = {
+    "type": "detr",
+    "backbone_config": {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+        "out_features": ["stage2"],
+    },
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "num_queries": 6,
+    "dropout": 0.0,
+}
 SETTINGS = {
     "model": MODEL,
     "steps": 8,

@@ -42,6 +42,11 @@ def launch(*arguments: object, processes: int = 2, shards: bool = True) -> subpr
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
 
 
+def alone(recipe: Path) -> TrainSettings:
+    """Settings of a recipe for one process, which takes the whole batch at once."""
+    return layer(TrainSettings, read(recipe, "train")).model_copy(update={"micro_batch_size": None})
+
+
 def shard_cpu_processes() -> None:
     """From now on accelerate makes FSDP2 of `fsdp=True` on CPUs."""
     plain = PartialState.__init__

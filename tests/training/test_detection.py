@@ -29,30 +29,11 @@ from fulldepth.training.labelled import labelled_data
 from fulldepth.training.methods import resolved
 from fulldepth.training.model import build_config, meta_model
 from fulldepth.training.settings import TrainSettings
+from training.conftest import DETR
 
-MODEL = {
-    "type": "detr",
-    "backbone_config": {
-        "model_type": "resnet",
-        "embedding_size": 8,
-        "hidden_sizes": [8, 16],
-        "depths": [1, 1],
-        "layer_type": "basic",
-        "out_features": ["stage2"],
-    },
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-    "num_queries": 6,
-    "dropout": 0.0,
-}
 RECIPE = {
     "task": "detection",
-    "model": MODEL,
+    "model": DETR,
     "initializer": {"distribution": "glorot"},
     "data": {"name": "shapes:32x12/train", "validation": "shapes:32x6/validation", "image_size": 32},
     "steps": 4,
@@ -155,7 +136,7 @@ def test_the_backbone_is_trained_with_its_own_rate(run):
         ({"data": {"name": "corpus:builtin/train"}}, "trains on images with boxes"),
         ({"model": {"type": "llama"}}, "no detector"),
         (
-            {"model": {"backbone_config": {**MODEL["backbone_config"], "num_channels": 1}}},
+            {"model": {"backbone_config": {**DETR["backbone_config"], "num_channels": 1}}},
             "Images are read with 3 channels",
         ),
     ],

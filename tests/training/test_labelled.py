@@ -139,6 +139,34 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, augmented: boo
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_a_multi_exit_run_goes_on_from_whole_heads_only(texts: Path, tmp_path: Path) -> None:
+    """Damage that the seal shows costs a checkpoint; other damage is refused."""
+    changes = {"method": "multi-exit", "steps": 6, "save_every": 2, "eval_every": 6, "learning_rate": 1e-2}
+    settings = asked(text_recipe(texts, GPT2, "bpe:300", **changes))
+    train(settings, tmp_path / "whole")
+
+    def damaged(name: str, change: Callable[[bytes], bytes] | None) -> Path:
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoint-6")
+        heads = tmp_path / name / "checkpoint-4" / EXIT_HEADS
+        heads.unlink() if change is None else heads.write_bytes(change(heads.read_bytes()))
+        return tmp_path / name
+
+    for run in (damaged("cut", lambda content: content[:-20]), damaged("gone", None)):
+        train(settings, run, resume=True)
+        assert (run / "unsealed-checkpoint-4").is_dir()
+        for file in ("model.safetensors", EXIT_HEADS):
+            whole, resumed = (load_file(each / "checkpoint-6" / file) for each in (tmp_path / "whole", run))
+            assert whole.keys() == resumed.keys()
+            assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    for name, change, reason in (
+        ("nan", lambda content: content[:-4] + b"\0\0\xc0\x7f", "head of layer 1 holds NaN"),
+        ("header", lambda content: content[:12] + b"\xff" + content[13:], "deserializing header"),
+    ):
+        with pytest.raises(FulldepthError, match=rf"Cannot read .*{reason}.*Remove .*checkpoint-4 to go on"):
+            train(settings, damaged(name, change), resume=True)
+
+
 @pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
 def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: dict[str, Any], tokenizer: str) -> None:
     recipe = text_recipe(texts, model, tokenizer, micro_batch_size=4, weight_decay=0.0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers as tf
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from fulldepth.errors import FulldepthError
@@ -15,8 +17,8 @@ from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.losses import Objective, add_exit_heads
 from fulldepth.settings import layer
 from fulldepth.settings import layers as recipes
-from fulldepth.training import labelled, train
 from fulldepth.training import plan as planning
+from fulldepth.training import train
 from fulldepth.training.footprint import estimate_memory
 from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
 from fulldepth.training.plan import dry_run_lines, lines, measure_rate, plan
@@ -338,10 +340,48 @@ def test_the_dry_run_of_classifiers_and_detectors(monkeypatch: pytest.MonkeyPatc
     assert "64 images of 17" in digits["steps"][1]
     assert told("tiny-bert")["steps"][1] == f"{32 * 80:,} tokens each, 32 texts at most so long."
     assert told("tiny-detr")["images"][0] == f"{3000 * 16:,}"
-    monkeypatch.setattr(labelled, "open_source", _absent)
-    with pytest.raises(FulldepthError, match=r"no such data.*model\.num_labels=N"):
-        told("deit-small-imagenet")
 
 
-def _absent(*_: Any, **__: Any) -> Any:
-    raise FulldepthError("There are no such data.")
+def test_the_dry_run_takes_classes_from_the_information_on_a_hub_data_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No row is read: the only file of rows is damaged."""
+    monkeypatch.setattr(planning, "measure_rate", lambda device, dtype: 1e11)
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    builder, asked = datasets.load_dataset_builder, []
+    here = tmp_path / "repository"
+    here.mkdir()
+
+    def of_a_folder(repository: str, config: str | None) -> Any:
+        asked.append((repository, config))
+        return builder(str(here), config, cache_dir=str(tmp_path / "cache"))
+
+    def told(**changes: Any) -> dict[str, str]:
+        settings = layer(TrainSettings, recipes.read("deit-small-imagenet", "train"), changes)
+        return {key: value for key, value, _ in dry_run_lines(settings)}
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", of_a_folder)
+    (here / "train.parquet").write_bytes(b"no table")
+    classes: Any = {"class_label": {"names": {str(n): f"class {n}" for n in range(1000)}}}
+    features: list[dict[str, Any]] = [{"name": "image", "dtype": "image"}, {"name": "label", "dtype": classes}]
+
+    def write_card() -> None:
+        card = yaml.safe_dump({"dataset_info": {"features": features}})
+        (here / "README.md").write_text(f"---\n{card}---\n")
+
+    write_card()
+    assert told()["parameters"] == "22,050,664"
+    assert asked == [("ILSVRC/imagenet-1k", None)]
+    assert told(data={"name": "owner/name:default"})["parameters"] == "22,050,664"
+    assert asked[-1] == ("owner/name", "default")
+
+    told(model={"num_labels": 10})
+    assert len(asked) == 2  # nothing is asked where the number is given
+    for dtype in ("int64", {"class_label": {"names": {"0": "single"}}}):
+        features[1] = {"name": "label", "dtype": dtype}
+        write_card()
+        with pytest.raises(FulldepthError, match=r"names fewer than two classes.*model\.num_labels=N"):
+            told()
+    for number in (1, 0, -3, True, "many", 2.0):
+        with pytest.raises(FulldepthError, match=r"model\.num_labels is .* at least 2"):
+            told(model={"num_labels": number})

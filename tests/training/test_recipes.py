@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fulldepth.errors import FulldepthError
 from fulldepth.losses.terms import Aligned, Coherence, Jump, Orthogonality
 from fulldepth.settings import layers as recipes
+from fulldepth.training import plan as planning
 from fulldepth.training.arguments import batch_split
 from fulldepth.training.methods import make_objective, resolved
 from fulldepth.training.model import build_config, meta_model
-from fulldepth.training.plan import plan
+from fulldepth.training.plan import dry_run_lines, plan
 from fulldepth.training.settings import ModelSettings, TrainSettings
 
 METHODS = ["llama", "jreg", "tree", "tree-cr", "lime", "lime-dynamic", "lime-kv", "hyper", "aligned"]
@@ -350,3 +353,15 @@ def test_fine_tuning_continues_the_model_it_names(tmp_path) -> None:
     config = build_config(continued, positions=asked.sequence_length)
     assert meta_model(config).num_parameters() == COUNTS["jreg-3.4b"]
     assert asked.method == "standard"  # App. A.3 names no penalty
+
+
+@pytest.mark.parametrize("name", recipes.names("train"))
+def test_a_dry_run_without_network_works_or_says_what_to_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(planning, "measure_rate", lambda device, dtype: 1e11)
+    monkeypatch.chdir(tmp_path)
+    try:
+        dry_run_lines(settings(name))
+    except FulldepthError as error:
+        assert re.search(r"model\.num_labels=N|model\.checkpoint", str(error)), error  # noqa: PT017

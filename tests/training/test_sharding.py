@@ -17,18 +17,11 @@ from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
+from training.conftest import MODEL as LLAMA
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_train import launch
+from sharded_train import alone, launch
 
-LLAMA = {
-    "type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 FOUR_STEPS = {
     "model": LLAMA,
     "steps": 4,
@@ -85,8 +78,7 @@ def runs(sources: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     done = launch(folder)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in RECIPES:
-        settings = layer(TrainSettings, read(folder / f"{name}.yaml", "train"))
-        train(settings.model_copy(update={"micro_batch_size": None}), folder / f"{name}-whole")
+        train(alone(folder / f"{name}.yaml"), folder / f"{name}-whole")
     return folder
 
 

@@ -18,11 +18,11 @@ import yaml
 from safetensors.torch import load_file
 
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
+from training.conftest import DETR
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_train import launch
+from sharded_train import alone, launch
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -49,26 +49,7 @@ GPT2 = {
 }
 DETECTION = {
     "task": "detection",
-    "model": {
-        "type": "detr",
-        "backbone_config": {
-            "model_type": "resnet",
-            "embedding_size": 8,
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "layer_type": "basic",
-            "out_features": ["stage2"],
-        },
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 3,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "num_queries": 8,
-        "dropout": 0.0,
-    },
+    "model": {**DETR, "num_queries": 8},
     "initializer": {"distribution": "glorot"},
     "data": {"name": "shapes:32x24/train", "validation": "shapes:32x33/validation", "image_size": 32},
     "backbone_learning_rate": 1e-4,
@@ -149,8 +130,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = launch(folder, shards=kind == "sharded")
         assert done.returncode == 0, done.stderr[-3000:]
     for name in RECIPES:
-        settings = layer(TrainSettings, read(folder / f"{name}.yaml", "train"))
-        train(settings.model_copy(update={"micro_batch_size": None}), folder / f"{name}-whole")
+        train(alone(folder / f"{name}.yaml"), folder / f"{name}-whole")
     return folder
 
 
@@ -176,10 +156,9 @@ def test_a_multi_exit_run_is_resumed_with_its_heads(runs: Path, tmp_path: Path) 
         folder = tmp_path / f"{kind}-{by}"
         shutil.copytree(runs / f"{name}-{kind}", folder)
         shutil.rmtree(folder / "checkpoint-4")
-        recipe = str(runs / f"{name}.yaml")
+        recipe = runs / f"{name}.yaml"
         if by == "whole":
-            settings = layer(TrainSettings, read(recipe, "train")).model_copy(update={"micro_batch_size": None})
-            train(settings, folder, resume=True)
+            train(alone(recipe), folder, resume=True)
         else:
             changes = ["fsdp=true"] if kind == "sharded" else []
             done = launch("train", recipe, *changes, "--output", folder, "--resume", processes=2, shards=bool(changes))

@@ -90,16 +90,4 @@ def _export(model: str, data: str | None, output: Path, settings: ExitSettings, 
             watcher=watcher,
             **settings.model_dump(exclude_unset=True),
         )
-    console.table(
-        [
-            ("layers", f"{exported.layers} of {exported.num_layers}"),
-            ("parameters", f"{exported.parameters:,}"),
-            ("size", f"{exported.bytes / 2**20:.1f} MiB"),
-            ("logit error", f"{exported.logit_error:.1e} (relative, loaded again in a fresh process)"),
-        ]
-    )
-    for note in exported.notes:
-        console.line(f"Note: {note}")
-    console.line(f"Checkpoint: {output}")
-    if exported.published is not None:
-        console.line(f"Published: {exported.published}")
+    console.checkpoint(exported, output, [("layers", f"{exported.layers} of {exported.num_layers}")])

@@ -154,16 +154,4 @@ def apply_command(
         shard_size=shard_size,
         push_to_hub=push_to_hub,
     )
-    console.table(
-        [
-            ("format", exported.format),
-            ("parameters", f"{exported.parameters:,}"),
-            ("size", f"{exported.bytes / 2**20:.1f} MiB"),
-            ("logit error", f"{exported.logit_error:.1e} (relative, loaded again in a fresh process)"),
-        ]
-    )
-    for note in exported.notes:
-        typer.echo(f"Note: {note}")
-    typer.echo(f"Checkpoint: {output}")
-    if exported.published is not None:
-        typer.echo(f"Published: {exported.published}")
+    console.checkpoint(exported, output, [("format", exported.format)])

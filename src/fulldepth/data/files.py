@@ -131,9 +131,12 @@ def tsv_rows(path: Path) -> Rows:
     """The lines of a `.tsv` file below its header. Quotation marks are literal: GLUE's files quote nothing."""
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
-        where, cells = f"{path.name} line {number}", line.removesuffix("\n").split("\t")
+        where = f"{path.name} line {number}"
+        cells = line.removesuffix("\n").removesuffix("\r").split("\t")  # lines of Windows end with both
         if number == 1:
             names = cells
+            if len(set(names)) < len(names):
+                raise FulldepthError(f"{where}: two columns have the same name. It has: {names_of(names)}.")
         elif line.strip():
             if len(cells) != len(names):
                 raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")

@@ -14,7 +14,7 @@ import numpy as np
 from fulldepth.data.batches import Example
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import align_objects, class_numbers, sample
+from fulldepth.data.labels import align_objects, numbering, sample
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, Record, Source
 from fulldepth.errors import FulldepthError, one_line
@@ -79,6 +79,13 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
+def check_kind(source: Source, task: str) -> None:
+    """Refuse a source of another kind than the task trains on."""
+    if source.kind != KINDS[task]:
+        wanted, has = NAMES[KINDS[task]], NAMES.get(source.kind, source.kind)
+        raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
+
+
 def check_rows(
     source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False, read: bool | None = None
 ) -> Rows:
@@ -94,9 +101,7 @@ def check_rows(
     Raises:
         FulldepthError: for data of another kind, and without `skip_bad` for the first bad row, with its file or line.
     """
-    if source.kind != KINDS[task]:
-        wanted, has = NAMES[KINDS[task]], NAMES.get(source.kind, source.kind)
-        raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
+    check_kind(source, task)
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
     if source.kind == "objects":
         source, warnings = _renumbered(source, classes, skip_bad)
@@ -137,8 +142,8 @@ def usable_rows(
         return source
     bad: list[str] = []
     if classes is not None:
-        known, given = {name.casefold() for name in classes}, source.class_names
-        by_name = any(name.casefold() in known for name in given)
+        number_of, given = numbering(dict(enumerate(classes))), source.class_names
+        by_name = any(number_of(name) is not None for name in given)
         numbers = _numbers(source, classes) if by_name else None
         number = partial(_number, names=given, numbers=numbers, classes=classes)
         records, _, bad = _checked(source, number, read=False, skip_bad=skip_bad)
@@ -293,8 +298,8 @@ def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
     """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
     if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
         return None
-    number = class_numbers(dict(enumerate(classes)))
-    return [number(name) for name in source.class_names]
+    number_of = numbering(dict(enumerate(classes)))
+    return [number_of(name) for name in source.class_names]
 
 
 def _number(

@@ -25,6 +25,17 @@ class Labels(NamedTuple):
     warnings: list[str]
 
 
+def numbering(classes: Mapping[int, str]) -> Callable[[str], int | None]:
+    """The class of a name: the one spelled alike, else one that differs in case only, else None.
+
+    Args:
+        classes: class -> name.
+    """
+    exact = {name: index for index, name in classes.items()}
+    folded = {name.casefold(): index for index, name in classes.items()}
+    return lambda name: exact.get(name, folded.get(name.casefold()))
+
+
 def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
     """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
 
@@ -34,8 +45,8 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
     raw, names, warnings = [record.label for record in source.records], source.class_names, []
     model = {int(index): name for name, index in (label2id or {}).items()}
     classifier = task.endswith("-classification") and bool(model)
-    numbers = class_numbers(model)
-    to_id = [number for name in names if (number := numbers(name)) is not None]
+    number_of = numbering(model)
+    to_id = [index for name in names if (index := number_of(name)) is not None]
     if names and len(to_id) == len(names):
         raw = [None if label is None else to_id[label] for label in raw]
         names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
@@ -56,13 +67,6 @@ def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) 
     return Labels(ids, max(len(names), max(present) + 1), names, warnings)
 
 
-def class_numbers(names: Mapping[int, str]) -> Callable[[str], int | None]:
-    """Function from a name to the class that has it: as it is written, else ignoring case; None if there is none."""
-    exact = {name: index for index, name in names.items()}
-    folded = {name.casefold(): index for index, name in names.items()}
-    return lambda name: exact.get(name, folded.get(name.casefold()))
-
-
 def align_objects(
     source: Source, label2id: Mapping[str, int] | None, *, skip_bad: bool = False
 ) -> tuple[list[Objects | None], Labels]:
@@ -80,8 +84,8 @@ def align_objects(
         FulldepthError: without `skip_bad` for the first unknown object; if the data have more classes than the model.
     """
     names, model = source.class_names, {int(index): name for name, index in (label2id or {}).items()}
-    number = class_numbers(model)
-    numbers: list[int | None] = [number(name) for name in names]
+    number_of = numbering(model)
+    numbers: list[int | None] = [number_of(name) for name in names]
     if any(index is not None for index in numbers):
         names, warnings = tuple(model.get(index, str(index)) for index in range(max(model) + 1)), []
     else:

@@ -6,7 +6,6 @@ responses, and `examples` to token ids for the search.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
+from fulldepth.data.hub import HUB_NAME, load_hub, stated_classes
 from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
 from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
 from fulldepth.data.shapes import CLASSES as SHAPE_CLASSES
@@ -37,8 +37,6 @@ BUILTIN: dict[str, tuple[str, tuple[str, ...], Callable[[str], Sequence[Any]], t
     authors.AUTHORS: ("set of passages", authors.PARTS, authors.author_rows, ()),
 }
 """Prefix of built-in data -> noun, parts (to train on, held out), function of the part, names of the classes."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-"""A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
 DATASETS = datasets.Dataset | datasets.IterableDataset
 SPLIT_DATASETS = datasets.DatasetDict | datasets.IterableDatasetDict
 Choice = Callable[[Iterable[str], str], Sequence[str]]
@@ -156,11 +154,31 @@ def open_data(
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
         return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path, limit=limit)
-    if path.suffix.lower() in (*ROWS, ".zip", ".json") or not HUB_NAME.fullmatch(name):
+    if not _may_be_on_hub(name, path):
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {expected}.")
-    repository, full, table = _load(name, config, split, streaming or limit is not None, expected)
+    repository, full, table = load_hub(name, config, split, streaming or limit is not None, expected)
     full, table = _one_split(full, table, split, held_out=held_out)
     return _opened_table(full, table, repository, limit)
+
+
+def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
+    """Names of the classes that the information on a Hub data set states; no row is downloaded.
+
+    Returns:
+        The names, empty if it states none; None if `open_data` would not take `name` for a Hub data set.
+
+    Raises:
+        FulldepthError: if the information cannot be read.
+    """
+    path = path_of(name)
+    if name.startswith((*BUILTIN, SHAPES)) or path.exists() or not _may_be_on_hub(name, path):
+        return None
+    return stated_classes(name, config, _expected(tuple(ROWS), images=True))
+
+
+def _may_be_on_hub(name: str, path: Path) -> bool:
+    """Whether a name that is neither built in nor a path here can be a Hub data set's."""
+    return path.suffix.lower() not in (*ROWS, ".zip", ".json") and HUB_NAME.fullmatch(name) is not None
 
 
 def _expected(suffixes: Sequence[str], *, images: bool) -> str:
@@ -238,24 +256,6 @@ def _opened_table(name: str, table: Any, repository: str | None, limit: int | No
     if limit is not None and isinstance(table, datasets.Dataset):
         table = table.select(range(min(limit, len(table))))
     return Opened(name, table=table, repository=repository, limit=limit)
-
-
-def _load(name: str, config: str | None, split: str | None, streaming: bool, expected: str) -> tuple[str, str, Any]:
-    """The repository of a Hub data set, its name with configuration and split, and what `load_dataset` gives."""
-    repository, _, configuration = name.partition(":")
-    if config and configuration and config != configuration:
-        raise FulldepthError(f"Two configurations were asked for: {configuration!r} in {name}, and {config!r}.")
-    config = config or configuration or None
-    full = ":".join(filter(None, [repository, config]))
-    try:
-        data = datasets.load_dataset(repository, config, split=split, streaming=streaming)
-    except Exception as error:  # any exception of the network, or of readers of the repository's files
-        offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
-        raise FulldepthError(
-            f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
-            f"{offline} Expected {expected}."
-        ) from error
-    return repository, full if isinstance(data, dict) else f"{full}/{split}", data
 
 
 def _one_split(name: str, data: Any, split: str | None, *, held_out: bool) -> tuple[str, Any]:

@@ -117,6 +117,18 @@ class Sequences:
         """Whether all sequences have one length, so that nothing is padded."""
         return len(set(self.lengths)) == 1
 
+    def describe(self) -> dict[str, Any]:
+        """The entry `data` of `results.json`."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "hash": self.hash,
+            "text_hash": self.text_hash,
+            "sequences": len(self),
+            "tokens": sum(self.lengths),
+            "num_classes": self.num_classes,
+        }
+
     def batches(self, batch_size: int, rank: int = 0, world: int = 1, together: int = 1) -> Iterator[Batch]:
         """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`.
 

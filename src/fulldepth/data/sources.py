@@ -8,7 +8,15 @@ from typing import Any
 
 import datasets
 
-from fulldepth.data.columns import EXPECTED, Columns, choose_columns, require_columns, text_value
+from fulldepth.data.columns import (
+    EXPECTED,
+    LABEL_COLUMNS,
+    Columns,
+    choose_columns,
+    clean_text,
+    require_columns,
+    text_value,
+)
 from fulldepth.data.images import ImageLoader, image_content, image_value
 from fulldepth.data.objects import Objects
 from fulldepth.data.opening import Opened, open_data
@@ -112,6 +120,8 @@ def _source(opened: Opened) -> Source:
         if columns is None:
             columns = choose_columns(row, where)
         require_columns(row, (columns.first, columns.second, columns.label), where)
+        if columns.label is None and columns.kind != "pairs":
+            _refuse_late_label(row, where, opened.name)
         read = image_value if columns.kind == "images" else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
         second = None if columns.second is None else row[columns.second]
@@ -137,13 +147,24 @@ def _source(opened: Opened) -> Source:
     return Source(opened.name, kind, records, names)
 
 
+def _refuse_late_label(row: Mapping[str, Any], where: str, name: str) -> None:
+    """Refuse a row with a label in data whose first row has none."""
+    late = next((column for column in LABEL_COLUMNS if column in row), None)
+    if late is not None:
+        raise FulldepthError(
+            f"{where} has {late!r}, which the first row of {name} lacks. Give every row one; null = unknown."
+        )
+
+
 def _class_indices(
     labels: Sequence[tuple[str, Any]], class_names: Sequence[str] = ()
 ) -> tuple[list[int | None], tuple[str, ...]]:
     """Class indices and class names of raw labels (each after its location): integers, digits or names.
 
-    Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order.
+    Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order. Space
+    around a label does not count, and an empty one is None.
     """
+    labels = [(at, (clean_text(label).strip() or None) if isinstance(label, str) else label) for at, label in labels]
     present = [(where, label) for where, label in labels if label is not None]
     if all(isinstance(label, str) for _, label in present) and not all(_is_digits(label) for _, label in present):
         names = tuple(sorted({label for _, label in present}))

@@ -93,20 +93,10 @@ def document(
         rows: of both parts.
         seconds: of the full model.
     """
-    sequences = subject.sequences
     full = {name: mean for name, mean in parts["report"].full.items() if name not in ("agreement", "drop")}
     return {
         "model": subject.describe(),
-        "data": {
-            "name": sequences.name,
-            "kind": sequences.kind,
-            "hash": sequences.hash,
-            "text_hash": sequences.text_hash,
-            "sequences": len(sequences),
-            "tokens": sum(sequences.lengths),
-            "num_classes": sequences.num_classes,
-            "samples": {name: len(part.sequence) for name, part in parts.items()},
-        },
+        "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
         "batch_size": subject.batch_size,
         "full": {
             key: value

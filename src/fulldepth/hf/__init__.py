@@ -43,7 +43,7 @@ from fulldepth.hf.load import (
     pick_dtype,
 )
 from fulldepth.hf.memory import available_memory
-from fulldepth.hf.modes import evaluating, frozen
+from fulldepth.hf.modes import evaluating, frozen, silent
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
 from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
@@ -141,6 +141,7 @@ __all__ = [
     "seal",
     "sealed_checkpoints",
     "settle_checkpoints",
+    "silent",
     "skipping",
     "slice_lists",
     "stored_shapes",

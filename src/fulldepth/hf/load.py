@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -21,7 +22,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from transformers import logging as transformers_logging
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
 from fulldepth.hf.distributed_checkpoint import is_sharded
@@ -39,6 +39,7 @@ from fulldepth.hf.file_checks import (
 from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged
 from fulldepth.hf.gguf_header import read_header
 from fulldepth.hf.memory import check_memory
+from fulldepth.hf.modes import silent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
@@ -146,7 +147,7 @@ def load_checkpoint(
     model: Any
     with _plain_errors(where):
         loader = model_class or _model_class(where, config, trust_remote_code)
-        with _quiet(), bounded_construction(where, weights):
+        with silent(), bounded_construction(where, weights):
             if gguf is not None:
                 model, info = load_gguf_model(gguf, config, loader, **options)
             else:
@@ -200,7 +201,7 @@ def load_config(name: str | Path, *, revision: str | None = None, trust_remote_c
     """
     where = packaged(str(name))
     if (gguf := find_gguf(where)) is not None:
-        with _plain_errors(where), _quiet():
+        with _plain_errors(where), silent():
             return load_gguf_config(gguf)
     check_config(where, revision)
     with _plain_errors(where):
@@ -227,8 +228,9 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     where = packaged(str(name))
     gguf = find_gguf(where)
     if gguf is None:
+        _check_name(where, "a folder with a tokenizer")
         check_tokenizer_files(where, revision)
-    with _plain_errors(where, kind="tokenizer"), _quiet():
+    with _plain_errors(where, kind="tokenizer"), silent():
         if gguf is not None:
             tokenizer = load_gguf_tokenizer(gguf)
         else:
@@ -252,7 +254,7 @@ def load_processor(
     folder = Path(name)
     if not is_folder(where) or any((folder / file).exists() for file in PROCESSOR_FILES):
         check_processor_files(where, revision)
-        with _plain_errors(where, kind="image processor"), _quiet():
+        with _plain_errors(where, kind="image processor"), silent():
             return AutoImageProcessor.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     size = getattr(config, "image_size", 224)
     size = size[0] if isinstance(size, list | tuple) and size else size
@@ -318,6 +320,15 @@ def _check_folder(where: str) -> None:
         raise FulldepthError(f"{where} has {files}; expected *.safetensors. Convert with save_pretrained first.")
 
 
+def _check_name(where: str, expected: str) -> None:
+    """Refuse what is neither a folder or file here nor a name that the Hub could have."""
+    if not is_folder(where) and not Path(where).exists():
+        try:
+            validate_repo_id(where)
+        except HFValidationError as error:
+            raise FulldepthError(f"No such folder: {where}. Expected {expected} or a Hub name (owner/name).") from error
+
+
 @contextmanager
 def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
     """Turn any exception of the libraries into one readable sentence; out-of-memory errors are not changed."""
@@ -334,20 +345,11 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
             raise FulldepthError(
                 f"The checkpoint in {where} does not fit its configuration: {one_line(error)}"
             ) from error
+        if isinstance(error, OSError) and "couldn't connect" in str(error):
+            hub = "is switched off by HF_HUB_OFFLINE" if HF_HUB_OFFLINE else "cannot be reached"
+            raise FulldepthError(
+                f"Cannot load a {kind} from {where}: there is no such folder here, the Hub {hub}, and nothing of that "
+                f"name was downloaded before. Pass the folder of a {kind}."
+            ) from error
         reason = one_line(error) or type(error).__name__
         raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence loading reports and progress bars; the caller checks the loading report itself."""
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Context managers: evaluation mode, and frozen weights."""
+"""Context managers: evaluation mode, frozen weights, and a silent library."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from transformers import logging
 
 
 @contextmanager
@@ -31,3 +32,17 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def silent(level: int = logging.CRITICAL) -> Iterator[None]:
+    """Messages of transformers below `level`, and its progress bars, are not shown inside `with`."""
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(level)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -277,20 +277,15 @@ def _document(
     subject: Subject, settings: MeasureSettings, plan: Plan, data_pass: Pass, table: pd.DataFrame
 ) -> dict[str, Any]:
     """Content of `results.json`."""
-    sequences, setup = subject.sequences, plan.setup
+    data, setup = subject.sequences.describe(), plan.setup
     seconds = {name: round(value, 4) for name, value in data_pass.clock.seconds.items()}
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.describe(),
-        "data": {
-            "name": sequences.name,
-            "kind": sequences.kind,
-            "hash": sequences.hash,
-            "text_hash": sequences.text_hash,
-            "sequences": len(sequences),
-            "tokens": sum(sequences.lengths) or setup.num_sequences * setup.sequence_length,
+        "data": data
+        | {
+            "tokens": data["tokens"] or setup.num_sequences * setup.sequence_length,  # of images, those the model makes
             "sequence_length": setup.sequence_length,
-            "num_classes": sequences.num_classes,
             "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
         "token_policy": subject.describe_tokens(plan.masked_pass),

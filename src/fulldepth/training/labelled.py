@@ -20,7 +20,6 @@ from fulldepth.data.labelled import (
     check_rows,
     held_out,
     in_epochs,
-    name_classes,
 )
 from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture
@@ -32,6 +31,7 @@ from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
 from fulldepth.training.augmentation import Augmentation
+from fulldepth.training.classes import data_classes
 from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.model import build_config, special_tokens
 from fulldepth.training.optimiser import GroupsMixin
@@ -93,7 +93,7 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     """
     data, skip = settings.data, settings.data.skip_bad
     source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
-    classes = _names(source, settings)
+    classes = data_classes(source, settings)
     rows, warnings = _checked(source, settings, classes)
     if data.validation is not None:
         other = _sampled(open_source(data.validation, skip_bad=skip), settings)
@@ -107,34 +107,11 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     return LabelledData(train, validation, classes, warnings)
 
 
-def _names(source: Source, settings: TrainSettings) -> tuple[str, ...]:
-    """Names of the classes: a detector's are those of the data's categories."""
-    if settings.task == "detection":
-        return source.class_names
-    return name_classes(source, (settings.model.model_extra or {}).get("num_labels"))
-
-
 def _checked(source: Source, settings: TrainSettings, classes: tuple[str, ...]) -> tuple[Rows, list[str]]:
     """The valid rows, and warnings. Every class needs a row; which boxes a detector needs, it says itself."""
     skip = settings.data.skip_bad
     rows = check_rows(source, settings.task, classes, skip_bad=skip)
     return rows, rows.warnings + ([] if settings.task == "detection" else check_classes(rows, skip_bad=skip))
-
-
-def class_names(settings: TrainSettings) -> tuple[str, ...]:
-    """Names of the classes, from `model.num_labels` or the labels of the data; no text or image is read.
-
-    Raises:
-        FulldepthError: if the data are not at hand, or have no classes.
-    """
-    declared, data = (settings.model.model_extra or {}).get("num_labels"), settings.data
-    if isinstance(declared, int) and declared > 1:
-        return tuple(f"LABEL_{number}" for number in range(declared))
-    try:
-        source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
-    return _names(source, settings)
 
 
 def _sampled(source: Source, settings: TrainSettings) -> Source:

@@ -205,7 +205,10 @@ def _read(checkpoint: str) -> PreTrainedConfig:
             f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
             "config.json and weights, a GGUF file, or a Hub name (owner/name)."
         )
-    config: PreTrainedConfig = load_config(checkpoint)
+    try:
+        config: PreTrainedConfig = load_config(checkpoint)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
     return config
 
 

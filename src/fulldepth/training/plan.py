@@ -16,9 +16,9 @@ from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import load_tokenizer, pick_device
 from fulldepth.losses import add_exit_heads
 from fulldepth.training.arguments import batch_split
+from fulldepth.training.classes import class_names
 from fulldepth.training.footprint import WEIGHT, CheckpointSize, Memory, checkpoint_size, estimate_memory
 from fulldepth.training.initial import check_initializer
-from fulldepth.training.labelled import class_names
 from fulldepth.training.methods import make_objective, resolved
 from fulldepth.training.model import build_config, meta_model, tokens_of_an_image
 from fulldepth.training.optimiser import parameter_groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,10 +83,10 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     Raises:
         FulldepthError: if a file is missing, or a JSON file does not fit its schema.
     """
-    for pattern in NEEDED:
-        if not any(any(checkpoint.glob(name)) for name in (pattern, IN_SHARDS.get(pattern, pattern))):
-            raise FulldepthError(f"Cannot read {checkpoint}: it has no {pattern}. {_advice(checkpoint)}")
-    try:
+    with _advising(checkpoint):
+        for pattern in NEEDED:
+            if not any(any(checkpoint.glob(name)) for name in (pattern, IN_SHARDS.get(pattern, pattern))):
+                raise FulldepthError(f"Cannot read {checkpoint}: it has no {pattern}.")
         state = read_document(checkpoint / STATE, TrainerStateFile)
         if state.global_step != step_of(checkpoint):
             raise FulldepthError(
@@ -102,8 +104,6 @@ def resume_notes(checkpoint: Path) -> RunNotes:
             raise FulldepthError(f"Cannot read the seal of {checkpoint}: notes.{where}: {problem['msg']}.") from error
         if run_notes.evaluated > state.global_step:
             raise FulldepthError(f"Cannot read the seal of {checkpoint}: it was evaluated after its own step.")
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} {_advice(checkpoint)}") from error
     return run_notes
 
 
@@ -116,17 +116,24 @@ def read_rows(checkpoint: Path) -> pd.DataFrame | None:
     path = checkpoint / RECORD
     if not path.exists():
         return None
-    with reading(path):
+    with _advising(checkpoint), reading(path):
         table = pd.read_parquet(path)
         missing = [name for name in [*COLUMNS, "step"] if name not in table.columns]
         numeric = all(pd.api.types.is_numeric_dtype(table[name]) for name in ("value", "step") if name in table)
-    if missing or not numeric:
-        raise FulldepthError(f"Cannot read {path}: {'no ' + ', '.join(missing) if missing else 'text for numbers'}.")
+        if missing or not numeric:
+            raise ValueError("no " + ", ".join(missing) if missing else "text for numbers")
     return table
 
 
-def _advice(checkpoint: Path) -> str:
-    return f"Remove {checkpoint} to go on from the checkpoint before."
+@contextmanager
+def _advising(checkpoint: str | Path | None) -> Iterator[None]:
+    """Add to an error of reading a checkpoint what the user can do."""
+    try:
+        yield
+    except FulldepthError as error:
+        if checkpoint is None or not str(error).startswith("Cannot read"):
+            raise
+        raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before.") from error
 
 
 class ResumeMixin(AnyTrainer):
@@ -136,24 +143,21 @@ class ResumeMixin(AnyTrainer):
     """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        with reading(resume_from_checkpoint):
+        with _advising(resume_from_checkpoint), reading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with reading(f"the random states in {checkpoint}"):
+        with _advising(checkpoint), reading(f"the random states in {checkpoint}"):
             super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         before = None if checkpoint is None else _options(self)
-        with reading(f"the optimiser's states in {checkpoint}"):
+        with _advising(checkpoint), reading(f"the optimiser's states in {checkpoint}"):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None:
                 _check_states(self.optimizer)
-        if checkpoint is not None and _options(self) != before:
-            raise FulldepthError(
-                f"Cannot read the optimiser's states in {checkpoint}: their options are not those of the settings. "
-                f"{_advice(Path(checkpoint))}"
-            )
+                if _options(self) != before:
+                    raise ValueError("their options are not those of the settings")
 
 
 def _options(trainer: Any) -> list[Any]:

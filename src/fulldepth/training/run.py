@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
-from transformers import logging as transformers_logging
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import sealed_checkpoints
+from fulldepth.hf import sealed_checkpoints, silent
 from fulldepth.losses import DepthTrainer, Objective
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
@@ -86,7 +84,7 @@ def train(
     settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
     if launch.rank() == 0:  # other processes may not see the first one's folder
         open_run(folder, settings, resume)
-    with _quiet_library(), explaining_full_disk(lambda: _last_good(folder)):
+    with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
         with holding(folder, settings, resume, is_main=arguments.should_save) as renamed:
             for path in renamed:
@@ -299,17 +297,3 @@ def _last_good(folder: Path) -> str:
     if not checkpoints:
         return "There is no whole checkpoint yet; --resume starts at the beginning."
     return f"The last whole checkpoint is {checkpoints[-1][1]}; --resume goes on from it."
-
-
-@contextmanager
-def _quiet_library() -> Iterator[None]:
-    """Silence the logs and progress bars of transformers; a run has its own bar."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
