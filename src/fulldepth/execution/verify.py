@@ -130,7 +130,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     candidates = anatomy_candidates(model)
     guess = candidates[0]
     model = guess.model  # without wrappers
-    if rows_of(model.config.model_type) is not None:
+    if rows_of(model.config.model_type) is not None and not guess.searches_head:
         return guess
     with evaluating(model):
         return verify(candidates, sample_inputs(guess), optional=("head", "branches")).anatomy

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.families import rows_of
-from fulldepth.hf.family import Family, Head
+from fulldepth.hf.family import FUNCTIONS, Family, Head
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
 TASKS = {
@@ -158,6 +158,10 @@ class Anatomy:
         states = states.transpose(0, 1) if self.family.sequence_first else states
         return states.sum(-2) if self.has_streams else states
 
+    def select(self, states: Tensor, rows: Tensor) -> Tensor:
+        """Some sequences, `rows: [B]` bool, of a block's input or output."""
+        return states[:, rows] if self.family.sequence_first else states[rows]
+
     def handed_on(self, states: Tensor) -> Tensor:
         """The next block's input from a block's output: the same states, unless a norm stands between blocks."""
         return self.normalise_once(states) if self._norm_between else states
@@ -207,6 +211,18 @@ class Anatomy:
             if self._class.endswith(suffix):
                 return head
         return None
+
+    def head_modules(self, head: Head) -> list[nn.Module]:
+        """The modules of a head, in order; functions of `FUNCTIONS` as modules.
+
+        Raises:
+            AttributeError: if the model has no module of that name.
+        """
+        own = dict(self.model.named_modules())
+        return [
+            FUNCTIONS[path]() if path in FUNCTIONS and path not in own else self.model.get_submodule(path)
+            for path in head.modules
+        ]
 
     @property
     def searches_head(self) -> bool:
