@@ -44,6 +44,16 @@ def task_of(model: Any) -> str:
     return "causal-lm" if generates else task  # a decoder that also accepts images
 
 
+def no_single_class(config: Any) -> str | None:
+    """Why a classifier with this configuration does not predict one class out of several (a regression, or several
+    classes at a time); None if it does.
+    """
+    number, problem = getattr(config, "num_labels", 2), getattr(config, "problem_type", None)
+    if number >= 2 and problem not in ("regression", "multi_label_classification"):
+        return None
+    return f"does not predict one class out of several (num_labels {number}, problem_type {problem})"
+
+
 @dataclass(frozen=True)
 class Anatomy:
     """A model bound to its family: modules by role. Layers are 1-based here, as in every table."""
