@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError, unknown
 
@@ -20,7 +20,23 @@ Modality = Literal["text", "images"]
 Pool = Literal["token", "first", "last", "mean-patches", "mean", "first-and-mean", "mean-of-logits", "inside"]
 Tower = Literal["text", "vision", "encoder", "decoder"]
 CountedTokens = Literal["all", "eos"]
-FUNCTIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU}
+
+
+class DividedByRootWidth(nn.Module):
+    """`h / sqrt(D)`, as T5 scales states before tied embeddings."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[..., D]`."""
+        return states * (states.shape[-1] ** -0.5)
+
+
+FUNCTIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "silu": nn.SiLU,
+    "root_width": DividedByRootWidth,
+}
 """Functions that heads apply between their modules without a module of their own."""
 
 
@@ -38,6 +54,9 @@ class Head:
     that are not padding (`mean-of-logits`), or by the head itself (`inside`)."""
     normed: bool = True
     """Whether the final norm comes before pooling and head."""
+    scaled_if: str | None = None
+    """Attribute of the configuration; where it is true, the states are divided by the root of their width before the
+    last module."""
     leading: int = 1
     """Positions before the first patch ([CLS] and registers), for `mean-patches` and `first-and-mean`."""
     reads: Pool = "first"

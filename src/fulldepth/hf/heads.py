@@ -46,7 +46,7 @@ class Classifier:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
-        if getattr(config, "scale_decoder_outputs", False):  # T5 with tied embeddings
+        if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
             self.softcap, self.scale = None, 1.0
