@@ -318,7 +318,7 @@ def anatomy_candidates(
     if rows is None:
         return [Anatomy(model, family) for family in find_families(model, tower)]
     # A type of one row needs no check: a bare tower has a model type of its own.
-    present = [row for row in rows if len(rows) == 1 or hasattr(model, str(row.body))]
+    present = list(rows) if len(rows) == 1 else [found for row in rows if (found := _located(model, row)) is not None]
     if len(present) > 1:
         if tower is None and present[0].tower in STACKS:
             refuse_other_inputs(model)
@@ -336,6 +336,14 @@ def anatomy_candidates(
             "describe the anatomy in the settings."
         )
     return [Anatomy(model, replace(row, design="pre") if _has_switched_design(model, row) else row) for row in present]
+
+
+def _located(model: PreTrainedModel, row: Family) -> Family | None:
+    """The row of a tower with the path of its body, which some classes keep inside another part; None without it."""
+    if hasattr(model, str(row.body)):
+        return row
+    parts = (name for name, part in model.named_children() if hasattr(part, str(row.body)))
+    return next((replace(row, body=f"{name}.{row.body}") for name in parts), None)
 
 
 def _has_switched_design(model: PreTrainedModel, family: Family) -> bool:
