@@ -41,7 +41,10 @@ IMAGES = """
     beit bit clip convnext cvt data2vec-vision deit dinov2 dinov2_with_registers focalnet hiera ijepa imagegpt levit
     mobilevit poolformer pvt regnet resnet segformer siglip swiftformer swin vit vit_msn
 """
-CLASSIFIERS = "albert bert canine deberta-v2 distilbert gpt2 llama modernbert opt roberta t5 xlnet"
+CLASSIFIERS = """
+    albert bert bloom canine deberta-v2 distilbert eurobert gemma2 gpt2 llama minicpm3 modernbert mpnet opt roberta t5
+    xlnet
+"""
 BARE = """
     aimv2 altclip audio-spectrogram-transformer blip clip_text_model clip_vision_model dinov3_vit dpr dpt hubert
     idefics3 internvl led llama4 llava m2m_100 mt5 paligemma pixtral qwen2_audio qwen3_vl siglip_vision_model
@@ -102,7 +105,7 @@ def examine(task: str, model_type: str) -> Verdict:
 
 def shortened(refusal: str) -> str:
     """The first reason of a refusal."""
-    first = refusal.partition("Describe it")[0].partition(" | ")[0]
+    first = refusal.partition(". Describe it")[0].partition(". A network of several")[0].partition(" | ")[0]
     return one_line(first.rpartition(" design: ")[2].rstrip(". "), 200)
 
 

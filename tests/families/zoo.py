@@ -45,11 +45,15 @@ SMALL: dict[str, Any] = {
 }
 """Field of a configuration -> its value here."""
 LATENT = {"head_dim": None, "num_key_value_heads": 4}
+SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zamba": {"num_hidden_layers": 3},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    **dict.fromkeys(("swin", "swinv2", "donut-swin"), SWIN),
+    "levit": {"image_size": 224, "patch_size": 16},
+    "mobilevitv2": {"image_size": 64, "patch_size": 2},
 }
 """Model type -> fields that need other values, None = the default."""
 

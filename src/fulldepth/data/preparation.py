@@ -44,6 +44,7 @@ def prepare(
     sequence_length: int = 256,
     max_positions: int | None = None,
     vocab_size: int | None = None,
+    pad_id: int | None = None,
     label2id: Mapping[str, int] | None = None,
     words: Sequence[str] = (),
     truncate: bool = False,
@@ -54,20 +55,19 @@ def prepare(
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
     If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
-
     Plain text fills whole windows for language models (the first `max_sequences` of them); elsewhere one text, one
     prompt with its response or one image is one sequence. A representation cuts a long plain text into several.
-    Of more than `max_sequences` labelled texts or images a seeded sample is taken, the classes in turn.
 
     Args:
         source: from `open_source`.
         task: `causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection` or `representation`.
         tokenizer: for text.
         processor: for images.
-        max_sequences: at most this many sequences.
+        max_sequences: at most this many; of labelled texts and images a seeded sample, the classes in turn.
         sequence_length: tokens of a window, and at most of any sequence; special tokens included.
         max_positions: most tokens that the model can read; None = no limit.
         vocab_size: rows of the model's embedding; None = not checked.
+        pad_id: padding token of the model, by which some classifiers find the last token; None = the tokenizer's.
         label2id: the model's classes; labels follow it where the names agree.
         words: words to locate (`Batch.words`).
         truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
@@ -91,7 +91,7 @@ def prepare(
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad)
-    return _texts(source, task, tokenizer, labels, limits, vocab_size, words)
+    return _texts(source, task, tokenizer, labels, limits, vocab_size, pad_id, words)
 
 
 def _texts(
@@ -101,6 +101,7 @@ def _texts(
     labels: Labels,
     limits: Limits,
     vocab_size: int | None,
+    pad_id: int | None,
     words: Sequence[str],
 ) -> Sequences:
     order = [index for index, record in enumerate(source.records) if _has_text(record, source.kind)]
@@ -130,7 +131,9 @@ def _texts(
         hash=_text_hash(task, examples, targets),
         text_hash=content_hash(source),
         examples=examples,
-        collate=partial(collate_texts, examples, pad_id=_pad_id(tokenizer, vocab_size), targets=targets),
+        collate=partial(
+            collate_texts, examples, pad_id=_first_valid((pad_id, tokenizer.pad_token_id), vocab_size), targets=targets
+        ),
         lengths=[len(example) for example in examples],
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=labels.num_classes,
@@ -208,10 +211,9 @@ def _images(
     )
 
 
-def _pad_id(tokenizer: Any, vocab_size: int | None) -> int:
-    """The padding token, or 0: padding is masked, but its id must exist in the model."""
-    pad = tokenizer.pad_token_id
-    return 0 if pad is None or (vocab_size is not None and pad >= vocab_size) else int(pad)
+def _first_valid(pads: Sequence[int | None], vocab_size: int | None) -> int:
+    """The first padding token that the model has, or 0: padding is masked, but its id must exist there."""
+    return next((pad for pad in pads if pad is not None and 0 <= pad < (vocab_size or pad + 1)), 0)
 
 
 def _mark_words(examples: list[Example], tokenizer: Any, words: Sequence[str]) -> tuple[list[Example], list[str]]:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from fulldepth.early_exit.rules import Exit
 from fulldepth.early_exit.running import EarlyExit
+from fulldepth.hf import frozen
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -68,6 +69,11 @@ def flops_of(early: EarlyExit, inputs: dict[str, Tensor]) -> SampleFlops:
         early: the model.
         inputs: a batch on the model's device.
     """
+    with frozen(early.subject.anatomy.model):  # the counter marks the backward pass of parameters that modules read
+        return _flops_of(early, inputs)
+
+
+def _flops_of(early: EarlyExit, inputs: dict[str, Tensor]) -> SampleFlops:
     runner, anatomy = early.runner, early.subject.anatomy
     count = len(next(iter(inputs.values())))
     full, _ = _counted(partial(early.full, inputs))

@@ -59,7 +59,7 @@ class EarlyExit:
             stays = ~leaves
             if not bool(stays.any()):
                 break
-            rows, states = rows[stays], states[stays]
+            rows, states = rows[stays], anatomy.select(states, stays)
             inputs = {name: value[stays] for name, value in inputs.items()}
             rule.keep(stays)
             runner.keep(stays, inputs)

@@ -27,6 +27,7 @@ from fulldepth.hf import (
     depth_of,
     device_of,
     first_broken_weight,
+    no_single_class,
 )
 from fulldepth.settings.exit import ExitSettings
 
@@ -146,14 +147,8 @@ def check_task(anatomy: Anatomy) -> None:
             f"{name} predicts neither tokens nor a class nor objects, so no layer can be left early. Expected a "
             "language model, a classifier of texts or images, or a detector."
         )
-    problem = getattr(config, "problem_type", None)
-    if anatomy.task in CLASSIFIES and (
-        getattr(config, "num_labels", 2) < 2 or problem in ("regression", "multi_label_classification")
-    ):
-        raise FulldepthError(
-            f"{name} does not predict one class out of several (num_labels {config.num_labels}, problem_type "
-            f"{problem}); the rules of early exit compare the probabilities of classes."
-        )
+    if anatomy.task in CLASSIFIES and (reason := no_single_class(config)):
+        raise FulldepthError(f"{name} {reason}; the rules of early exit compare the probabilities of classes.")
 
 
 def _nothing_to_predict(anatomy: Anatomy, sequences: Sequences) -> str:

@@ -13,7 +13,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.execution.trace import body_inputs
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, Classifier
 
 Batching = Literal["padded", "equal", "single"]
 
@@ -52,9 +52,11 @@ def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torc
 
 @torch.no_grad()
 def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) -> tuple[Batching, str | None]:
-    """Compare the states of a sequence run alone with those in a batch with another one, with and without padding.
+    """Compare the states of a sequence run alone, and the logits of a head that pools them itself, with those in a
+    batch with another one, with and without padding.
 
-    FNet mixes padding into the tokens, and so do ConvBERT's convolutions; capacity limits of experts mix sequences.
+    FNet mixes padding into the tokens, and so do ConvBERT's convolutions; capacity limits of experts mix sequences;
+    XLNet's head reads the last position, whether it is padding or not.
 
     Args:
         anatomy: a verified model in evaluation mode.
@@ -70,17 +72,18 @@ def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) 
     kind = type(anatomy.model).__name__
     lengths = sequences.lengths
     shortest, longest = (lengths.index(extreme(lengths)) for extreme in (min, max))
-    alone = _states(anatomy, sequences, [shortest], device)
+    alone = _results(anatomy, sequences, [shortest], device)
 
     def change(other: int) -> float:
         """The relative change of the states in a batch with another sequence; refuses a model that draws numbers."""
-        difference = _difference(_states(anatomy, sequences, [shortest, other], device), alone)
+        results = _results(anatomy, sequences, [shortest, other], device)
+        difference = max(map(_difference, results, alone))
         if difference:
             check_repeatable()
         return difference
 
     def check_repeatable() -> None:
-        difference = _difference(_states(anatomy, sequences, [shortest], device), alone)
+        difference = max(map(_difference, _results(anatomy, sequences, [shortest], device), alone))
         if difference:
             raise FulldepthError(
                 f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random "
@@ -91,12 +94,12 @@ def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) 
     equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
     if equal_length and (difference := change(equal_length[0])):
         return "single", (
-            f"The states of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
+            f"The results of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
             "sequence is run alone."
         )
     if lengths[longest] != lengths[shortest] and (difference := change(longest)):
         return "equal", (
-            f"The states of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch holds "
+            f"The results of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch holds "
             "sequences of one length only."
         )
     if not equal_length and lengths[longest] == lengths[shortest]:  # a single sequence
@@ -104,13 +107,20 @@ def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) 
     return "padded", None
 
 
-def _states(anatomy: Anatomy, sequences: Prepared, indices: Sequence[int], device: torch.device) -> Tensor:
-    """[L+1, T, D] residual stream of the first of these sequences, which are run in one batch."""
+def _results(anatomy: Anatomy, sequences: Prepared, indices: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Of the first of these sequences, which are run in one batch: the residual stream `[L+1, T, D]`, and the logits
+    `[1, 1, C]` of a head that pools inside.
+    """
     batch = sequences.collate(indices)
     with capture(anatomy, ["residual"]) as activations:
         anatomy.runner(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
-        states = activations.stack("residual")[:, 0]  # [L+1, T, D]
-    return states if batch.attention_mask is None else states[:, batch.attention_mask[0].to(states.device)]
+        states = activations.stack("residual")  # [L+1, B, T, D]
+    mask = batch.attention_mask
+    logits = []
+    if anatomy.head is not None and anatomy.head.pool == "inside":
+        seen = torch.ones(states.shape[1:3], device=states.device) if mask is None else mask.to(states.device)
+        logits = [Classifier(anatomy).sequences(states[-1], seen)[None, :1]]
+    return [states[:, 0] if mask is None else states[:, 0, mask[0].to(states.device)], *logits]
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:

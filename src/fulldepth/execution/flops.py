@@ -122,7 +122,7 @@ def _classifier_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlop
     anatomy, config = anatomy_candidates(model)[0], model.config.get_text_config()
     if anatomy.head is None:
         raise FulldepthError(f"{type(model).__name__} has no head that is known.")
-    heads = [model.get_submodule(path) for path in anatomy.head.modules]
+    heads = anatomy.head_modules(anatomy.head)
     outside = {part for module in (*heads, *exit_heads_of(model).values()) for part in module.modules()}
     pooled = sum(weight_products(part) for module in heads for part in module.modules())
     causal = anatomy.head.pool == "last"

@@ -137,7 +137,8 @@ class LayerRunner:
     def _per_sequence(self) -> dict[Path, bool]:
         """Place of each tensor in the arguments -> whether it has an entry for each sequence.
 
-        These are the tensors whose first dimension differs between batches of two and three sequences.
+        These are the tensors of two rows in a batch of two sequences and of three in one of three. Left out are tensors
+        whose shape changes in another way, such as the biases of all heads of all sequences.
         """
         before = self._arguments, self._first, self._cache
         sizes = []
@@ -145,7 +146,12 @@ class LayerRunner:
             self.begin({name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in self._sample.items()})
             sizes.append({path: tensor.shape for path, tensor in tensors_in(self._arguments)})
         self._arguments, self._first, self._cache = before
-        return {path: shape[:1] != sizes[1][path][:1] for path, shape in sizes[0].items() if path in sizes[1]}
+        found: dict[Path, bool] = {}
+        for path in sizes[0].keys() & sizes[1].keys():
+            shapes = sizes[0][path], sizes[1][path]
+            if shapes[0] == shapes[1] or ((shapes[0][0], shapes[1][0]) == (2, 3) and shapes[0][1:] == shapes[1][1:]):
+                found[path] = shapes[0] != shapes[1]
+        return found
 
     def write(self, layers: Sequence[int], states: Tensor) -> None:
         """Add keys and values of layers to the cache as if each read these states, and compute nothing else.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.trace import Call, Trace, equal
 from fulldepth.hf import Anatomy, Classifier, Head
-from fulldepth.hf.family import Pool
+from fulldepth.hf.family import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
 
@@ -23,8 +23,16 @@ COMPARED_AT_ONCE = 1 << 22
 """Entries of two tensors that are compared in float64 at a time."""
 LONGEST_HEAD = 4
 """Maximum number of modules of a head, the final norm included."""
-POOLS: tuple[Pool, ...] = ("first", "last", "mean-patches", "mean")
+POOLS: tuple[Pool, ...] = ("first", "last", "mean-patches", "mean", "first-and-mean")
 """Ways in which a head may pick or average positions between two modules."""
+PATCHES = ("mean-patches", "first-and-mean")
+"""Those that leave out the positions before the patches."""
+NOISE = 7
+"""Seed of the noise by which positions are tried that a head may not read."""
+
+
+class SeveralStagesError(FulldepthError):
+    """A list of blocks is only a part of what changes the states, or its blocks work on states of several shapes."""
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -125,7 +133,7 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
             continue
         alike = call.gave.shape == call.given.shape == calls[0].given.shape
         if type(call.module) in kinds or (position < first and alike and _is_list_member(anatomy, call.path)):
-            raise FulldepthError(
+            raise SeveralStagesError(
                 f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
                 "changes the stream too"
             )
@@ -139,7 +147,7 @@ def _check_shapes(calls: list[Call], path: str, positions: tuple[int, ...] | Non
     """Check that all calls read and return states of one shape and, for text, with the batch's positions."""
     shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
     if len(shapes) > 1 or len(next(iter(shapes))) != dimensions:
-        raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
+        raise SeveralStagesError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
     shape = next(iter(shapes))
     if positions is not None and shape[:2] != positions:
         raise FulldepthError(
@@ -222,18 +230,20 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
     if trace.logits is None:
         return None
     frontier: list[_Step] = [_Step(last, (), "token")]
+    leading = {1, 1 + (getattr(anatomy.config, "num_register_tokens", None) or 0)}
     for _ in range(LONGEST_HEAD):
-        frontier += [pooled for step in frontier for pooled in _pooled(step, mask)]
+        frontier += [pooled for step in frontier for pooled in _pooled(step, mask, leading)]
+        frontier += [applied for step in frontier if step.modules for applied in _applied(step)]
         frontier = [step for before in frontier for step in _next(before, trace)]
         for step in frontier:
-            for end in (step, *_pooled(step, mask)):
+            for end in (step, *_pooled(step, mask, leading), *_late(step, mask)):
                 head = _head(anatomy, end)
                 if (
                     head is not None
                     and end.state.shape == trace.logits.shape
                     and _predicts(anatomy, head, trace, last, mask)
                 ):
-                    return head
+                    return replace(head, reads=_read(anatomy, head, last, mask)) if head.pool == "inside" else head
     return None
 
 
@@ -243,13 +253,27 @@ class _Step(NamedTuple):
     state: Tensor
     modules: tuple[str, ...]
     pool: Pool
+    leading: int = 1
 
 
-def _pooled(step: _Step, mask: Tensor | None) -> Iterator[_Step]:
+def _pooled(step: _Step, mask: Tensor | None, leading: Collection[int]) -> Iterator[_Step]:
     """A state of all positions, pooled in every way of `POOLS`."""
     if step.pool == "token" and step.state.ndim == 3:
         for way in POOLS:
-            yield step._replace(state=pool(step.state, mask, way), pool=way)
+            for count in leading if way in PATCHES else (1,):
+                yield step._replace(state=pool(step.state, mask, way, count), pool=way, leading=count)
+
+
+def _late(step: _Step, mask: Tensor | None) -> Iterator[_Step]:
+    """A state of all positions, averaged behind the modules."""
+    if step.pool == "token" and step.state.ndim == 3:
+        yield step._replace(state=pool(step.state, mask, "mean"), pool="mean-of-logits")
+
+
+def _applied(step: _Step) -> Iterator[_Step]:
+    """A state after each function that needs no module of the model."""
+    for name, kind in FUNCTIONS.items():
+        yield step._replace(state=kind()(step.state), modules=(*step.modules, name))
 
 
 def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
@@ -257,21 +281,46 @@ def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
     for call in trace.readers(step.state):
         if call.path not in step.modules:
             inside = step.pool == "token" and step.state.ndim == 3 and call.gave.ndim == 2
-            yield _Step(call.gave, (*step.modules, call.path), "inside" if inside else step.pool)
+            way: Pool = "inside" if inside else step.pool
+            yield _Step(call.gave, (*step.modules, call.path), way, step.leading)
 
 
 def _head(anatomy: Anatomy, step: _Step) -> Head | None:
     """A head from a chain of modules, without the final norm."""
+    if not step.modules:
+        return None
     normed = anatomy.final_norm is not None and anatomy.model.get_submodule(step.modules[0]) is anatomy.final_norm
     modules = step.modules[1:] if normed else step.modules
-    return Head(modules, pool=step.pool, normed=normed) if modules else None
+    return Head(modules, pool=step.pool, normed=normed, leading=step.leading) if modules else None
 
 
 def _predicts(anatomy: Anatomy, head: Head, trace: Trace, last: Tensor, mask: Tensor | None) -> bool:
     """Whether a head gives the model's logits."""
+    return trace.logits is not None and is_close(predict(_classifier(anatomy, head), last, mask), trace.logits)
+
+
+def _read(anatomy: Anatomy, head: Head, last: Tensor, mask: Tensor | None) -> Pool:
+    """What a head that pools inside reads of a sequence without padding, by the positions whose change does not change
+    its logits.
+    """
+    classifier = _classifier(anatomy, head)
+    mask = torch.ones_like(last[..., 0]) if mask is None else mask
+    longest = mask.sum(1).argmax()[None]
+    last, mask = last[longest], mask[longest]
+    expected = predict(classifier, last, mask)
+    noise = torch.randn(last.shape, generator=torch.Generator().manual_seed(NOISE)).to(last) * last.std()
+    position = (mask.long().cumsum(1) - 1).masked_fill(mask == 0, -1)  # [B, T]
+    end = position == position.amax(1, keepdim=True)
+    counted: dict[Pool, Tensor] = {"first": position == 0, "last": end, "mean-patches": position > 0}
+    for way, read in counted.items():
+        if is_close(predict(classifier, torch.where(read[..., None], last, last + noise), mask), expected):
+            return way
+    return "mean"
+
+
+def _classifier(anatomy: Anatomy, head: Head) -> Classifier:
     family = replace(anatomy.family, heads={type(anatomy.model).__name__: head})
-    classifier = Classifier(replace(anatomy, family=family))
-    return trace.logits is not None and is_close(predict(classifier, last, mask), trace.logits)
+    return Classifier(replace(anatomy, family=family))
 
 
 def predict(classifier: Classifier, last: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,13 +12,39 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLES, capture
-from fulldepth.execution.stream import check_close, find_head, is_close, predict, prove_end, prove_stream
+from fulldepth.execution.stream import (
+    SeveralStagesError,
+    check_close,
+    find_head,
+    is_close,
+    predict,
+    prove_end,
+    prove_stream,
+)
 from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, reason_of, run
-from fulldepth.hf import Anatomy, Checkpoint, Classifier, anatomy_candidates, evaluating, rows_of, sample_inputs
+from fulldepth.hf import (
+    Anatomy,
+    Checkpoint,
+    Classifier,
+    anatomy_candidates,
+    evaluating,
+    no_single_class,
+    rows_of,
+    sample_inputs,
+)
 from fulldepth.hf.finder import towers
 
 MOST_REASONS = 3
 """Reasons that a refusal lists."""
+DESCRIBE = (
+    ". Describe it in the settings (--set anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head where "
+    "they are known); without these the residual stream alone is measured."
+)
+STAGES = (
+    ". A network of several stages has no single residual stream. In Python its stages can be measured as layers: "
+    "fulldepth.measure(model, (images, labels), stages=[...], head=...)."
+)
+"""Remedy for networks of images."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +110,13 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     """
     trace = _followed(candidates[0], inputs)
     failures: dict[str, str] = {}
+    staged = False
     best: Verified | None = None
     for anatomy in candidates:
         try:
             verified = _verify(anatomy, trace, inputs, optional)
         except Exception as error:
-            reason = reason_of(error)
+            reason, staged = reason_of(error), staged or isinstance(error, SeveralStagesError)
             failures.setdefault(reason, f"{anatomy.family.name}, {anatomy.family.design} design: {reason}")
             continue
         if not verified.unproven:
@@ -104,8 +131,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
         f"{type(candidates[0].model).__name__} is refused, because its anatomy could not be proven. "
         + " | ".join(one_line(reason, 220) for reason in reasons[:MOST_REASONS])
         + more
-        + ". Describe it in the settings (--set anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
-        "where they are known); without these the residual stream alone is measured."
+        + (STAGES if staged and candidates[0].family.modality == "images" else DESCRIBE)
     )
 
 
@@ -130,7 +156,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     candidates = anatomy_candidates(model)
     guess = candidates[0]
     model = guess.model  # without wrappers
-    if rows_of(model.config.model_type) is not None:
+    if rows_of(model.config.model_type) is not None and not guess.searches_head:
         return guess
     with evaluating(model):
         return verify(candidates, sample_inputs(guess), optional=("head", "branches")).anatomy
@@ -183,6 +209,8 @@ def _prove_head(
         return anatomy, None
     if trace.logits is None:
         raise FulldepthError("the model gives no logits")
+    if anatomy.task.endswith("-classification") and (reason := no_single_class(anatomy.model.config)):
+        raise FulldepthError(f"the model {reason}, and the lens is read as classes")
     if anatomy.task == "causal-lm":
         _check_causal(anatomy, trace, inputs)
     classifier = Classifier(anatomy)

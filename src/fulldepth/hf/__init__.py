@@ -1,6 +1,6 @@
 """Everything that depends on Hugging Face's module names and files: loading, families, anatomy, heads."""
 
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, task_of
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, no_single_class, task_of
 from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.distributed_checkpoint import (
     OPTIMIZER_SHARDS,
@@ -122,6 +122,7 @@ __all__ = [
     "load_tokenizer",
     "loaded_weight",
     "missing_weights",
+    "no_single_class",
     "notes_of",
     "open_model",
     "open_tokenizer",

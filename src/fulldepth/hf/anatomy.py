@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.families import rows_of
-from fulldepth.hf.family import Family, Head
+from fulldepth.hf.family import FUNCTIONS, Family, Head
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
 
 TASKS = {
@@ -42,6 +42,16 @@ def task_of(model: Any) -> str:
         return "representation"
     generates = name.endswith("ForConditionalGeneration") and not model.config.is_encoder_decoder
     return "causal-lm" if generates else task  # a decoder that also accepts images
+
+
+def no_single_class(config: Any) -> str | None:
+    """Why a classifier with this configuration does not predict one class out of several (a regression, or several
+    classes at a time); None if it does.
+    """
+    number, problem = getattr(config, "num_labels", 2), getattr(config, "problem_type", None)
+    if number >= 2 and problem not in ("regression", "multi_label_classification"):
+        return None
+    return f"does not predict one class out of several (num_labels {number}, problem_type {problem})"
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,10 @@ class Anatomy:
         states = states.transpose(0, 1) if self.family.sequence_first else states
         return states.sum(-2) if self.has_streams else states
 
+    def select(self, states: Tensor, rows: Tensor) -> Tensor:
+        """Some sequences, `rows: [B]` bool, of a block's input or output."""
+        return states[:, rows] if self.family.sequence_first else states[rows]
+
     def handed_on(self, states: Tensor) -> Tensor:
         """The next block's input from a block's output: the same states, unless a norm stands between blocks."""
         return self.normalise_once(states) if self.norm_between else states
@@ -207,6 +221,18 @@ class Anatomy:
             if self._class.endswith(suffix):
                 return head
         return None
+
+    def head_modules(self, head: Head) -> list[nn.Module]:
+        """The modules of a head, in order; functions of `FUNCTIONS` as modules.
+
+        Raises:
+            AttributeError: if the model has no module of that name.
+        """
+        own = dict(self.model.named_modules())
+        return [
+            FUNCTIONS[path]() if path in FUNCTIONS and path not in own else self.model.get_submodule(path)
+            for path in head.modules
+        ]
 
     @property
     def searches_head(self) -> bool:
@@ -292,7 +318,7 @@ def anatomy_candidates(
     if rows is None:
         return [Anatomy(model, family) for family in find_families(model, tower)]
     # A type of one row needs no check: a bare tower has a model type of its own.
-    present = [row for row in rows if len(rows) == 1 or hasattr(model, str(row.body))]
+    present = list(rows) if len(rows) == 1 else [found for row in rows if (found := _located(model, row)) is not None]
     if len(present) > 1:
         if tower is None and present[0].tower in STACKS:
             refuse_other_inputs(model)
@@ -310,6 +336,14 @@ def anatomy_candidates(
             "describe the anatomy in the settings."
         )
     return [Anatomy(model, replace(row, design="pre") if _has_switched_design(model, row) else row) for row in present]
+
+
+def _located(model: PreTrainedModel, row: Family) -> Family | None:
+    """The row of a tower with the path of its body, which some classes keep inside another part; None without it."""
+    if hasattr(model, str(row.body)):
+        return row
+    parts = (name for name, part in model.named_children() if hasattr(part, str(row.body)))
+    return next((replace(row, body=f"{name}.{row.body}") for name in parts), None)
 
 
 def _has_switched_design(model: PreTrainedModel, family: Family) -> bool:

@@ -72,7 +72,7 @@ def output_layer(anatomy: Anatomy) -> tuple[nn.Module, str, nn.Linear]:
             "(in GPT-2, 11 heads of 38.6 million numbers). Exit heads are for classifiers of texts and images; the "
             "aligned method trains every layer with one head."
         )
-    module = anatomy.model.get_submodule(head.modules[-1])
+    module = anatomy.head_modules(head)[-1]
     classes = getattr(anatomy.model.config, "num_labels", None)
     layers = [(name, part) for name, part in module.named_modules() if type(part) is nn.Linear]
     if not layers or (classes is not None and layers[-1][1].out_features != classes):

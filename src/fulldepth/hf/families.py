@@ -201,9 +201,13 @@ T5_DECODER = replace(
     mlp_norm=None,
     body="decoder",
     tower="decoder",
-    heads={"ForConditionalGeneration": Head(("lm_head",))},
+    heads={"ForConditionalGeneration": Head(("lm_head",), scaled_if="scale_decoder_outputs")},
 )
 """Cross-attention stands between attention and MLP, so a layer has three branches and none is named here."""
+
+UMT5_DECODER = replace(
+    T5_DECODER, heads={"ForConditionalGeneration": Head(("lm_head",), scaled_if="tie_word_embeddings")}
+)
 
 DETR = Family(
     "detr",
@@ -246,7 +250,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "detr": (DETR,),
     "t5": (T5_ENCODER, T5_DECODER),
     "mt5": (T5_ENCODER, T5_DECODER),
-    "umt5": (T5_ENCODER, T5_DECODER),
+    "umt5": (T5_ENCODER, UMT5_DECODER),
 }
 """model_type -> its rows (two for models of two towers)."""
 SKIPPED = "fulldepth_skipped_"

@@ -10,14 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from torch import Tensor, nn
+
 from fulldepth.errors import FulldepthError, unknown
 
 Design = Literal["pre", "parallel", "post"]
 ValuePart = Literal["whole", "last-third", "last-third-of-each-head"]
 Modality = Literal["text", "images"]
-Pool = Literal["token", "first", "last", "mean-patches", "mean", "inside"]
+Pool = Literal["token", "first", "last", "mean-patches", "mean", "first-and-mean", "mean-of-logits", "inside"]
 Tower = Literal["text", "vision", "encoder", "decoder"]
 CountedTokens = Literal["all", "eos"]
+
+
+class DividedByRootWidth(nn.Module):
+    """`h / sqrt(D)`, as T5 scales states before tied embeddings."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[..., D]`."""
+        return states * (states.shape[-1] ** -0.5)
+
+
+FUNCTIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "silu": nn.SiLU,
+    "root_width": DividedByRootWidth,
+}
+"""Functions that heads apply between their modules without a module of their own."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +45,29 @@ class Head:
     """The path from `h_L` to the logits: final norm, pooling, then a chain of modules."""
 
     modules: tuple[str, ...]
-    """Paths from the model, applied in order; with `pool="inside"` the first module reads `[B, T, D]` itself."""
+    """Paths from the model, or names of `FUNCTIONS`, applied in order; with `pool="inside"` the first module reads
+    `[B, T, D]` itself."""
     pool: Pool = "token"
     """`token`: one prediction per position. Otherwise one per sequence, from the first token (`first`), the last token
-    that is not padding (`last`), the mean of all but the first (`mean-patches`), the mean of all that are not padding
-    (`mean`), or by the head itself (`inside`)."""
+    that is not padding (`last`), the mean of the patches (`mean-patches`), the mean of all that are not padding
+    (`mean`), the first beside the mean of the patches, `[B, 2 D]` (`first-and-mean`), the mean of the logits of all
+    that are not padding (`mean-of-logits`), or by the head itself (`inside`)."""
     normed: bool = True
     """Whether the final norm comes before pooling and head."""
+    scaled_if: str | None = None
+    """Attribute of the configuration; where it is true, the states are divided by the root of their width before the
+    last module."""
+    leading: int = 1
+    """Positions before the first patch ([CLS] and registers), for `mean-patches` and `first-and-mean`."""
+    reads: Pool = "first"
+    """Of `pool="inside"`: what the head reads, `first`, `last`, `mean-patches` or `mean`."""
+
+    @property
+    def feature(self) -> Pool:
+        """How a sample's feature follows from its states."""
+        if self.pool == "mean-of-logits":
+            return "mean"
+        return self.reads if self.pool == "inside" else self.pool
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,11 @@ def _stack(model: PreTrainedModel, name: str) -> Any:
 def refuse_other_inputs(model: PreTrainedModel) -> None:
     """Refuse encoder-decoders, and models of inputs other than text and images."""
     name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
+        raise FulldepthError(
+            f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head the decoder's last "
+            "state. Its layers are no layers of one classifier; fulldepth measure --tower encoder reads its encoder."
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
             f"{name} is an encoder-decoder. fulldepth measure reads both stacks on rows with input + target, or one "

@@ -28,10 +28,16 @@ class Classifier:
 
     def __init__(self, anatomy: Anatomy) -> None:
         if anatomy.head is None:
-            raise FulldepthError(f"{type(anatomy.model).__name__} has no prediction head.")
+            kind = type(anatomy.model).__name__
+            raise FulldepthError(
+                f"The head of {kind} cannot be applied to its layers: no chain of modules leads from the last block to "
+                "the model's logits (a part of the head is no module)."
+                if anatomy.searches_head
+                else f"{kind} has no prediction head."
+            )
         self.anatomy, self.head = anatomy, anatomy.head
         try:
-            self.modules: list[Any] = [anatomy.model.get_submodule(path) for path in self.head.modules]
+            self.modules: list[Any] = [*anatomy.head_modules(self.head)]
         except AttributeError as error:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no head where expected: {error}.") from error
         config = anatomy.model.config
@@ -40,8 +46,10 @@ class Classifier:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
-        if getattr(config, "scale_decoder_outputs", False):  # T5 with tied embeddings
+        if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
+        if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
+            self.softcap, self.scale = None, 1.0
         self._norm: Callable[[Tensor], Tensor] | None = None
         self.exits: dict[int, Any] = {} if self.per_token else layer_heads(anatomy)
         """1-based layer -> last module of its own head, in a multi-exit model."""
@@ -140,23 +148,22 @@ class Classifier:
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, C] logits of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
-        return self.pooled(self.pool(states, attention_mask))
+        logits = self.pooled(self.pool(states, attention_mask))
+        return pool(logits, attention_mask, "mean") if self.head.pool == "mean-of-logits" else logits
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, D] input of a sequence head from `states: [B, T, D]`: normed, then selected or averaged.
 
-        A norm works on single positions, so only selected ones are normed.
+        A norm works on single positions, so only selected ones are normed. Heads that pool inside, or average logits,
+        read all states.
         """
         if self.head.pool in ("first", "last"):
             return self._normed(pool(states, attention_mask, self.head.pool))
-        return pool(self._normed(states), attention_mask, self.head.pool)
+        return pool(self._normed(states), attention_mask, self.head.pool, self.head.leading)
 
     def feature(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, D] a sample's feature in the residual stream `states: [B, T, D]`: what the head selects or averages.
-
-        Heads that pool inside read the first position ([CLS]).
-        """
-        return pool(states, attention_mask, "first" if self.head.pool == "inside" else self.head.pool)
+        """[B, D] a sample's feature in the residual stream `states: [B, T, D]`: what the head selects or averages."""
+        return pool(states, attention_mask, self.head.feature, self.head.leading)
 
     def sample_mask(self, inputs: Mapping[str, Any], attention_mask: Tensor) -> Tensor:
         """`[B, T]`, True = counts, by which a head that reads the last position finds it.
@@ -202,18 +209,21 @@ class Tile(NamedTuple):
         return self.classifier.capped(logits)
 
 
-def pool(states: Tensor, attention_mask: Tensor | None, way: Pool) -> Tensor:
+def pool(states: Tensor, attention_mask: Tensor | None, way: Pool, leading: int = 1) -> Tensor:
     """Input of a sequence head from `states: [B, T, D]`: `[B, D]`, or the states themselves for heads that pool inside.
 
     Args:
         states: after the final norm, if the head has one.
         attention_mask: `[B, T]`, 0 = padding; None if no position is.
         way: as in `Head.pool`.
+        leading: as in `Head.leading`.
     """
     if way == "first":
         return states[:, 0]
     if way == "mean-patches":
-        return states[:, 1:].mean(1)
+        return states[:, leading:].mean(1)
+    if way == "first-and-mean":
+        return torch.cat([states[:, 0], states[:, leading:].mean(1)], dim=-1)
     if way not in ("last", "mean"):
         return states
     mask = states.new_ones(states.shape[:2]) if attention_mask is None else attention_mask.to(states.device)

@@ -19,7 +19,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names
 from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import anatomy_candidates, evaluating, unwrapped
+from fulldepth.hf import anatomy_candidates, evaluating, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
@@ -143,7 +143,8 @@ def measure_with(
             data = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
             if data.captioned and towers(checkpoint.model):
                 return measure_towers(checkpoint, data, settings, measured)
-            if names := stacks(checkpoint.model):
+            names = stacks(checkpoint.model)
+            if names and not task_of(checkpoint.model).endswith("-classification"):
                 return measure_each(names, data, settings, measured)
         return measured(data, settings, start=start)[0]
 

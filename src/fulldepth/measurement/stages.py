@@ -16,6 +16,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.stream import is_close
+from fulldepth.execution.trace import logits_of
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import (
     Checkpoint,
@@ -159,7 +160,8 @@ def _followed(
 
 
 def _state(value: Any, what: str) -> Tensor:
-    """A copy of what a stage reads or gives, which must be a tensor of samples."""
+    """A copy of what a stage reads or gives: a tensor of samples, or the first of several outputs."""
+    value = value[0] if isinstance(value, tuple | list) and value else value
     if isinstance(value, Tensor) and value.ndim >= 2 and value.is_floating_point():
         return value.clone()
     shown = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -177,6 +179,7 @@ def _checked_head(head: nn.Module, anatomy: StagedAnatomy, last: Tensor, output:
             scores = head(last)
         except Exception as error:
             raise FulldepthError(f"The head fails on the last stage's output: {one_line(error)}") from error
+    output = output if isinstance(output, Tensor) else logits_of(output)
     if not isinstance(output, Tensor) or not isinstance(scores, Tensor) or not is_close(scores, output):
         raise FulldepthError(
             "The head applied to the last stage's output does not give the module's own output. What stands between "

@@ -24,8 +24,8 @@ SENTENCES = {
 }
 POOLED = ("mean", "mean-patches")
 """Policies that make one vector of each sequence."""
-OF_POOL = {"first": "cls", "last": "last", "mean": "mean", "mean-patches": "mean-patches"}
-"""Pooling of a head (`Head.pool`) -> the policy that counts what it reads; heads that pool inside read the first."""
+OF_POOL = {"first": "cls", "last": "last", "mean": "mean", "mean-patches": "mean-patches", "first-and-mean": "cls"}
+"""Pooling of a head (`Head.feature`) -> the policy that counts what it reads."""
 
 
 MASKED = (
@@ -135,8 +135,8 @@ def _default(anatomy: Anatomy) -> str:
         return "all"
     if anatomy.family.counted_tokens is not None:
         return anatomy.family.counted_tokens
-    if anatomy.head is not None and anatomy.head.pool in OF_POOL:
-        return OF_POOL[anatomy.head.pool]
+    if anatomy.head is not None and anatomy.head.feature in OF_POOL:
+        return OF_POOL[anatomy.head.feature]
     return "cls" if anatomy.task != "representation" or anatomy.family.modality == "images" else "all"
 
 

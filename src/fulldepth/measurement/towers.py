@@ -18,7 +18,7 @@ from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
 from fulldepth.measurement.stacks import Stack, combine_stacks
 from fulldepth.measurement.subject import Subject
-from fulldepth.metrics import Setup
+from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cross import Projected, cross_rows, cross_similarity
 from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.settings.measure import MeasureSettings
@@ -81,12 +81,20 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
 def measure_each(names: Sequence[str], source: Source, settings: MeasureSettings, measured: Measured) -> Results:
     """Every stack of an encoder-decoder on pairs of input and target.
 
+    Measures of predictions that are asked for by name are the decoder's.
+
     Raises:
         FulldepthError: if the data hold no pairs.
     """
-    parts = [
-        Stack(name, measured(source, settings.model_copy(update={"tower": name}))[0]) for name in reversed(names)
-    ]  # the decoder first: it refuses other data
+    parts = []
+    for name in reversed(names):  # the decoder first: it refuses other data
+        asked = settings.measures
+        if asked is not None and name == "encoder":
+            asked = [measure for measure in asked if "targets" not in METRICS[measure].needs]
+        if asked or not settings.measures:
+            parts.append(
+                Stack(name, measured(source, settings.model_copy(update={"tower": name, "measures": asked}))[0])
+            )
     return combine_stacks(parts[::-1])
 
 

@@ -18,7 +18,7 @@ from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
 from fulldepth.execution.batching import model_inputs
-from fulldepth.hf import Anatomy, Checkpoint, load_processor, open_model, open_tokenizer
+from fulldepth.hf import Anatomy, Checkpoint, load_processor, no_single_class, open_model, open_tokenizer
 from fulldepth.settings.loading import LoadingSettings, ReadingSettings
 
 DEFAULT_LENGTH = 256
@@ -118,6 +118,7 @@ def sequences_for(
         sequence_length=length,
         max_positions=positions if anatomy.family.modality == "text" else None,
         vocab_size=anatomy.vocab_size,
+        pad_id=_padding(checkpoint.model.config) if anatomy.task == "text-classification" else None,
         label2id=_labels(checkpoint.model.config) if anatomy.task in CLASSES else None,
         words=tuple(words),
         truncate=truncate,
@@ -152,9 +153,16 @@ def _start(config: Any) -> int | None:
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
+def _padding(config: Any) -> int | None:
+    """The padding token of a model's configuration."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pad = getattr(text, "pad_token_id", None)
+    return pad if isinstance(pad, int) else None
+
+
 def _labels(config: Any) -> Mapping[str, int] | None:
     """The model's class names, if it has any."""
-    return getattr(config, "label2id", None) or None
+    return (getattr(config, "label2id", None) or None) if no_single_class(config) is None else None
 
 
 def _class_names(config: Any) -> tuple[str, ...] | None:

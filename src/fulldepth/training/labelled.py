@@ -221,7 +221,7 @@ def text_trainer(
             tokenizer=tokenizer,
             max_sequences=len(rows.source),
             sequence_length=settings.sequence_length,
-            vocab_size=config.vocab_size,
+            vocab_size=getattr(config.get_text_config(), "vocab_size", None),
             truncate=settings.data.truncate,
             skip_bad=settings.data.skip_bad,
         )

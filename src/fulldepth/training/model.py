@@ -115,7 +115,7 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
             checkpoint's weights do not fit.
     """
-    dtype, attention = WEIGHTS[settings.precision], settings.attention
+    dtype, attention = WEIGHTS[settings.precision], _attention(config, settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
@@ -135,6 +135,14 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         _take_weights(model, settings.model.checkpoint, dtype, source)
     trained: PreTrainedModel = model.train()
     return trained
+
+
+def _attention(config: PreTrainedConfig, settings: TrainSettings) -> str:
+    """The attention of the settings, or eager attention for classes without PyTorch's fused one."""
+    kind: Any = HEADS[settings.task].mapping.get(type(config), None)
+    kind = kind[0] if isinstance(kind, list | tuple) else kind
+    lacks = settings.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)
+    return "eager" if lacks else settings.attention
 
 
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
@@ -248,13 +256,15 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
         raise FulldepthError(
             f"A {config.model_type} reads the tokens that it is to predict unless model.is_decoder is true."
         )
-    if vocab_size is not None and config.vocab_size < vocab_size:
+    text = config.get_text_config()  # of models that also read images
+    embeddings = getattr(text, "vocab_size", None)
+    if vocab_size is not None and embeddings is not None and embeddings < vocab_size:
         raise FulldepthError(
-            f"The tokenizer has {vocab_size:,} tokens and the model embeddings for {config.vocab_size:,} "
+            f"The tokenizer has {vocab_size:,} tokens and the model embeddings for {embeddings:,} "
             "(model.vocab_size). They must fit together."
         )
-    room = getattr(config, "max_position_embeddings", None)
-    if positions is not None and room is not None and room < positions:
+    room = getattr(text, "max_position_embeddings", None)
+    if positions is not None and room is not None and 0 < room < positions:  # XLNet's -1 is no limit
         raise FulldepthError(
             f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions (max_position_embeddings)."
         )
