@@ -167,6 +167,20 @@ def test_a_multi_exit_run_goes_on_from_whole_heads_only(texts: Path, tmp_path: P
             train(settings, damaged(name, change), resume=True)
 
 
+def test_a_run_says_if_padding_changes_the_logits(tmp_path: Path) -> None:
+    rows = [{"text": "word " * length, "label": length % 2} for length in range(1, 21)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    xlnet = {"type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}  # reads the last position
+    said = {
+        model["type"]: train(asked(text_recipe(path, model, "wordpiece:300")), tmp_path / model["type"]).meta[
+            "warnings"
+        ]
+        for model in (xlnet, BERT)
+    }
+    assert [name for name, lines in said.items() if any("when a text is padded" in line for line in lines)] == ["xlnet"]
+
+
 @pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
 def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: dict[str, Any], tokenizer: str) -> None:
     recipe = text_recipe(texts, model, tokenizer, micro_batch_size=4, weight_decay=0.0)

@@ -47,6 +47,7 @@ from fulldepth.hf.modes import evaluating, frozen, silent
 from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
 from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
+from fulldepth.hf.positions import unused_positions
 from fulldepth.hf.publishing import ModelCard, check_publishing, publish
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
@@ -149,6 +150,7 @@ __all__ = [
     "task_of",
     "trained_steps",
     "truncated",
+    "unused_positions",
     "unwrapped",
     "uses_fsdp",
     "write_shards",

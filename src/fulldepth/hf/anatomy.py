@@ -16,6 +16,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf.families import rows_of
 from fulldepth.hf.family import FUNCTIONS, Family, Head
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
+from fulldepth.hf.positions import unused_positions
 
 TASKS = {
     "ForCausalLM": "causal-lm",
@@ -245,11 +246,7 @@ class Anatomy:
         limit = getattr(self.config, "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:  # XLNet uses -1
             return None
-        for name, module in self.body.named_modules():
-            # In RoBERTa and its kin positions start after the padding index.
-            if name.endswith("position_embeddings") and type(module) is nn.Embedding and module.padding_idx is not None:
-                return limit - module.padding_idx - 1
-        return limit
+        return limit - unused_positions(self.body)
 
     @property
     def vocab_size(self) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 from fulldepth.data import Source, open_source, prepare
@@ -25,8 +26,9 @@ from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture
 from fulldepth.data.sources import Record
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.fingerprint import Fingerprint
-from fulldepth.hf import load_processor
+from fulldepth.hf import evaluating, load_processor
 from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
@@ -229,9 +231,28 @@ def text_trainer(
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         parts.append(LabelledRows(prepared.examples))
         warnings += prepared.warnings
+    collator, built = Collator(pad_id=pad_id), build(config)
+    warnings += _check_padding(built[0], parts[0], collator)
     data = data._replace(warnings=[*data.warnings, *warnings])
-    collator = Collator(pad_id=pad_id)
-    return _trainer(settings, arguments, build(config), data, tuple(parts), collator, tokenizer, described)
+    return _trainer(settings, arguments, built, data, tuple(parts), collator, tokenizer, described)
+
+
+@torch.no_grad()
+def _check_padding(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
+    """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
+
+    FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
+    """
+    ends = sorted(range(len(rows)), key=lambda index: len(rows[index].example.input_ids))
+    shortest, longest = rows[ends[0]], rows[ends[-1]]
+    with evaluating(model):
+        alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
+    if is_close(padded, alone):
+        return []
+    return [
+        f"The logits of {type(model).__name__} change by {relative_error(padded, alone):.1e} (relative) when a text is "
+        "padded to the longest of its batch, as in training; measure and exit do not pad it."
+    ]
 
 
 def _trainer(

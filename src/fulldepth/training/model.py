@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import find_gguf, load_checkpoint, load_config
+from fulldepth.hf import find_gguf, load_checkpoint, load_config, unused_positions
 from fulldepth.training.causality import reads_later_tokens
 from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
@@ -23,6 +23,7 @@ from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
+POSITIONS = "max_position_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
@@ -78,7 +79,10 @@ def build_config(
     try:
         if base is None:
             sizes = _defaults(kind, vocab_size, positions) | given
-            config = kind(**_no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given)
+            options = _no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given
+            config = kind(**options)
+            if positions is not None and POSITIONS in options and POSITIONS not in given:
+                config = kind(**options | {POSITIONS: positions + _unused_positions(config, task)})
         else:
             config = _changed(base, kind, ids | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -228,7 +232,7 @@ def _options(kind: type[PreTrainedConfig]) -> set[str]:
 
 def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: int | None) -> dict[str, Any]:
     """Sizes given by tokenizer and data, as far as the class has such options."""
-    sizes = {"vocab_size": vocab_size, "max_position_embeddings": positions}
+    sizes = {"vocab_size": vocab_size, POSITIONS: positions}
     return {name: size for name, size in sizes.items() if size is not None and name in _options(kind)}
 
 
@@ -263,11 +267,21 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
             f"The tokenizer has {vocab_size:,} tokens and the model embeddings for {embeddings:,} "
             "(model.vocab_size). They must fit together."
         )
-    room = getattr(text, "max_position_embeddings", None)
-    if positions is not None and room is not None and 0 < room < positions:  # XLNet's -1 is no limit
+    room = getattr(text, POSITIONS, None)
+    if positions is None or room is None or room <= 0:  # XLNet's -1 is no limit
+        return
+    if room - (unused := _unused_positions(config, task)) < positions:
+        also = f", of which no token uses the first {unused:,}" if unused else ""
         raise FulldepthError(
-            f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions (max_position_embeddings)."
+            f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions ({POSITIONS}){also}."
         )
+
+
+def _unused_positions(config: PreTrainedConfig, task: str) -> int:
+    try:
+        return unused_positions(meta_model(config, task))
+    except (ValueError, ImportError):  # `build_model` says why
+        return 0
 
 
 def _take_weights(
