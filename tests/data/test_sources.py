@@ -82,6 +82,19 @@ def test_parquet(tmp_path):
     assert [(r.text, r.label) for r in source.records] == [("a", 2), ("b", 0)]
 
 
+def test_parquet_files_keep_the_names_of_their_classes(tmp_path):
+    for name, classes in (("a", ["x", "y"]), ("b", ["x", "y"]), ("c", ["y", "x"])):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
+        rows = datasets.Dataset.from_dict({"text": ["one", "two"], "label": [1, 0]}, features=features)
+        rows.to_parquet(tmp_path / f"{name}.parquet")
+    source = open_source(tmp_path / "a.parquet")
+    assert (source.class_names, [record.label for record in source.records]) == (("x", "y"), [1, 0])
+    with pytest.raises(FulldepthError, match="have different names"):
+        open_source(tmp_path)
+    (tmp_path / "c.parquet").unlink()
+    assert open_source(tmp_path).class_names == ("x", "y")
+
+
 def test_python_objects():
     assert [r.text for r in open_source(["a", "b"]).records] == ["a", "b"]
     assert open_source([{"prompt": "p", "response": "r"}]).kind == "pairs"

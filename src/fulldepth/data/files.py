@@ -149,6 +149,17 @@ def parquet_shape(path: Path) -> tuple[list[str], int]:
         return list(file.schema_arrow.names), file.metadata.num_rows
 
 
+def parquet_classes(path: Path, column: str) -> tuple[str, ...]:
+    """Names of the classes of a column of a `.parquet` file, which `datasets` writes into its schema; empty without."""
+    with reading(path), _open_parquet(path) as file:
+        described = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        names = json.loads(described)["info"]["features"][column]["names"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
 def parquet_groups(path: Path, column: str) -> list[int]:
     """Uncompressed bytes of a column in each row group of a `.parquet` file, from its metadata."""
     sizes = []

@@ -20,7 +20,7 @@ from fulldepth.data import authors, digits
 from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
-from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, path_of
+from fulldepth.data.files import ROWS, parquet_classes, parquet_rows, parquet_shape, path_of
 from fulldepth.data.hub import HUB_NAME, load_hub, stated_classes
 from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
 from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
@@ -94,7 +94,17 @@ class Opened:
         return islice(iter(rows), self.limit)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
-        """Names of the classes whose indices a column holds; empty if they have none."""
+        """Names of the classes whose indices a column holds; empty if they have none.
+
+        Raises:
+            FulldepthError: if several files name different classes.
+        """
+        tables = [path for path in self.files if path.suffix.lower() == ".parquet"]
+        if column is not None and tables:
+            named = {parquet_classes(path, column): path.name for path in tables}
+            if len(named) > 1:
+                raise FulldepthError(f"The classes of {' and '.join(list(named.values())[:2])} have different names.")
+            return next(iter(named))
         feature = (self.table.features or {}).get(column) if self.table is not None else None
         return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else self.labels
 
