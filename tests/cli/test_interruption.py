@@ -49,7 +49,12 @@ def interrupted(arguments: list[str], log: Path, is_time: Callable[[], bool]) ->
     """Start a command, press Ctrl-C when it is time; returns the arguments of the command that it advises."""
     with log.open("w") as stderr:
         running = subprocess.Popen(
-            [sys.executable, "-m", "fulldepth", *arguments], stdout=subprocess.DEVNULL, stderr=stderr
+            [sys.executable, "-m", "fulldepth", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # ignored where tests run in the background
         )
         end = time.monotonic() + SECONDS
         while not is_time() and running.poll() is None and time.monotonic() < end:
