@@ -57,7 +57,7 @@ def costs(model: str, tokens: int) -> dict[str, float]:
         with capture(it.anatomy, plan.sites) as activations:
             clock("body", lambda inputs=inputs: it.anatomy.body(**body_inputs(it.anatomy, inputs)))
             clock("stack", lambda: states.update({site: activations.stack(site) for site in plan.sites}))  # noqa: B023
-        observation = observe(it, batch, states, states["residual"], None, 0)
+        observation = observe(it, batch, states, states["residual"], None)
         clock("tokens", lambda seen=observation: seen.tokens)
         clock("cosines", lambda seen=observation: seen.cosines)
         clock("reservoir", lambda seen=observation: setup.reservoir("residual").observe(seen, "residual"))

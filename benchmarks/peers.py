@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
@@ -118,7 +119,11 @@ class Ours:
             with capture(it.anatomy, plan.sites | {"residual"}) as activations:
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
                 states = {site: activations.stack(site) for site in plan.sites | {"residual"}}
-            feed(plan, observe(it, batch, states, states["residual"], LensReader(it, self.settings)), Clock())
+            feed(
+                plan,
+                observe(it, batch, states, states["residual"], LensReader(it, self.settings, Processes())),
+                Clock(),
+            )
         rows = [row for measure in plan.measures.values() for row in measure.rows()]
         return {(row.measure, row.layer, row.other, row.statistic): row.value for row in rows if row.site == "residual"}
 

@@ -74,7 +74,7 @@ def lens(size: str, count: int) -> tuple[float, float]:
     plan = make_plan(names, make_setup(it, settings), it.verified, it.sequences, has_reference=False)
     head = it.checkpoint.model.get_output_embeddings()
     products = measured = 0.0
-    clock, reader = Clock(), LensReader(it, settings)
+    clock, reader = Clock(), LensReader(it, settings, Processes())
     for batch in it.sequences.batches(BATCH):
         with capture(it.anatomy, ["residual"]) as activations:
             it.anatomy.body(**body_inputs(it.anatomy, model_inputs(batch.inputs, it.device, torch.float32)))

@@ -1,0 +1,14 @@
+"""The benchmarks are not run here; what they import from the package must exist."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_every_benchmark_can_be_imported() -> None:
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    program = f"import importlib\nfor name in {names}: importlib.import_module(name)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
