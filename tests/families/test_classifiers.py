@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,8 +78,10 @@ def test_every_classifier_is_right_or_refused(task: str, model_type: str, tmp_pa
         subject = stock(task, model_type, tmp_path)
     except Exception as error:
         pytest.skip(f"no tiny model: {type(error).__name__}")
-    with suppress(FulldepthError):
+    try:
         check(subject)
+    except FulldepthError as error:
+        pytest.xfail(f"refused: {error}")  # counted apart from what is right
 
 
 @pytest.mark.parametrize(("model_type", "policy"), READ.items())
