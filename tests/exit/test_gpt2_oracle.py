@@ -54,7 +54,7 @@ def checkpoint(folder, side, own_heads):
         heads = {
             f"exit_heads.{n}.weight": 0.2 * torch.randn(model.score.weight.shape, generator=generator) for n in (1, 2)
         }
-        save_file(heads, folder / HEADS, metadata={"layers": "[1, 2]"})
+        save_file(heads, folder / HEADS)
     return folder
 
 
