@@ -24,6 +24,9 @@ class Fake:
 
     classes = None
 
+    def at(self, layer):
+        return self
+
     def prepare(self, states):
         return states
 

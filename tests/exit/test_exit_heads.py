@@ -202,9 +202,9 @@ def test_malformed_files_are_refused(run: Path, tmp_path: Path) -> None:
     cases: dict[str, dict[str, Tensor]] = {
         "lacks exit_heads.2.weight": {one: heads[one]},
         "holds exit_heads.3.weight": {**heads, "exit_heads.3.weight": heads[one].clone()},
-        r"is \[4, 32\]; ViTForImageClassification needs \[3, 32\]": {**heads, two: torch.ones(4, 32)},
-        "head of layer 2 holds NaN": {**heads, two: heads[two] * torch.nan},
-        "head of layer 1 holds torch.int64": {**heads, one: heads[one].long()},
+        r"is \[4, 32\]; the model needs \[3, 32\]": {**heads, two: torch.ones(4, 32)},
+        "exit_heads.2.weight holds NaN": {**heads, two: heads[two] * torch.nan},
+        "exit_heads.1.weight holds torch.int64": {**heads, one: heads[one].long()},
     }
     for message, tensors in cases.items():
         save_file(tensors, path)

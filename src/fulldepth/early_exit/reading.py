@@ -89,7 +89,8 @@ def _read_batch(
             logits = classifier.at(layer).sequences(state[where], mask[chosen].to(state.device))
             layers.append(_read_logits(logits, target, rules))
         else:
-            layers.append(_read_tokens(classifier, classifier.prepare(state[where]), target, rules))
+            head = classifier.at(layer)
+            layers.append(_read_tokens(head, head.prepare(state[where]), target, rules))
     predictions, losses, values = zip(*layers, strict=True)
     columns = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
     return ClassReadings(torch.stack(predictions), columns, batch.sequence[rows], torch.stack(losses), target)
@@ -100,7 +101,7 @@ def _read_images(subject: Subject, batch: Batch, states: Sequence[Tensor], rules
     targets = batch.objects or []
     predictions, values, matches = [], [], []
     for layer, state in enumerate(states, start=1):
-        logits, boxes = subject.heads.read(state, last=layer == len(states))
+        logits, boxes = subject.heads.read(state, layer)
         predictions.append(logits.argmax(-1).cpu())
         values.append({rule: sample_certainty(logits, rule).cpu() for rule in rules if rule != "patience"})
         matches.append([match(*each) for each in zip(logits, boxes, targets, strict=True)])

@@ -74,7 +74,7 @@ class EarlyExit:
     def logits(self, layer: int, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """[N, C], or [N, Q, C+1], of a layer's residual stream `[N, T, D]`."""
         if self.subject.detects:
-            return self.subject.heads.classes(states, last=layer == self.subject.num_layers)
+            return self.subject.heads.classes(states, layer)
         mask = inputs.get("attention_mask")
         if mask is None:
             mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
@@ -85,7 +85,7 @@ class EarlyExit:
         """What samples that leave after a layer take with them; of a detector also the boxes."""
         if not self.subject.detects:
             return (logits,)
-        return logits, self.subject.heads.boxes(states, last=layer == self.subject.num_layers)
+        return logits, self.subject.heads.boxes(states, layer)
 
 
 def _filled(answers: list[Tensor], rows: Tensor, parts: Sequence[Tensor], count: int) -> list[Tensor]:

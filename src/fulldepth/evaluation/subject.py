@@ -106,7 +106,7 @@ def opened(
             tokenizer, or is not the plan's model.
     """
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
-    checkpoint = open_model(model, **options)
+    checkpoint = open_model(model, exit_heads=plan is None, **options)  # a plan's hash is that of the checkpoint alone
     owner = checkpoint.model
     check_is_decoder(owner)
     if broken := first_broken_weight(owner):

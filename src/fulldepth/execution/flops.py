@@ -101,11 +101,12 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
         return _classifier_flops(model, sequence_length)
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
+    outside = {head, *exit_heads_of(model).values()}
     width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
     windows = _windows(config)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
-        linear=sum(weight_products(module) for module in model.modules() if module is not head),
+        linear=sum(weight_products(module) for module in model.modules() if module not in outside),
         head=weight_products(head),
         attention=width * sum(_mean_keys(sequence_length, window) for window in windows),
         attention_full=width * sequence_length * len(windows),

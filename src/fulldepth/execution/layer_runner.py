@@ -198,20 +198,25 @@ class LayerRunner:
             logits: Tensor = self.anatomy.model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
         return logits[:, -1]
 
-    def finish(self, states: Tensor) -> Tensor:
+    def finish(self, states: Tensor, layer: int | None = None) -> Tensor:
         """[B, T, V] logits of the final norm and the head for states `[B, T, D]` of any layer.
+
+        Args:
+            states: `[B, T, D]`.
+            layer: 1..L, which in a multi-exit model has a head of its own; None = the last.
 
         Raises:
             FulldepthError: if the model has no head that predicts at every position.
         """
-        return self._classifier.tokens(self.anatomy.stream(states))
+        return self._head(layer).tokens(self.anatomy.stream(states))
 
-    def finish_some(self, states: Tensor, tokens: Tensor) -> Tensor:
+    def finish_some(self, states: Tensor, tokens: Tensor, layer: int) -> Tensor:
         """[B, K] logits of some tokens only, for the last of the positions of states `[B, T, D]` of any layer.
 
         Args:
             states: `[B, T, D]`.
             tokens: `[B, K]`.
+            layer: as for `finish`.
 
         Raises:
             FulldepthError: if the head does not end in an ordinary linear layer.
@@ -221,7 +226,8 @@ class LayerRunner:
                 f"The head of {type(self.anatomy.model).__name__} is no ordinary linear layer, so it cannot be read "
                 "for some tokens alone; leave out lens_candidates."
             )
-        return self._classifier.some(self._classifier.prepare(self.anatomy.stream(states[:, -1:]))[:, 0], tokens)
+        head = self._head(layer)
+        return head.some(head.prepare(self.anatomy.stream(states[:, -1:]))[:, 0], tokens)
 
     def new_cache(self) -> LayerCache:
         """An empty cache for this model.
@@ -230,6 +236,9 @@ class LayerRunner:
             FulldepthError: if the model keeps anything but keys and values of each layer.
         """
         return LayerCache(self.anatomy.config)
+
+    def _head(self, layer: int | None) -> Classifier:
+        return self._classifier.at(self.anatomy.num_layers if layer is None else layer)
 
     @cached_property
     def _classifier(self) -> Classifier:

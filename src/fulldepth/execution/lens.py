@@ -116,14 +116,15 @@ def read_and_show(
     chosen = [
         layer.to(device).flatten(0, 1)[where] for part in (inner, states) if part is not None for layer in part
     ]  # of [N, D]
-    read = _reduce(classifier, chosen, targets.flatten()[where], int(shown.sum()), dtype)
+    number = 0 if inner is None else len(inner)
+    heads = [classifier.at(layer) for layer in (*range(1, number + 1), *range(len(states)))]
+    read = _reduce(heads, chosen, targets.flatten()[where], int(shown.sum()), dtype)
     back = where.argsort()  # into the order of the batch
     kept = back[has_target[where[back]]]
     columns = (column[:, kept] for column in (read.agrees, read.correct, read.loss))
     row = (targets != IGNORE).nonzero()[:, 0]  # [M]
-    further = 0 if inner is None else len(inner)
-    readout = _as_readout([column.to(origin) for column in columns], row.to(origin), further)
-    return readout, TopTokens(*(column[further:].to(origin) for column in read.top))
+    readout = _as_readout([column.to(origin) for column in columns], row.to(origin), number)
+    return readout, TopTokens(*(column[number:].to(origin) for column in read.top))
 
 
 def _reduce_sequences(
@@ -157,12 +158,16 @@ class _Columns(NamedTuple):
 
 
 def _reduce(
-    classifier: Classifier, states: Sequence[Tensor], targets: Tensor, shown: int, dtype: torch.dtype | None
+    classifiers: Sequence[Classifier],
+    states: Sequence[Tensor],
+    targets: Tensor,
+    shown: int,
+    dtype: torch.dtype | None,
 ) -> _Columns:
     """For token heads: the last layer first, because the others are compared with it.
 
     Args:
-        classifier: final norm and head.
+        classifiers: final norm and head of each of the states.
         states: `[N, D]` each, the last layer's last.
         targets: `[N]`; positions without a target only give top tokens.
         shown: number of positions, from the first, whose top tokens are wanted.
@@ -175,9 +180,9 @@ def _reduce(
     probability = torch.empty(layers, shown, dtype=torch.float32, device=device)
     index = torch.stack([targets.clamp(min=0), torch.zeros_like(targets)], dim=1)
     for layer in reversed(range(layers if tokens else 0)):
-        last = layer == layers - 1
+        last, head = layer == layers - 1, classifiers[layer]
         softmax: _Softmax | None = None
-        for rows, start, logits in _tiles(classifier, classifier.prepare(states[layer]), shown, dtype):
+        for rows, start, logits in _tiles(head, head.prepare(states[layer]), shown, dtype):
             softmax = softmax or _Softmax(index, tokens if last else shown, logits.dtype)
             softmax.add(rows, start, logits)
         assert softmax is not None

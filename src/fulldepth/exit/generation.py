@@ -77,7 +77,7 @@ def generate_texts(
         raise FulldepthError("A prompt is empty; give some text to continue.")
     if streams and len(prompts) > 1:
         raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
-    checkpoint = _opened(model, settings)
+    checkpoint = _opened(model, settings, exit_heads=plan is None)
     tokenizer = open_tokenizer(
         checkpoint,
         tokenizer if tokenizer is not None else settings.tokenizer,
@@ -101,17 +101,17 @@ def generate_texts(
     return Written(list(prompts), texts, generation, results)
 
 
-def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings) -> Checkpoint:
+def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings, *, exit_heads: bool) -> Checkpoint:
     """The model; layers that its configuration does not have are refused before weights are loaded."""
-    trusted = {"trust_remote_code": True} if settings.trust_remote_code else {}
     if isinstance(model, PreTrainedModel):
-        return open_model(model, **trusted)
+        return open_model(model)
     names = ("min_layer", "exit_layer", "speculate_from")
     layers = {name: value for name in names if isinstance(value := getattr(settings, name), int) and value > 1}
     depth = depth_of(model, settings.revision, settings.trust_remote_code) if layers else None
     if depth is not None:
         Options(num_layers=depth, **cast(Any, layers))
-    return open_model(model, **settings.model_dump(include={"dtype", "device", "revision"}), **trusted)
+    options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
+    return open_model(model, exit_heads=exit_heads, **options)
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list[int]:

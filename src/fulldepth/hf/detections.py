@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.exit_heads import BOXES, layer_heads
 from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
 from fulldepth.hf.heads import Classifier
 
@@ -18,9 +19,10 @@ class DetectionHeads:
 
     The last layer is read as the model does. In a DETR with `auxiliary_loss`, whose final norm also stands between
     layers, earlier layers are read as its auxiliary losses do: with the norm once, where the last layer has it twice.
+    In a multi-exit model each of layers 1..L-1 is read by its own heads.
 
     Args:
-        classifier: the model's class head.
+        classifier: the model's class head; a `shared` one reads every layer by the last layer's heads.
 
     Raises:
         FulldepthError: if the model has no box head known here.
@@ -32,36 +34,38 @@ class DetectionHeads:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no box head known here.")
         self.anatomy, self.classifier = anatomy, classifier
         self.box_head: Any = anatomy.model.get_submodule(anatomy.family.box_head)
+        self.exits: dict[int, Any] = layer_heads(anatomy, BOXES) if classifier.exits else {}
+        """1-based layer -> its own box head, in a multi-exit model."""
         self._norm: Callable[[Tensor], Tensor] | None = None
 
     def after_forward(self) -> Self:
         """Heads for use between the model's forward and backward pass, see `Classifier.after_forward`."""
         if uses_fsdp(self.anatomy.model):
             self.classifier, self.box_head = self.classifier.after_forward(), GatheredModule(self.box_head)
+            self.exits = {layer: GatheredModule(module) for layer, module in self.exits.items()}
             self._norm = None if self.anatomy.final_norm is None else GatheredModule(self.anatomy.final_norm)
         return self
 
-    def read(self, state: Tensor, *, last: bool) -> tuple[Tensor, Tensor]:
+    def read(self, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """[..., Q, C+1] logits and [..., Q, 4] boxes in [0, 1] of a layer's states `[..., Q, D]`.
 
         Args:
             state: output of a decoder layer, before the final norm.
-            last: whether the layer is the last one.
+            layer: 1..L.
         """
-        normed = self._normed(state, last)
-        logits: Tensor = self.classifier.modules[-1](normed)
-        boxes: Tensor = self.box_head(normed).sigmoid()
-        return logits, boxes
+        return self.classes(state, layer), self.boxes(state, layer)
 
-    def classes(self, state: Tensor, *, last: bool) -> Tensor:
+    def classes(self, state: Tensor, layer: int) -> Tensor:
         """The logits of `read` alone."""
-        logits: Tensor = self.classifier.modules[-1](self._normed(state, last))
+        logits: Tensor = self.classifier.at(layer).modules[-1](self._normed(state, layer))
         return logits
 
-    def boxes(self, state: Tensor, *, last: bool) -> Tensor:
+    def boxes(self, state: Tensor, layer: int) -> Tensor:
         """The boxes of `read` alone."""
-        boxes: Tensor = self.box_head(self._normed(state, last)).sigmoid()
+        head = self.exits.get(layer, self.box_head)
+        boxes: Tensor = head(self._normed(state, layer)).sigmoid()
         return boxes
 
-    def _normed(self, state: Tensor, last: bool) -> Tensor:
+    def _normed(self, state: Tensor, layer: int) -> Tensor:
+        last = layer == self.anatomy.num_layers
         return (self.anatomy.normalise if last else self.anatomy.normalise_once)(state, self._norm)

@@ -1,9 +1,10 @@
-"""Exit heads of a multi-exit model: a classifier for each of layers 1..L-1, in a file beside an ordinary checkpoint.
+"""Exit heads of a multi-exit model: a head for each of layers 1..L-1, in a file beside an ordinary checkpoint.
 
 The head of layer l is the model's own head, with its final norm, pooling and pooler, whose last linear layer has
-another matrix `W_l: [C, D]` and no bias. L - 1 heads therefore add `(L - 1) C D` parameters, as Table 1 of
-"Representation progression and aligned training" counts them; a gain of a layer's own norm would be a part of `W_l`.
-Layer L keeps the model's own head.
+another matrix `W_l: [C, D]` and no bias; C is the number of classes, or of tokens in a language model. L - 1 heads
+therefore add `(L - 1) C D` parameters, as Table 1 of "Representation progression and aligned training" counts them; a
+gain of a layer's own norm would be a part of `W_l`. In a detector the last linear layer of the box head has another
+matrix, too. Layer L keeps the model's own head.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from fulldepth.hf.older_names import stored_file
 
 EXIT_HEADS = "exit_heads.safetensors"
 """File beside `model.safetensors`; stock transformers does not read it."""
-ATTRIBUTE = "exit_heads"
-"""Module of the model that holds the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
+CLASSES, BOXES = "exit_heads", "exit_box_heads"
+"""Modules of the model that hold the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
+Output = tuple[nn.Module, str, nn.Linear]
+"""Last module of a head, the path in it of its last linear layer (empty: the module itself), and that layer."""
 
 
 class HeadOfLayer(nn.Module):
@@ -35,7 +38,7 @@ class HeadOfLayer(nn.Module):
 
     Args:
         module: the head's last module.
-        inner: path of the linear layer in it; empty if it is the module itself.
+        inner: path of the linear layer in it.
         replaced: `nn.Linear` without a bias.
     """
 
@@ -45,9 +48,6 @@ class HeadOfLayer(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """The logits for the module's input."""
-        if not self.inner:
-            logits: Tensor = self.replaced(states)
-            return logits
         weight: Any = self.replaced.weight
         changed = {f"{self.inner}.weight": weight}
         if self.module.get_submodule(self.inner).bias is not None:
@@ -56,52 +56,68 @@ class HeadOfLayer(nn.Module):
         return inside
 
 
-def output_layer(anatomy: Anatomy) -> tuple[nn.Module, str, nn.Linear]:
-    """The head's last module, the path in it of the linear layer that gives the classes, and that layer.
+def output_layers(anatomy: Anatomy) -> dict[str, Output]:
+    """Name of the module that holds the heads of layers -> the model's own output in their place.
 
     Raises:
-        FulldepthError: if the model predicts no class of a sample, or its head ends in no ordinary linear layer.
+        FulldepthError: if the model has no head, or one that ends in no ordinary linear layer.
     """
     kind, head = type(anatomy.model).__name__, anatomy.head
     if head is None:
         raise FulldepthError(f"{kind} has no head that is known, so layers can have none of their own.")
-    if head.pool == "token":
-        raise FulldepthError(
-            f"{kind} predicts at every position: a head of its own for each layer would be as large as the vocabulary "
-            "(in GPT-2, 11 heads of 38.6 million numbers). Exit heads are for classifiers of texts and images; the "
-            "aligned method trains every layer with one head."
-        )
-    module = anatomy.head_modules(head)[-1]
     classes = getattr(anatomy.model.config, "num_labels", None)
-    layers = [(name, part) for name, part in module.named_modules() if type(part) is nn.Linear]
-    if not layers or (classes is not None and layers[-1][1].out_features != classes):
-        raise FulldepthError(f"The head of {kind} ({head.modules[-1]}) ends in no linear layer with its classes.")
+    if anatomy.family.box_head is not None and classes is not None:
+        classes += 1  # "no object"
+    elif head.pool == "token":
+        classes = anatomy.vocab_size
+    found = {CLASSES: _output(kind, head.modules[-1], anatomy.head_modules(head)[-1], classes)}
+    if anatomy.family.box_head is not None:
+        box_head = anatomy.model.get_submodule(anatomy.family.box_head)
+        found[BOXES] = _output(kind, anatomy.family.box_head, box_head, 4)
+    return found
+
+
+def _output(kind: str, name: str, module: nn.Module, width: int | None) -> Output:
+    layers = [(path, part) for path, part in module.named_modules() if type(part) is nn.Linear]
+    if not layers or (width is not None and layers[-1][1].out_features != width):
+        raise FulldepthError(f"The head of {kind} ({name}) ends in no linear layer with its {width or ''} outputs.")
     return module, *layers[-1]
 
 
 def has_exit_heads(model: nn.Module) -> bool:
     """Whether a model holds a head for every layer."""
-    return isinstance(getattr(model, ATTRIBUTE, None), nn.ModuleDict)
+    return isinstance(getattr(model, CLASSES, None), nn.ModuleDict)
 
 
-def exit_heads_of(model: nn.Module) -> dict[int, nn.Module]:
-    """1-based layer -> its own linear layer, in the order of the layers; empty without exit heads."""
-    heads: Any = getattr(model, ATTRIBUTE) if has_exit_heads(model) else {}
-    return {int(layer): head for layer, head in heads.items()}
+def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]:
+    """1-based layer -> its own linear layer, in the order of the layers; empty without exit heads.
+
+    Args:
+        model: the model.
+        kind: `CLASSES` or `BOXES`.
+    """
+    heads: Any = getattr(model, kind, None) if has_exit_heads(model) else None
+    return {int(layer): head for layer, head in (heads or {}).items()}
 
 
-def layer_heads(anatomy: Anatomy) -> dict[int, nn.Module]:
+def exit_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of all exit heads."""
+    return [head.weight for kind in (CLASSES, BOXES) for head in exit_heads_of(model, kind).values()]  # type: ignore[misc]
+
+
+def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
     """1-based layer -> module in place of the last one of the model's head; empty without exit heads."""
-    if not has_exit_heads(anatomy.model):
+    heads = exit_heads_of(anatomy.model, kind)
+    if not heads:
         return {}
-    module, inner, _ = output_layer(anatomy)
-    return {layer: HeadOfLayer(module, inner, own) for layer, own in exit_heads_of(anatomy.model).items()}
+    module, inner, _ = output_layers(anatomy)[kind]
+    return {layer: HeadOfLayer(module, inner, own) if inner else own for layer, own in heads.items()}
 
 
 def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
     """Give each of layers 1..L-1 a head of its own, with small random weights, before the optimiser is made.
 
-    The heads are a module of the model, so that they are moved, trained, distributed and counted with it, but
+    The heads are modules of the model, so that they are moved, trained, distributed and counted with it, but
     `save_pretrained` leaves them out: use `save_exit_heads`. The global random state does not change.
 
     Args:
@@ -109,48 +125,64 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
         seed: of the weights, normal with the standard deviation `initializer_range` of the configuration.
 
     Raises:
-        FulldepthError: as `output_layer`; or if the model has one layer, or exit heads.
+        FulldepthError: as `output_layers`; or if the model has one layer, or exit heads.
     """
-    _, _, last = output_layer(anatomy)
+    outputs = output_layers(anatomy)
     if has_exit_heads(anatomy.model):
         raise FulldepthError(f"This {type(anatomy.model).__name__} has exit heads already.")
     std = getattr(anatomy.config, "initializer_range", None)
     generator = torch.Generator().manual_seed(seed)
-    shape = (last.out_features, last.in_features)
-    weights = {
-        layer: torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
-        for layer in range(1, anatomy.num_layers)
-    }
-    _attach(anatomy, weights)
+
+    def drawn(own: nn.Linear) -> Tensor:
+        shape = (own.out_features, own.in_features)
+        if own.weight.is_meta:
+            return torch.empty(shape, device="meta")
+        return torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
+
+    layers = range(1, anatomy.num_layers)
+    _attach(anatomy, {kind: {layer: drawn(own) for layer in layers} for kind, (_, _, own) in outputs.items()})
 
 
-def _attach(anatomy: Anatomy, weights: dict[int, Tensor]) -> None:
-    """Make the heads a module of the model."""
-    model, (_, _, last) = anatomy.model, output_layer(anatomy)
-    if not weights:
+def _attach(anatomy: Anatomy, weights: dict[str, dict[int, Tensor]]) -> None:
+    """Make the heads modules of the model."""
+    model = anatomy.model
+    if not weights[CLASSES]:
         raise FulldepthError(f"{type(model).__name__} has one layer, which keeps the model's own head.")
-    place = last.weight
-    heads = nn.ModuleDict()
-    for layer, weight in sorted(weights.items()):
-        head = nn.Linear(last.in_features, last.out_features, bias=False, device="meta")
-        head.weight = nn.Parameter(weight.to(place.device, place.dtype), requires_grad=place.requires_grad)
-        heads[str(layer)] = head
-    setattr(model, ATTRIBUTE, heads.train(model.training))
-    left_out = {f"{ATTRIBUTE}.{name}" for name in heads.state_dict()}
-    model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *left_out}
+    left_out = set(model._keys_to_ignore_on_save or ())
+    for kind, (_, _, own) in output_layers(anatomy).items():
+        heads = nn.ModuleDict()
+        for layer, weight in sorted(weights[kind].items()):
+            head = nn.Linear(own.in_features, own.out_features, bias=False, device="meta")
+            place = weight.to(own.weight.device, own.weight.dtype)
+            head.weight = nn.Parameter(place, requires_grad=own.weight.requires_grad)
+            heads[str(layer)] = head
+        setattr(model, kind, heads.train(model.training))
+        left_out |= {f"{kind}.{name}" for name in heads.state_dict()}
+    model._keys_to_ignore_on_save = left_out
 
 
 def add_stored_exit_heads(model: PreTrainedModel, stored: Iterable[str]) -> None:
     """Give a model heads if a checkpoint's names of weights include any; they are filled with its other weights."""
-    if any(name.startswith(f"{ATTRIBUTE}.") for name in stored):
+    if any(name.startswith(f"{CLASSES}.") for name in stored):
         add_exit_heads(anatomy_candidates(model)[0])
+
+
+def copy_to_exit_heads(anatomy: Anatomy) -> None:
+    """Fill the exit heads that a model has with copies of its own outputs."""
+    with torch.no_grad():
+        for kind, (_, _, own) in output_layers(anatomy).items():
+            for head in exit_heads_of(anatomy.model, kind).values():
+                head.weight.copy_(own.weight)  # type: ignore[operator]
 
 
 def remove_exit_heads(model: PreTrainedModel) -> None:
     """Take the heads away from a model; nothing happens without any."""
     if has_exit_heads(model):
-        delattr(model, ATTRIBUTE)
-        kept = (name for name in model._keys_to_ignore_on_save or () if not name.startswith(f"{ATTRIBUTE}."))
+        delattr(model, CLASSES)
+        if hasattr(model, BOXES):
+            delattr(model, BOXES)
+        prefixes = (f"{CLASSES}.", f"{BOXES}.")
+        kept = (name for name in model._keys_to_ignore_on_save or () if not name.startswith(prefixes))
         model._keys_to_ignore_on_save = set(kept)
 
 
@@ -162,12 +194,15 @@ def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Ten
         folder: of the checkpoint.
         tensors: name -> weight, where the model's own are sharded; None = the model's own.
     """
-    if not has_exit_heads(model):
+    own = {
+        f"{kind}.{layer}.weight": head.weight
+        for kind in (CLASSES, BOXES)
+        for layer, head in exit_heads_of(model, kind).items()
+    }
+    if not own:
         return
-    heads: Any = getattr(model, ATTRIBUTE)
-    names = [f"{ATTRIBUTE}.{name}" for name in heads.state_dict()]
-    source = heads.state_dict(prefix=f"{ATTRIBUTE}.") if tensors is None else tensors
-    stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in names}
+    source: Any = own if tensors is None else tensors
+    stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in own}
     # One entry only: safetensors writes several in random order, and equal heads must be equal files.
     save_file(stored, str(Path(folder) / EXIT_HEADS), metadata={"format": "pt"})
 
@@ -186,7 +221,7 @@ def load_exit_heads(anatomy: Anatomy, path: str | Path) -> None:
 
     Raises:
         FulldepthError: if the file is damaged or holds anything but one finite matrix of the right shape for each of
-            layers 1..L-1, or the model can have no exit heads.
+            layers 1..L-1 (of a detector, two), or the model can have no exit heads.
     """
     weights = _read(anatomy, path)
     remove_exit_heads(anatomy.model)
@@ -199,63 +234,90 @@ def restore_exit_heads(anatomy: Anatomy, path: str | Path) -> None:
     Raises:
         FulldepthError: as `load_exit_heads`.
     """
-    weights = _read(anatomy, path)
     with torch.no_grad():
-        for layer, head in exit_heads_of(anatomy.model).items():
-            head.weight.copy_(weights[layer])  # type: ignore[operator]
+        for kind, weights in _read(anatomy, path).items():
+            for layer, head in exit_heads_of(anatomy.model, kind).items():
+                head.weight.copy_(weights[layer])  # type: ignore[operator]
 
 
-def _read(anatomy: Anatomy, path: str | Path) -> dict[int, Tensor]:
-    """1-based layer -> matrix in a file, checked against the model."""
+def _read(anatomy: Anatomy, path: str | Path) -> dict[str, dict[int, Tensor]]:
+    """Kind -> 1-based layer -> matrix in a file, checked against the model."""
     path = Path(path) / EXIT_HEADS if Path(path).is_dir() else Path(path)
-    kind, (_, _, last) = type(anatomy.model).__name__, output_layer(anatomy)
-    expected = {f"{ATTRIBUTE}.{layer}.weight": layer for layer in range(1, anatomy.num_layers)}
-    shape, weights = [last.out_features, last.in_features], {}
+    outputs, layers = output_layers(anatomy), range(1, anatomy.num_layers)
+    expected = {f"{kind}.{layer}.weight": own for kind, (_, _, own) in outputs.items() for layer in layers}
     with reading(path), safe_open(str(path), framework="pt") as file:
         if wrong := sorted(set(file.keys()) ^ expected.keys()):
             state = "lacks" if wrong[0] in expected else "holds"
             raise FulldepthError(
                 f"Cannot read {path}: it {state} {one_line(wrong[0], 80)}; expected a weight for each of layers 1 to "
-                f"{anatomy.num_layers - 1} of {kind}."
+                f"{anatomy.num_layers - 1} of {type(anatomy.model).__name__}."
             )
-        for name, layer in expected.items():
-            if (found := file.get_slice(name).get_shape()) != shape:
-                raise FulldepthError(f"Cannot read {path}: {name} is {found}; {kind} needs {shape}.")
-            weights[layer] = file.get_tensor(name)
-    for layer, weight in weights.items():
-        if not weight.is_floating_point() or not bool(torch.isfinite(weight).all()):
-            found = "NaN or infinity" if weight.is_floating_point() else f"{weight.dtype} values"
-            raise FulldepthError(f"Cannot read {path}: the head of layer {layer} holds {found}.")
-    return weights
+        tensors = {name: _tensor(file, name, own, f"Cannot read {path}") for name, own in expected.items()}
+    return {kind: {layer: tensors[f"{kind}.{layer}.weight"] for layer in layers} for kind in outputs}
+
+
+def _tensor(file: Any, name: str, own: nn.Linear, title: str) -> Tensor:
+    """A finite matrix of the shape of the model's own."""
+    shape = [own.out_features, own.in_features]
+    if (found := file.get_slice(name).get_shape()) != shape:
+        raise FulldepthError(f"{title}: {name} is {found}; the model needs {shape}.")
+    weight: Tensor = file.get_tensor(name)
+    if not weight.is_floating_point():
+        raise FulldepthError(f"{title}: {name} holds {weight.dtype} values.")
+    if not bool(torch.isfinite(weight).all()):
+        raise FulldepthError(f"{title}: {name} holds NaN or infinity.")
+    return weight
 
 
 def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     """Give a model with the first E layers of another the head of layer E as its own, and the heads before it.
 
-    Their weights are the original's tensors; the bias of the cut model's head becomes zero. Nothing happens without
-    exit heads.
+    Their weights are the original's tensors; the bias of the cut model's head becomes zero. A head that was tied to the
+    embeddings is tied no longer. Nothing happens without exit heads.
     """
-    heads, last = exit_heads_of(anatomy.model), cut.num_layers
-    if last in heads:
-        _, _, output = output_layer(cut)
-        output.weight = heads[last].weight  # type: ignore[assignment]
-        if output.bias is not None:
-            output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
-    if heads and last > 1:
-        _attach(cut, {layer: heads[layer].weight for layer in range(1, last)})  # type: ignore[misc]
+    if not has_exit_heads(anatomy.model):
+        return
+    last = cut.num_layers
+    kept: dict[str, dict[int, Tensor]] = {}
+    for kind, (_, _, output) in output_layers(cut).items():
+        heads = {layer: head.weight for layer, head in exit_heads_of(anatomy.model, kind).items()}
+        kept[kind] = {layer: heads[layer] for layer in range(1, last)}  # type: ignore[misc]
+        if last in heads:
+            output.weight = heads[last]  # type: ignore[assignment]
+            if output.bias is not None:
+                output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
+    if last < anatomy.num_layers and anatomy.head is not None and anatomy.head.pool == "token":
+        _untie(cut.model)
+    if last > 1:
+        _attach(cut, kept)
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Let a model's head and its embeddings be two matrices, in memory and in a checkpoint."""
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+    ties = getattr(model, "all_tied_weights_keys", {}).items()
+    model.all_tied_weights_keys = {
+        name: source for name, source in ties if model.get_parameter(name) is model.get_parameter(source)
+    }
 
 
 __all__ = [
+    "BOXES",
+    "CLASSES",
     "EXIT_HEADS",
     "add_exit_heads",
     "add_stored_exit_heads",
+    "copy_to_exit_heads",
     "cut_exit_heads",
     "exit_heads_of",
+    "exit_weights",
     "find_exit_heads",
     "has_exit_heads",
     "layer_heads",
     "load_exit_heads",
-    "output_layer",
+    "output_layers",
     "remove_exit_heads",
     "restore_exit_heads",
     "save_exit_heads",

@@ -51,7 +51,7 @@ class Classifier:
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
             self.softcap, self.scale = None, 1.0
         self._norm: Callable[[Tensor], Tensor] | None = None
-        self.exits: dict[int, Any] = {} if self.per_token else layer_heads(anatomy)
+        self.exits: dict[int, Any] = layer_heads(anatomy)
         """1-based layer -> last module of its own head, in a multi-exit model."""
 
     def at(self, layer: int) -> Self:
@@ -61,6 +61,12 @@ class Classifier:
         own = copy.copy(self)
         own.modules = [*self.modules[:-1], self.exits[layer]]
         return own
+
+    def shared(self) -> Self:
+        """A classifier that reads every layer by the model's own head, also in a multi-exit model."""
+        one = copy.copy(self)
+        one.exits = {}
+        return one
 
     def after_forward(self) -> Self:
         """A classifier for use between the model's forward and backward pass, with gradients.

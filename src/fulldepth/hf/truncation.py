@@ -193,7 +193,7 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
         output = {} if classifier is None else cut.model(**_without_cache(cut, inputs))
         logits = _logits(output)
         if classifier is not None and anatomy.task == "detection":
-            pairs["boxes"] = DetectionHeads(classifier).boxes(expected, last=True), output["pred_boxes"]
+            pairs["boxes"] = DetectionHeads(Classifier(anatomy)).boxes(expected, layers), output["pred_boxes"]
         if classifier is not None and logits is not None:
             mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))
             if classifier.per_token:

@@ -18,13 +18,15 @@ from transformers import PreTrainedConfig
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution.flops import TokenFlops
-from fulldepth.hf import Classifier, exit_heads_of, uses_fsdp
+from fulldepth.hf import Classifier, exit_weights, uses_fsdp
 from fulldepth.losses.states import check_states, statistics_dtype
 from fulldepth.losses.term import Context, Term
 from fulldepth.targets import IGNORE
 
 CHUNK = 1024
 """Number of positions whose logits exist at a time."""
+Reader = Callable[[Tensor], Tensor]
+"""Final norm and output projection, `[N, D] -> [N, V]`."""
 
 
 class LayerwiseLoss(Term):
@@ -72,13 +74,35 @@ class LayerwiseLoss(Term):
         heads = 3 * num_layers * (forward.pooled or 0.0) / sequence_length - 2 * forward.head
         return (0.5 if self.schedule == "alternate" else 1.0) * heads
 
-    def of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
-        """Loss of a classifier of sequences or images, from the states that its head reads.
+    def _token_flops(self, config: PreTrainedConfig, sequence_length: int, positions: float = 1.0) -> float:
+        """Operations per token that the loss adds to the training of a language model: a head on all L layers at a
+        share p of the T - 1 positions with a target, recomputed in the backward pass, less the backward pass of the
+        model's own head, `(4 L p (T - 1) / T - 2) 2 D V`; half of it if it alternates.
+        """
+        heads: float = 4 * config.num_hidden_layers * positions * (sequence_length - 1) / sequence_length - 2
+        return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
+
+    def of_layers(self, context: Context, classifier: Classifier, positions: float = 1.0) -> Tensor:
+        """Weighted loss of layers 1..L, each read by the head that the classifier has for it.
 
         Args:
             context: inputs of the term.
-            heads: of layers 1..L.
+            classifier: the head, for use between the forward and the backward pass.
+            positions: as in `aligned_loss`, for a classifier with one head.
         """
+        states = context.states["residual"][1:]
+        losses = context.task.layer_losses(context.batch, states, classifier)
+        if losses is not None:
+            shares = layer_weights(self.weights, len(losses))
+            return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
+        heads = [classifier.at(layer) for layer in range(1, len(states) + 1)]
+        if not classifier.per_token:
+            return self._of_samples(context, heads)
+        readers = [head.tokens for head in heads] if classifier.exits else classifier.tokens
+        return aligned_loss(states, readers, self._labels(context), weights=self.weights, positions=positions)
+
+    def _of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
+        """Loss of a classifier of sequences or images, from the states that its head reads."""
         labels, states = self._labels(context), context.states["residual"][1:]
         shares = layer_weights(self.weights, len(states))
         total = torch.zeros((), dtype=statistics_dtype(*states), device=states[-1].device)
@@ -98,30 +122,20 @@ class Aligned(LayerwiseLoss):
     estimate, and costs less where the vocabulary is large. For models that predict at every position."""
 
     def value(self, context: Context) -> Tensor:
-        """`aligned_loss` of the residual stream, through the model's head.
+        """Weighted loss of layers 1..L through the model's head.
 
         Raises:
             FulldepthError: if the batch has no labels, or `positions` are drawn where samples have one prediction.
         """
         assert context.classifier is not None
-        classifier = context.classifier.after_forward()
-        losses = context.task.layer_losses(context.batch, context.states["residual"][1:], context.classifier)
-        if losses is not None:
-            shares = layer_weights(self.weights, len(losses))
-            return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
-        if classifier.per_token:
-            states, labels = context.states["residual"][1:], self._labels(context)
-            return aligned_loss(states, classifier.tokens, labels, weights=self.weights, positions=self.positions)
-        if self.positions < 1:
+        classifier = context.classifier.after_forward().shared()
+        if not classifier.per_token and self.positions < 1:
             raise FulldepthError("aligned.positions is for models that predict at every position; this one classifies.")
-        return self.of_samples(context, [classifier] * (len(context.states["residual"]) - 1))
+        return self.of_layers(context, classifier, self.positions)
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Head on all L layers at a share p of the T - 1 positions with a target, recomputed in the backward pass, less
-        the backward pass of the model's own head: `(4 L p (T - 1) / T - 2) 2 D V`; half of it if it alternates.
-        """
-        heads: float = 4 * config.num_hidden_layers * self.positions * (sequence_length - 1) / sequence_length - 2
-        return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
+        """Operations per token that the loss adds to the training of a language model, see `_token_flops`."""
+        return self._token_flops(config, sequence_length, self.positions)
 
 
 class MultiExit(LayerwiseLoss):
@@ -141,21 +155,25 @@ class MultiExit(LayerwiseLoss):
         assert context.classifier is not None
         model = context.classifier.anatomy.model
         if value is None and current().world > 1 and not uses_fsdp(model):
-            for head in exit_heads_of(model).values():
-                total = total + 0.0 * head.weight.sum().to(total.device, total.dtype)  # type: ignore[operator]
+            for weight in exit_weights(model):
+                total = total + 0.0 * weight.sum().to(total.device, total.dtype)
         return total, value
 
     def value(self, context: Context) -> Tensor:
-        """Weighted cross-entropy of layers 1..L, of which the last one keeps the model's own head.
+        """Weighted loss of layers 1..L, of which the last one keeps the model's own head.
 
         Raises:
             FulldepthError: if the batch has no labels, or the model no exit heads.
         """
         assert context.classifier is not None
-        classifier, layers = context.classifier.after_forward(), len(context.states["residual"]) - 1
-        if len(classifier.exits) < layers - 1:
+        classifier = context.classifier.after_forward()
+        if len(classifier.exits) < len(context.states["residual"]) - 2:
             raise FulldepthError("The model has no exit heads; call add_exit_heads(model) before making the optimiser.")
-        return self.of_samples(context, [classifier.at(layer) for layer in range(1, layers + 1)])
+        return self.of_layers(context, classifier)
+
+    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
+        """Operations per token that the loss adds to the training of a language model, see `_token_flops`."""
+        return self._token_flops(config, sequence_length)
 
 
 def _sample_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,7 +190,7 @@ def _sample_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned_loss(
     hidden_states: Sequence[Tensor],
-    head: Callable[[Tensor], Tensor],
+    head: Reader | Sequence[Reader],
     labels: Tensor,
     weights: str | Sequence[float] = "linear",
     ignore_index: int = IGNORE,
@@ -192,12 +210,14 @@ def aligned_loss(
     Args:
         hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
             positions, ignore their labels: slices of states would be copied.
-        head: final norm and output projection, `[N, D] -> [N, V]`. Its parameters receive gradients.
+        head: final norm and output projection, `[N, D] -> [N, V]`, or L of them, one for each layer. Their parameters
+            receive gradients.
         labels: `[B, T]` (or `[B]`), aligned with the positions: for causal models the caller shifts them.
         weights: `"linear"` as above, `"uniform"` for `1/L`, `"sum"` for 1, or L numbers.
         ignore_index: label of ignored positions. Their states have no effect, even if they are NaN.
         chunk: positions at a time, at least 1.
-        positions: share of the labelled positions that each layer reads, above 0 and at most 1.
+        positions: share of the labelled positions that each layer reads, above 0 and at most 1; below 1 for a single
+            head.
 
     Returns:
         Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
@@ -213,13 +233,22 @@ def aligned_loss(
     _check_labels(labels, hidden_states[-1], chunk, positions)
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
-    if positions < 1 and bool((labels != ignore_index).any()):
+    if isinstance(head, Sequence):
+        heads = list(head)
+        if len(heads) != len(hidden_states) or positions < 1:
+            raise FulldepthError(
+                f"expected one head, or one for each of {len(hidden_states)} layers with positions=1, got {len(heads)} "
+                f"with positions={positions:g}"
+            )
+    elif positions < 1 and bool((labels != ignore_index).any()):
         return _sampled(hidden_states, head, labels.to(device), shares, ignore_index, chunk, positions)
+    else:
+        heads = [head] * len(hidden_states)
     chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
 
     total = torch.zeros((), dtype=dtype, device=device)
-    for share, state in zip(shares, hidden_states, strict=True):
+    for share, state, own in zip(shares, hidden_states, heads, strict=True):
         if not share:
             continue
         if not count:
@@ -227,7 +256,7 @@ def aligned_loss(
             continue
         for rows, (index, targets) in zip(state.flatten(0, -2).split(chunk), chosen, strict=True):
             if len(targets):
-                summed = checkpoint(_cross_entropy, head, rows, index, targets, dtype, use_reentrant=False)
+                summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
     return total / max(count, 1)
 
@@ -262,7 +291,7 @@ def _counted(labels: Tensor, ignore_index: int) -> tuple[Tensor | None, Tensor]:
 
 
 def _cross_entropy(
-    head: Callable[[Tensor], Tensor],
+    head: Reader,
     rows: Tensor,
     index: Tensor | None,
     targets: Tensor,
@@ -282,7 +311,7 @@ def _cross_entropy(
 
 def _sampled(
     hidden_states: Sequence[Tensor],
-    head: Callable[[Tensor], Tensor],
+    head: Reader,
     labels: Tensor,
     shares: Sequence[float],
     ignore_index: int,

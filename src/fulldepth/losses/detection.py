@@ -39,7 +39,8 @@ class Detection(Task):
     def layer_losses(
         self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
     ) -> list[Tensor] | None:
-        """Set loss of layers 1..L, each read by the model's final norm, class head and box head.
+        """Set loss of layers 1..L, each read by the model's final norm, class head and box head, or by heads of
+        its own.
 
         Args:
             batch: with `labels`.
@@ -54,7 +55,7 @@ class Detection(Task):
             raise FulldepthError("The set loss of a layer needs `labels` in the batch.")
         model: Any = classifier.anatomy.model
         heads, options = DetectionHeads(classifier).after_forward(), SetLoss.of(model.config)
-        read = [heads.read(state, last=layer == len(states)) for layer, state in enumerate(states, start=1)]
+        read = [heads.read(state, layer) for layer, state in enumerate(states, start=1)]
         return [_shared_loss(options, logits, boxes, targets) for logits, boxes in read]
 
 

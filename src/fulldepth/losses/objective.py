@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.execution.flops import TokenFlops
-from fulldepth.hf import Anatomy, Classifier, exit_heads_of, has_exit_heads
+from fulldepth.hf import Anatomy, Classifier, exit_weights, has_exit_heads
 from fulldepth.losses.aligned_loss import LayerwiseLoss, MultiExit
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
@@ -157,8 +157,8 @@ class Objective:
         """
         multi_exit = self.terms.get("multi_exit")
         if isinstance(multi_exit, MultiExit) and not multi_exit.active(step) and self.anatomy is not None:
-            for head in exit_heads_of(self.anatomy.model).values():
-                head.weight.grad = None
+            for weight in exit_weights(self.anatomy.model):
+                weight.grad = None
 
     def flops(self, config: PreTrainedConfig, sequence_length: int, forward: TokenFlops | None = None) -> float:
         """Floating-point operations per token that the penalties add to a training step (matrix products only).

@@ -193,7 +193,7 @@ def detections(classifier: Classifier, residual: Tensor, objects: Sequence[Mappi
     heads = DetectionHeads(classifier)
     where = classifier.device or residual.device
     depth = len(residual) - 1
-    read = [heads.read(residual[layer].to(where), last=layer == depth) for layer in range(1, depth + 1)]
+    read = [heads.read(residual[layer].to(where), layer) for layer in range(1, depth + 1)]
     return Detections(torch.stack([logits for logits, _ in read]), torch.stack([boxes for _, boxes in read]), objects)
 
 

@@ -191,8 +191,8 @@ class TrainSettings(Settings):
     stage: Literal["pretrain", "sft"] = "pretrain"
     """Of causal-lm. pretrain: every token of packed text counts; sft: the responses of conversations (needs trl)."""
     method: str = "standard"
-    """Preset of the objective: baseline (standard), jreg, cr, aligned, cos-regularised (similarity), multi-exit (for
-    classifiers). Terms under `objective` override it."""
+    """Preset of the objective: baseline (standard), jreg, cr, aligned, cos-regularised (similarity), multi-exit (a
+    head for each layer). Terms under `objective` override it."""
     model: ModelSettings = ModelSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     initializer: InitializerSettings = InitializerSettings()

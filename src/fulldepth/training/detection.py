@@ -16,7 +16,7 @@ from fulldepth.training.labelled import Build, LabelledData, labelled_data, pict
 from fulldepth.training.model import build_config
 from fulldepth.training.settings import TrainSettings
 
-TERMS = ("aligned", "similarity", "jump")
+TERMS = ("aligned", "multi_exit", "similarity", "jump")
 """Terms that can be trained with; the others read attention over positions of a sequence."""
 EDGE = 800
 RATIO = 5 / 3

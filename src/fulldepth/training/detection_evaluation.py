@@ -47,7 +47,7 @@ class DetectionEvaluator(Evaluator):
                     states = [state.float() for state in activations["residual"]]
                     activations.clear()
                     heads = DetectionHeads(Classifier(anatomy)).after_forward()
-                    read = [heads.read(state, last=layer == layers) for layer, state in enumerate(states[1:], start=1)]
+                    read = [heads.read(state, layer) for layer, state in enumerate(states[1:], start=1)]
                     if counts:
                         logits, boxes = (torch.stack([each[part].float() for each in read]) for part in (0, 1))
                         observation = _observation(Detections(logits, boxes, labels), first)

@@ -21,6 +21,7 @@ from transformers import (
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import (
+    copy_to_exit_heads,
     find_exit_heads,
     find_gguf,
     has_exit_heads,
@@ -28,6 +29,7 @@ from fulldepth.hf import (
     load_config,
     packaged,
     restore_exit_heads,
+    task_of,
 )
 
 
@@ -126,7 +128,8 @@ def _gguf_body(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> d
 
 
 def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> list[str]:
-    """Fill the exit heads of a model with those stored beside the checkpoint that it starts from.
+    """Fill the exit heads of a model with those stored beside the checkpoint that it starts from; those of a language
+    model without stored ones with copies of its own head, which comes from the checkpoint.
 
     Args:
         model: to train, with exit heads if its method trains any.
@@ -140,6 +143,9 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> li
         FulldepthError: if the file is damaged, or holds heads of other layers.
     """
     path = find_exit_heads(packaged(checkpoint))
+    if path is None and has_exit_heads(model) and task_of(model) == "causal-lm":
+        copy_to_exit_heads(find_anatomy(model))
+        return ["The heads of layers 1 to L-1 start as copies of the model's own."]
     if path is None:
         return []
     if not has_exit_heads(model):

@@ -35,14 +35,14 @@ class Candidates:
         self._runner, self._rule, self._threshold = runner, options.rule, options.threshold
         self._count, self._tokens = options.lens_candidates, torch.empty(0)
 
-    def may_leave(self, states: Tensor) -> Tensor:
+    def may_leave(self, states: Tensor, layer: int) -> Tensor:
         """[A] bool, on the CPU: positions that have to be read whole, from states `[A, T, D]` of which the last counts.
 
         All of them before the first `note`.
         """
         if not self._tokens.numel():
             return torch.ones(len(states), dtype=torch.bool)
-        values = certainty(self._runner.finish_some(states, self._tokens), self._rule)
+        values = certainty(self._runner.finish_some(states, self._tokens, layer), self._rule)
         return (values.double() > self._threshold).cpu()
 
     def note(self, rows: Tensor, logits: Tensor) -> None:

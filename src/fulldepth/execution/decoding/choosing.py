@@ -140,7 +140,7 @@ class Probe:
         """Acceptance of the drafts of a layer; slightly optimistic, since few positions are measured."""
         begun = self.session.clock()
         scores, choice = torch.cat(self._scores), self.session.choice
-        drafts = choice.warped(self.session.runner.finish(torch.cat(self._states[layer])[:, None])[:, 0])
+        drafts = choice.warped(self.session.runner.finish(torch.cat(self._states[layer])[:, None], layer)[:, 0])
         if choice.samples:
             hits = torch.minimum(scores.softmax(-1), drafts.softmax(-1)).sum(-1).sum()
         else:

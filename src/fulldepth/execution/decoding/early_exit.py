@@ -53,11 +53,11 @@ class _Exits:
         if (fixed is not None and layer != fixed) or (layer < self._options.min_layer and not last and fixed is None):
             return False
         everywhere = last or fixed is not None
-        rows = self._read_whole(states, everywhere)
+        rows = self._read_whole(states, layer, everywhere)
         if not len(rows):
             return False
         whole = states if len(rows) == len(states) else states[rows.to(states.device)]
-        logits = self._session.runner.finish(whole)[:, -1]
+        logits = self._session.runner.finish(whole, layer)[:, -1]
         self._session.stats.lens_positions += len(rows)
         leaves = torch.ones(len(rows), dtype=torch.bool) if everywhere else self._rule.leaves(logits).cpu()
         if self._candidates is not None and not everywhere:
@@ -69,12 +69,12 @@ class _Exits:
         self._layers[rows[leaves]] = layer
         return bool(self.left.all())
 
-    def _read_whole(self, states: Tensor, everywhere: bool) -> Tensor:
+    def _read_whole(self, states: Tensor, layer: int, everywhere: bool) -> Tensor:
         """Indices of the sequences whose token is read with the whole head."""
         rows = torch.arange(len(states))
         if self._candidates is None:
             return rows
-        return rows[~self.left if everywhere else ~self.left & self._candidates.may_leave(states)]
+        return rows[~self.left if everywhere else ~self.left & self._candidates.may_leave(states, layer)]
 
     def commit(self) -> None:
         """Append the chosen tokens and count the exits."""

@@ -122,10 +122,13 @@ class _Draft:
             self.states.append(state)
             if len(self.scores) >= length:
                 return
+            early = self._layers[-1] if self._layers else 0
             if skipper is not None:
                 with skipper.drafting():
-                    state = self._session.run(range(self._layers[-1] + 1 if self._layers else 1, num_layers + 1), state)
-            scores = choice.scores(self._session.runner.finish(state)[:, -1], len(self.scores))
+                    state = self._session.run(range(early + 1, num_layers + 1), state)
+            scores = choice.scores(
+                self._session.runner.finish(state, None if skipper else early)[:, -1], len(self.scores)
+            )
             if threshold is not None and float(scores.softmax(-1).amax(-1).max()) < threshold:
                 return
             tokens = choice.choose(scores)

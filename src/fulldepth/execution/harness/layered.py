@@ -75,20 +75,20 @@ class LayerReader:
         for layer in self.layers:
             source = logits if layer == depth else states[layer]
             chosen = source[row.to(source.device), position.to(source.device)]  # [N, V] or [N, D]
-            read.append(self._predictions(chosen, token, dtype, is_state=layer != depth))
+            read.append(self._predictions(chosen, token, dtype, None if layer == depth else self.classifier.at(layer)))
         values, hits = zip(*read, strict=True)
         return torch.stack(values), torch.stack(hits)
 
     def _predictions(
-        self, chosen: Tensor, token: Tensor, dtype: torch.dtype | None, *, is_state: bool
+        self, chosen: Tensor, token: Tensor, dtype: torch.dtype | None, head: Classifier | None
     ) -> tuple[Tensor, Tensor]:
-        """`[N]` log-probability of the tokens and whether they are the top ones, from states or logits."""
+        """`[N]` log-probability of the tokens and whether they are the top ones, from logits, or states and a head."""
         classes = self.classifier.classes or self.anatomy.vocab_size or 1
         values, hits = [], []
         for part, wanted in zip(
             *(tensor.split(max(1, MOST_LOGITS // classes)) for tensor in (chosen, token)), strict=True
         ):
-            logits = self.classifier.tokens(part.to(self.classifier.device or part.device)) if is_state else part
+            logits = part if head is None else head.tokens(part.to(head.device or part.device))
             log_probabilities = torch.log_softmax(logits, -1, dtype=dtype)
             wanted = wanted.to(logits.device)
             values.append(log_probabilities.gather(1, wanted[:, None])[:, 0].cpu())
