@@ -10,6 +10,10 @@ import tiny_models
 from exit.conftest import LABELS, sharpened
 from fulldepth import exit
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.exit.elastic import weight_bytes
+from fulldepth.hf import truncated
+from fulldepth.losses import add_exit_heads
 from skip.word_tokenizer import tokenizer
 
 
@@ -56,6 +60,17 @@ def test_a_model_of_this_package_carries_its_code(tmp_path):
     assert (tmp_path / "two" / "modeling_depth_llama.py").is_file()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "bert-classifier", "bert", "detr"])
+def test_bytes_of_a_multi_exit_model_are_those_of_its_first_layers(name):
+    model = tiny_models.build(name)
+    for own_heads in (False, True):
+        if own_heads:
+            add_exit_heads(model)
+        anatomy = find_anatomy(model)
+        cuts = [truncated(anatomy, layers) for layers in range(1, anatomy.num_layers + 1)]
+        assert weight_bytes(anatomy) == [sum(p.nbytes for p in cut.parameters()) for cut in cuts]
+
+
 def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, monkeypatch):
     monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)
     model = sharpened("bert-classifier", 2.0, torch.float32)
@@ -71,6 +86,11 @@ def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, monke
     made = exit.export_layers(model, tmp_path / "c", effective_depth=0.1, data=labelled, tokenizer=tokenizer())
     assert made.layers == expected
     assert not (tmp_path / "b").exists()
+    with torch.no_grad():
+        model.classifier.bias[2] = 1e3
+    never = [row for row in labelled if row["label"] != LABELS[2]]
+    with pytest.raises(FulldepthError, match="accuracy on .* is 0"):
+        exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=never, tokenizer=tokenizer())
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

@@ -5,8 +5,9 @@ Source: "Representation progression and aligned training", Sec. 1 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fulldepth.hf import (
     ModelCard,
     check_publishing,
     evaluating,
-    exit_heads_of,
+    exit_layers,
     publish,
     sample_inputs,
     save_exit_heads,
@@ -162,6 +163,11 @@ def _choose(
     watcher.begin(f"Reading the layers of {Path(checkpoint.name).name}", len(subject.sequences))
     readings = read_layers(subject, (), tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance)
     quality, name = qualities(readings), QUALITIES[readings.quality]
+    if float(quality[-1]) <= 0:
+        raise FulldepthError(
+            f"The full model's {name} on {subject.sequences.name} is 0, and so any number of layers would keep it. "
+            "Give other data, or choose the layers with --export-layers."
+        )
     layers = effective_depth(quality, settings.effective_depth, relative=True)
     return layers, (
         f"The first {layers} of {num_layers} layers: the fewest with at least {1 - settings.effective_depth:.0%} of "
@@ -172,21 +178,24 @@ def _choose(
 def weight_bytes(anatomy: Anatomy) -> list[int]:
     """[L] bytes of the weights of a model with the first 1..L layers; tied and shared weights count once.
 
-    Of a multi-exit model's heads, those of the layers before the last one count.
+    In a multi-exit model the head of layer E takes the place of the model's own, and the heads before it count too.
     """
-    heads = [nn.Module(), *exit_heads_of(anatomy.model).values()]
-    blocks = [
-        {id(p): p.nbytes for module in (block, *heads[layer : layer + 1]) for p in module.parameters()}
-        for layer, block in enumerate(anatomy.blocks)
-    ]
-    inside = {key for block in blocks for key in block}
-    total = sum(p.nbytes for p in anatomy.model.parameters() if id(p) not in inside)
-    sizes, seen = [], set[int]()
-    for block in blocks:
-        total += sum(size for key, size in block.items() if key not in seen)
-        seen |= block.keys()
-        sizes.append(total)
-    return sizes
+    model = anatomy.model
+    heads = exit_layers(anatomy) or [[]] * anatomy.num_layers
+    inside = {module for part in (*anatomy.blocks, *chain(*heads)) for module in part.modules()}
+    counted = _bytes(module for module in model.modules() if module not in inside)
+    sizes = []
+    for block, own in zip(anatomy.blocks, heads, strict=True):
+        counted |= _bytes((*block.modules(), *own))
+        sizes.append(sum(counted.values()))
+    biases = [linear.bias for linear in (heads[-1] if len(sizes) > 1 else []) if linear.bias is not None]
+    extra = sum(bias.nbytes for bias in biases)  # of the model's own head, whose bias a cut model has as zeros
+    return [*(size + extra for size in sizes[:-1]), sizes[-1]]
+
+
+def _bytes(modules: Iterable[nn.Module]) -> dict[int, int]:
+    """Identity of each weight that the modules hold themselves -> its bytes."""
+    return {id(p): p.nbytes for module in modules for p in module.parameters(recurse=False)}
 
 
 def _write(

@@ -100,6 +100,17 @@ def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]
     return {int(layer): head for layer, head in (heads or {}).items()}
 
 
+def exit_layers(anatomy: Anatomy) -> list[list[nn.Linear]]:
+    """[L] the last linear layers by which each layer is read, those of the model's own head for layer L; empty without
+    exit heads.
+    """
+    if not has_exit_heads(anatomy.model):
+        return []
+    outputs = output_layers(anatomy)
+    heads: list[Any] = [list(exit_heads_of(anatomy.model, kind).values()) for kind in outputs]
+    return [*map(list, zip(*heads, strict=True)), [own for _, _, own in outputs.values()]]
+
+
 def exit_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all exit heads."""
     return [head.weight for kind in (CLASSES, BOXES) for head in exit_heads_of(model, kind).values()]  # type: ignore[misc]
@@ -312,6 +323,7 @@ __all__ = [
     "copy_to_exit_heads",
     "cut_exit_heads",
     "exit_heads_of",
+    "exit_layers",
     "exit_weights",
     "find_exit_heads",
     "has_exit_heads",
