@@ -89,7 +89,7 @@ def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, monke
     with torch.no_grad():
         model.classifier.bias[2] = 1e3
     never = [row for row in labelled if row["label"] != LABELS[2]]
-    with pytest.raises(FulldepthError, match="accuracy on .* is 0"):
+    with pytest.raises(FulldepthError, match=r"accuracy on .* is 0"):
         exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=never, tokenizer=tokenizer())
 
 
