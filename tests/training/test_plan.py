@@ -129,6 +129,7 @@ def test_published_operations_of_the_four_models_of_lime() -> None:
     [
         ({"aligned": {"schedule": "always"}}, 32),
         ({"aligned": {"schedule": "always", "positions": 0.5}}, 32),
+        ({"multi_exit": {"schedule": "always"}}, 32),
         ({"orthogonality": {"layers": [1, 3]}}, 32),
         ({"orthogonality": {"layers": [0]}, "coherence": {"layers": [2]}}, 40),
         ({"jump": 1.0, "similarity": 0.5}, 32),
@@ -139,6 +140,8 @@ def test_operations_of_penalties_are_those_that_torch_counts(terms: dict[str, An
     model, ids = build_model(config_of(settings), settings), tokens(length)
     batch = {"input_ids": ids, "labels": ids}
     plain, _ = counted(lambda: model(**batch).loss.backward(), length)
+    if "multi_exit" in terms:
+        add_exit_heads(model)
     objective = Objective(**terms).attach(model)
     with_penalty, _ = counted(lambda: objective(model(**batch), batch)[0].backward(), length)
     objective.detach()
@@ -225,6 +228,10 @@ def test_parameters_steps_tokens_and_time_of_a_run() -> None:
     block = 12 * 64**2 + 13 * 64  # GPT-2: matrices, biases and norms of one block
     assert made.parameters_without_embeddings == 3 * block + 2 * 64
     assert made.parameters == made.trainable == 3 * block + 2 * 64 + (VOCAB + TIME) * 64
+    own_heads = plan(asked("gpt2", method="multi-exit"), config_of(settings))
+    assert own_heads.parameters == made.parameters + 2 * VOCAB * 64
+    assert own_heads.parameters_without_embeddings == made.parameters_without_embeddings
+    assert own_heads.flops == made.flops
     assert (made.tokens_per_step, made.tokens, made.settings.steps) == (8 * TIME, 80 * TIME, 10)
     assert (made.micro_batch, made.accumulation, made.processes) == (2, 2, 2)
     blocks, head = 3 * (24 * 64**2 + 4 * 64 * (TIME + 1) / 2), 2 * 64 * VOCAB
