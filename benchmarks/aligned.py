@@ -3,7 +3,7 @@
     python benchmarks/aligned.py tiny-vit --seeds 0 1 2 --output aligned-runs/
     python benchmarks/aligned.py tiny-vit data.name=cifar10.zip data.validation=cifar10.zip model.image_size=32 \
         model.patch_size=4 --data cifar10.zip --output cifar-runs/
-    python benchmarks/aligned.py tiny-detr --methods baseline aligned cos-regularised --output shapes-runs/
+    python benchmarks/aligned.py tiny-detr --output shapes-runs/
 
 Every training, measurement and sweep is a process of its own (`fulldepth train`, `measure`, `exit`) with a folder of
 its own. What is complete is not repeated, and an interrupted training is resumed, so the script can be started again.
