@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fulldepth.hf.exit_heads import EXIT_HEADS
+from fulldepth.hf import EXIT_HEADS
 from fulldepth.results import Results
 from fulldepth.settings import read
 

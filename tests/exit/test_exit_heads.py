@@ -196,25 +196,25 @@ def test_equal_heads_are_equal_files(tmp_path: Path) -> None:
 
 def test_malformed_files_are_refused(run: Path, tmp_path: Path) -> None:
     heads = load_file(run / "checkpoint-6" / EXIT_HEADS)
-    anatomy = find_anatomy(tiny_models.build("vit"))
+    model = tiny_models.build("vit")
     one, two = (f"exit_heads.{layer}.weight" for layer in (1, 2))
     path = tmp_path / EXIT_HEADS
     cases: dict[str, dict[str, Tensor]] = {
-        "lacks exit_heads.2.weight": {one: heads[one]},
-        "holds exit_heads.3.weight": {**heads, "exit_heads.3.weight": heads[one].clone()},
-        r"is \[4, 32\]; the model needs \[3, 32\]": {**heads, two: torch.ones(4, 32)},
+        r"needs heads for layers 1 to 2, and these are for layers \[1\]": {one: heads[one]},
+        r"for layers \[1, 2, 3\]": {**heads, "exit_heads.3.weight": heads[one].clone()},
+        r"is \[4, 32\]; ViTForImageClassification needs \[3, 32\]": {**heads, two: torch.ones(4, 32)},
         "exit_heads.2.weight holds NaN": {**heads, two: heads[two] * torch.nan},
-        "exit_heads.1.weight holds torch.int64": {**heads, one: heads[one].long()},
+        "exit_heads.1.weight is no matrix of floating-point": {**heads, one: heads[one].long()},
     }
     for message, tensors in cases.items():
         save_file(tensors, path)
         with pytest.raises(FulldepthError, match=message):
-            load_exit_heads(anatomy, tmp_path)
+            load_exit_heads(model, tmp_path)
     for content in (b"", b"\xff" * 40, (run / "checkpoint-6" / EXIT_HEADS).read_bytes()[:-9]):
         path.write_bytes(content)
         with pytest.raises(FulldepthError, match="Cannot read"):
-            load_exit_heads(anatomy, path)
-    assert not exit_heads_of(anatomy.model)
+            load_exit_heads(model, path)
+    assert not exit_heads_of(model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

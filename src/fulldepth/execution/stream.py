@@ -320,7 +320,7 @@ def _read(anatomy: Anatomy, head: Head, last: Tensor, mask: Tensor | None) -> Po
 
 def _classifier(anatomy: Anatomy, head: Head) -> Classifier:
     family = replace(anatomy.family, heads={type(anatomy.model).__name__: head})
-    return Classifier(replace(anatomy, family=family))
+    return Classifier(replace(anatomy, family=family), exit_heads=False)
 
 
 def predict(classifier: Classifier, last: Tensor, mask: Tensor | None) -> Tensor:

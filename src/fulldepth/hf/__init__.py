@@ -13,20 +13,21 @@ from fulldepth.hf.distributed_checkpoint import (
     stored_shapes,
     write_shards,
 )
-from fulldepth.hf.exit_heads import (
+from fulldepth.hf.exit_head_files import (
     EXIT_HEADS,
-    add_exit_heads,
     add_stored_exit_heads,
+    find_exit_heads,
+    load_exit_heads,
+    restore_exit_heads,
+    save_exit_heads,
+)
+from fulldepth.hf.exit_heads import (
+    add_exit_heads,
     copy_to_exit_heads,
     exit_heads_of,
     exit_layers,
     exit_weights,
-    find_exit_heads,
     has_exit_heads,
-    load_exit_heads,
-    remove_exit_heads,
-    restore_exit_heads,
-    save_exit_heads,
 )
 from fulldepth.hf.families import FAMILIES, rows_of
 from fulldepth.hf.family import Family, Head

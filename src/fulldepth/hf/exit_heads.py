@@ -1,4 +1,4 @@
-"""Exit heads of a multi-exit model: a head for each of layers 1..L-1, in a file beside an ordinary checkpoint.
+"""Exit heads of a multi-exit model: a head for each of layers 1..L-1, as modules of the model.
 
 The head of layer l is the model's own head, with its final norm, pooling and pooler, whose last linear layer has
 another matrix `W_l: [C, D]` and no bias; C is the number of classes, or of tokens in a language model. L - 1 heads
@@ -9,26 +9,20 @@ matrix, too. Layer L keeps the model's own head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import reading
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
-from fulldepth.hf.older_names import stored_file
+from fulldepth.errors import FulldepthError
+from fulldepth.hf.anatomy import Anatomy
 
-EXIT_HEADS = "exit_heads.safetensors"
-"""File beside `model.safetensors`; stock transformers does not read it."""
 CLASSES, BOXES = "exit_heads", "exit_box_heads"
 """Modules of the model that hold the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
+Weights = dict[str, dict[int, Tensor]]
+"""`CLASSES` (and `BOXES`) -> 1-based layer -> matrix."""
 Output = tuple[nn.Module, str, nn.Linear]
 """Last module of a head, the path in it of its last linear layer (empty: the module itself), and that layer."""
 
@@ -69,7 +63,7 @@ def output_layers(anatomy: Anatomy) -> dict[str, Output]:
     if anatomy.family.box_head is not None and classes is not None:
         classes += 1  # "no object"
     elif head.pool == "token":
-        classes = anatomy.vocab_size
+        classes = None
     found = {CLASSES: _output(kind, head.modules[-1], anatomy.head_modules(head)[-1], classes)}
     if anatomy.family.box_head is not None:
         box_head = anatomy.model.get_submodule(anatomy.family.box_head)
@@ -117,12 +111,40 @@ def exit_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
-    """1-based layer -> module in place of the last one of the model's head; empty without exit heads."""
+    """1-based layer -> module in place of the last one of the model's head; empty without exit heads.
+
+    Raises:
+        FulldepthError: if the exit heads do not fit the model.
+    """
     heads = exit_heads_of(anatomy.model, kind)
     if not heads:
         return {}
-    module, inner, _ = output_layers(anatomy)[kind]
-    return {layer: HeadOfLayer(module, inner, own) if inner else own for layer, own in heads.items()}
+    check_exit_heads(anatomy)
+    module, inner, own = output_layers(anatomy)[kind]
+    for head in heads.values():
+        if own.weight.device.type != "meta":
+            head.to(own.weight.device)
+    return {layer: HeadOfLayer(module, inner, head) if inner else head for layer, head in heads.items()}
+
+
+def check_exit_heads(anatomy: Anatomy) -> None:
+    """Refuse exit heads for another number of layers, or of other shapes than the model's own outputs.
+
+    The shapes are compared where the anatomy knows the model's head.
+    """
+    model, last = anatomy.model, anatomy.num_layers - 1
+    kind, layers = type(model).__name__, list(exit_heads_of(model))
+    if layers != [*range(1, last + 1)]:
+        raise FulldepthError(f"{kind} needs heads for layers 1 to {last}, and these are for layers {layers}.")
+    for name, (_, _, own) in ({} if anatomy.head is None else output_layers(anatomy)).items():
+        heads = exit_heads_of(model, name)
+        if list(heads) != layers:
+            raise FulldepthError(f"{kind} needs {name} for layers 1 to {last}, and has them for layers {list(heads)}.")
+        for layer, head in heads.items():
+            if (found := head.weight.shape) != own.weight.shape:
+                raise FulldepthError(
+                    f"{name}.{layer}.weight is {list(found)}; {kind} needs {list(own.weight.shape)}."  # type: ignore[arg-type]
+                )
 
 
 def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
@@ -150,32 +172,34 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
             return torch.empty(shape, device="meta")
         return torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
 
-    layers = range(1, anatomy.num_layers)
-    _attach(anatomy, {kind: {layer: drawn(own) for layer in layers} for kind, (_, _, own) in outputs.items()})
+    weights = {
+        kind: {layer: drawn(own) for layer in range(1, anatomy.num_layers)} for kind, (_, _, own) in outputs.items()
+    }
+    own = outputs[CLASSES][2].weight
+    attach_exit_heads(anatomy.model, weights, own.device, own.dtype)
+    for weight in exit_weights(anatomy.model):
+        weight.requires_grad_(own.requires_grad)
 
 
-def _attach(anatomy: Anatomy, weights: dict[str, dict[int, Tensor]]) -> None:
-    """Make the heads modules of the model."""
-    model = anatomy.model
-    if not weights[CLASSES]:
+def attach_exit_heads(model: PreTrainedModel, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    """Make heads modules of a model, in place of those that it has.
+
+    Raises:
+        FulldepthError: if there are none, because the model has one layer.
+    """
+    if not weights.get(CLASSES):
         raise FulldepthError(f"{type(model).__name__} has one layer, which keeps the model's own head.")
+    remove_exit_heads(model)
     left_out = set(model._keys_to_ignore_on_save or ())
-    for kind, (_, _, own) in output_layers(anatomy).items():
+    for kind, of_layers in weights.items():
         heads = nn.ModuleDict()
-        for layer, weight in sorted(weights[kind].items()):
-            head = nn.Linear(own.in_features, own.out_features, bias=False, device="meta")
-            place = weight.to(own.weight.device, own.weight.dtype)
-            head.weight = nn.Parameter(place, requires_grad=own.weight.requires_grad)
+        for layer, weight in sorted(of_layers.items()):
+            head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            head.weight = nn.Parameter(weight.to(device, dtype))
             heads[str(layer)] = head
         setattr(model, kind, heads.train(model.training))
         left_out |= {f"{kind}.{name}" for name in heads.state_dict()}
     model._keys_to_ignore_on_save = left_out
-
-
-def add_stored_exit_heads(model: PreTrainedModel, stored: Iterable[str]) -> None:
-    """Give a model heads if a checkpoint's names of weights include any; they are filled with its other weights."""
-    if any(name.startswith(f"{CLASSES}.") for name in stored):
-        add_exit_heads(anatomy_candidates(model)[0])
 
 
 def copy_to_exit_heads(anatomy: Anatomy) -> None:
@@ -197,89 +221,6 @@ def remove_exit_heads(model: PreTrainedModel) -> None:
         model._keys_to_ignore_on_save = set(kept)
 
 
-def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write a model's heads beside its checkpoint; nothing is written without any.
-
-    Args:
-        model: the model.
-        folder: of the checkpoint.
-        tensors: name -> weight, where the model's own are sharded; None = the model's own.
-    """
-    own = {
-        f"{kind}.{layer}.weight": head.weight
-        for kind in (CLASSES, BOXES)
-        for layer, head in exit_heads_of(model, kind).items()
-    }
-    if not own:
-        return
-    source: Any = own if tensors is None else tensors
-    stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in own}
-    # One entry only: safetensors writes several in random order, and equal heads must be equal files.
-    save_file(stored, str(Path(folder) / EXIT_HEADS), metadata={"format": "pt"})
-
-
-def find_exit_heads(name: str | Path, revision: str | None = None) -> Path | None:
-    """The file of exit heads of a checkpoint (a folder, or a Hub name in the local cache); None without one."""
-    return stored_file(str(name), EXIT_HEADS, revision)
-
-
-def load_exit_heads(anatomy: Anatomy, path: str | Path) -> None:
-    """Give a loaded model the heads in a file, in place of those that it has.
-
-    Args:
-        anatomy: the model.
-        path: the file, or the checkpoint's folder.
-
-    Raises:
-        FulldepthError: if the file is damaged or holds anything but one finite matrix of the right shape for each of
-            layers 1..L-1 (of a detector, two), or the model can have no exit heads.
-    """
-    weights = _read(anatomy, path)
-    remove_exit_heads(anatomy.model)
-    _attach(anatomy, weights)
-
-
-def restore_exit_heads(anatomy: Anatomy, path: str | Path) -> None:
-    """Fill the heads that a model has from a file, in place, so that its optimiser keeps them.
-
-    Raises:
-        FulldepthError: as `load_exit_heads`.
-    """
-    with torch.no_grad():
-        for kind, weights in _read(anatomy, path).items():
-            for layer, head in exit_heads_of(anatomy.model, kind).items():
-                head.weight.copy_(weights[layer])  # type: ignore[operator]
-
-
-def _read(anatomy: Anatomy, path: str | Path) -> dict[str, dict[int, Tensor]]:
-    """Kind -> 1-based layer -> matrix in a file, checked against the model."""
-    path = Path(path) / EXIT_HEADS if Path(path).is_dir() else Path(path)
-    outputs, layers = output_layers(anatomy), range(1, anatomy.num_layers)
-    expected = {f"{kind}.{layer}.weight": own for kind, (_, _, own) in outputs.items() for layer in layers}
-    with reading(path), safe_open(str(path), framework="pt") as file:
-        if wrong := sorted(set(file.keys()) ^ expected.keys()):
-            state = "lacks" if wrong[0] in expected else "holds"
-            raise FulldepthError(
-                f"Cannot read {path}: it {state} {one_line(wrong[0], 80)}; expected a weight for each of layers 1 to "
-                f"{anatomy.num_layers - 1} of {type(anatomy.model).__name__}."
-            )
-        tensors = {name: _tensor(file, name, own, f"Cannot read {path}") for name, own in expected.items()}
-    return {kind: {layer: tensors[f"{kind}.{layer}.weight"] for layer in layers} for kind in outputs}
-
-
-def _tensor(file: Any, name: str, own: nn.Linear, title: str) -> Tensor:
-    """A finite matrix of the shape of the model's own."""
-    shape = [own.out_features, own.in_features]
-    if (found := file.get_slice(name).get_shape()) != shape:
-        raise FulldepthError(f"{title}: {name} is {found}; the model needs {shape}.")
-    weight: Tensor = file.get_tensor(name)
-    if not weight.is_floating_point():
-        raise FulldepthError(f"{title}: {name} holds {weight.dtype} values.")
-    if not bool(torch.isfinite(weight).all()):
-        raise FulldepthError(f"{title}: {name} holds NaN or infinity.")
-    return weight
-
-
 def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     """Give a model with the first E layers of another the head of layer E as its own, and the heads before it.
 
@@ -289,7 +230,7 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     if not has_exit_heads(anatomy.model):
         return
     last = cut.num_layers
-    kept: dict[str, dict[int, Tensor]] = {}
+    kept: Weights = {}
     for kind, (_, _, output) in output_layers(cut).items():
         heads = {layer: head.weight for layer, head in exit_heads_of(anatomy.model, kind).items()}
         kept[kind] = {layer: heads[layer] for layer in range(1, last)}  # type: ignore[misc]
@@ -300,7 +241,8 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     if last < anatomy.num_layers and anatomy.head is not None and anatomy.head.pool == "token":
         _untie(cut.model)
     if last > 1:
-        _attach(cut, kept)
+        weight = output.weight
+        attach_exit_heads(cut.model, kept, weight.device, weight.dtype)
 
 
 def _untie(model: PreTrainedModel) -> None:
@@ -317,20 +259,16 @@ def _untie(model: PreTrainedModel) -> None:
 __all__ = [
     "BOXES",
     "CLASSES",
-    "EXIT_HEADS",
     "add_exit_heads",
-    "add_stored_exit_heads",
+    "attach_exit_heads",
+    "check_exit_heads",
     "copy_to_exit_heads",
     "cut_exit_heads",
     "exit_heads_of",
     "exit_layers",
     "exit_weights",
-    "find_exit_heads",
     "has_exit_heads",
     "layer_heads",
-    "load_exit_heads",
     "output_layers",
     "remove_exit_heads",
-    "restore_exit_heads",
-    "save_exit_heads",
 ]

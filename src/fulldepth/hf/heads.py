@@ -21,12 +21,13 @@ class Classifier:
 
     Args:
         anatomy: the model, which must have a head.
+        exit_heads: whether each layer of a multi-exit model is read by its own head.
 
     Raises:
-        FulldepthError: if the model has no head.
+        FulldepthError: if the model has no head, or exit heads that do not fit it.
     """
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: Anatomy, *, exit_heads: bool = True) -> None:
         if anatomy.head is None:
             kind = type(anatomy.model).__name__
             raise FulldepthError(
@@ -51,7 +52,7 @@ class Classifier:
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
             self.softcap, self.scale = None, 1.0
         self._norm: Callable[[Tensor], Tensor] | None = None
-        self.exits: dict[int, Any] = layer_heads(anatomy)
+        self.exits: dict[int, Any] = layer_heads(anatomy) if exit_heads else {}
         """1-based layer -> last module of its own head, in a multi-exit model."""
 
     def at(self, layer: int) -> Self:

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf.anatomy import anatomy_candidates
-from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
+from fulldepth.hf.exit_head_files import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.gguf import find_gguf, packaged
 from fulldepth.hf.load import Checkpoint, load_checkpoint, load_tokenizer
 from fulldepth.hf.run_checkpoints import checkpoint_of
@@ -40,7 +39,7 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
     if path is None:
         return checkpoint
     if exit_heads:
-        load_exit_heads(anatomy_candidates(checkpoint.model)[0], path)
+        load_exit_heads(checkpoint.model, path)
         return checkpoint
     ignored = f"The heads of single layers ({EXIT_HEADS}) are not used here: the model is read by its own head alone."
     return replace(checkpoint, warnings=(*checkpoint.warnings, ignored))

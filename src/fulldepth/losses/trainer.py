@@ -15,7 +15,6 @@ from transformers.trainer_utils import has_length
 from transformers.utils import CONFIG_NAME
 
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import find_anatomy
 from fulldepth.hf import (
     has_exit_heads,
     has_weights,
@@ -305,7 +304,7 @@ class ObjectiveMixin(AnyTrainer):
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         if has_exit_heads(model):
-            restore_exit_heads(find_anatomy(model), folder)
+            restore_exit_heads(model, folder)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""

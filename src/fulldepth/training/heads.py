@@ -153,7 +153,7 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> li
     stored = load_config(checkpoint)
     if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
         return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]
-    restore_exit_heads(find_anatomy(model), path)
+    restore_exit_heads(model, path)
     return [f"The heads of layers 1 to L-1 are those of {checkpoint}."]
 
 
