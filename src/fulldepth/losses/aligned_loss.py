@@ -240,17 +240,15 @@ def aligned_loss(
     count = sum(len(targets) for _, targets in chosen)
 
     total = torch.zeros((), dtype=dtype, device=device)
-    for share, state, own in zip(shares, hidden_states, heads, strict=True):
-        if not share:
-            continue
-        if not count:
-            total = total + state[:0].sum(dtype=dtype).to(device)
-            continue
+    read = [each for each in zip(shares, hidden_states, heads, strict=True) if each[0]]
+    if not count:
+        return sum((state[:0].sum(dtype=dtype).to(device) for _, state, _ in read), total)
+    for share, state, own in read:
         for rows, (index, targets) in zip(state.flatten(0, -2).split(chunk), chosen, strict=True):
             if len(targets):
                 summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
-    return total / max(count, 1)
+    return total / count
 
 
 def _heads(head: Reader | Sequence[Reader], num_layers: int, positions: float) -> list[Reader]:
