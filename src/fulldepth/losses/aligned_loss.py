@@ -202,10 +202,9 @@ def aligned_loss(
     .. math:: L_{aligned} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{n: y_n \ne ignored}
         \mathrm{CE}(W h^{(l)}_n, y_n), \quad \lambda_l = \frac{2 l}{L (L + 1)}
 
-    Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass: the head is
-    called twice, and `[L, B, T, V]` never exists.
-    With `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, drawn without
-    replacement from torch's global generator: an unbiased estimate, of the gradients too.
+    Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass. With
+    `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, drawn without replacement
+    from torch's global generator: an unbiased estimate, of the gradients too.
 
     Args:
         hidden_states: `h_1, ..., h_L`, each `[B, T, D]` (or `[B, D]`: pooled), possibly on several devices. To skip
