@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fulldepth.early_exit import QUALITIES, open_checkpoint, prepare_subject
@@ -36,7 +36,6 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
 from fulldepth.hf.companions import copy_processor, generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.exit_heads import BOXES, CLASSES
 from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
 from fulldepth.metrics.effective_depth import effective_depth
 from fulldepth.progress import Watcher
@@ -173,16 +172,12 @@ def _choose(
 def weight_bytes(anatomy: Anatomy) -> list[int]:
     """[L] bytes of the weights of a model with the first 1..L layers; tied and shared weights count once.
 
-    Of a multi-exit model's heads (of a detector two a layer), those of the layers before the last one count.
+    Of a multi-exit model's heads, those of the layers before the last one count.
     """
-    heads = [exit_heads_of(anatomy.model, kind) for kind in (CLASSES, BOXES)]
+    heads = [nn.Module(), *exit_heads_of(anatomy.model).values()]
     blocks = [
-        {
-            id(p): p.nbytes
-            for module in (block, *(own[before] for own in heads if before in own))
-            for p in module.parameters()
-        }
-        for before, block in enumerate(anatomy.blocks)
+        {id(p): p.nbytes for module in (block, *heads[layer : layer + 1]) for p in module.parameters()}
+        for layer, block in enumerate(anatomy.blocks)
     ]
     inside = {key for block in blocks for key in block}
     total = sum(p.nbytes for p in anatomy.model.parameters() if id(p) not in inside)
@@ -257,11 +252,10 @@ def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> Mod
     """The model card."""
     name, kind = one_line(checkpoint.name, 200), type(checkpoint.model).__name__
     layers = f"first {report.layers} of {report.num_layers} {'decoder ' * (anatomy.task == 'detection')}layers"
-    head = f"the head of layer {report.layers}" if exit_heads_of(anatomy.model) else "its head"
     return ModelCard(
         title=f"{name}: the {layers}",
         method=(
-            f"`{name}` with its {layers}, its final norm and {head}; all weights are the original's. Inference of "
+            f"`{name}` with its {layers}, its final norm and its head; all weights are the original's. Inference of "
             "the original that stops after this layer gives the same outputs. Made with fulldepth."
         ),
         numbers={

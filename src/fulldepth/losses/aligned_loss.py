@@ -216,7 +216,8 @@ def aligned_loss(
         weights: `"linear"` as above, `"uniform"` for `1/L`, `"sum"` for 1, or L numbers.
         ignore_index: label of ignored positions. Their states have no effect, even if they are NaN.
         chunk: positions at a time, at least 1.
-        positions: share of the labelled positions that each layer reads, in (0, 1]; below 1 for a single head.
+        positions: share of the labelled positions that each layer reads, above 0 and at most 1; below 1 for a single
+            head.
 
     Returns:
         Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
@@ -232,33 +233,32 @@ def aligned_loss(
     _check_labels(labels, hidden_states[-1], chunk, positions)
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
-    heads = _one_per_layer(head, len(hidden_states), positions)
-    if not isinstance(head, Sequence) and positions < 1 and bool((labels != ignore_index).any()):
+    if isinstance(head, Sequence):
+        heads = list(head)
+        if len(heads) != len(hidden_states) or positions < 1:
+            raise FulldepthError(
+                f"expected one head, or one for each of {len(hidden_states)} layers with positions=1, got {len(heads)} "
+                f"with positions={positions:g}"
+            )
+    elif positions < 1 and bool((labels != ignore_index).any()):
         return _sampled(hidden_states, head, labels.to(device), shares, ignore_index, chunk, positions)
+    else:
+        heads = [head] * len(hidden_states)
     chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
 
     total = torch.zeros((), dtype=dtype, device=device)
     for share, state, own in zip(shares, hidden_states, heads, strict=True):
-        if share and not count:
+        if not share:
+            continue
+        if not count:
             total = total + state[:0].sum(dtype=dtype).to(device)
+            continue
         for rows, (index, targets) in zip(state.flatten(0, -2).split(chunk), chosen, strict=True):
-            if share and len(targets):
+            if len(targets):
                 summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
     return total / max(count, 1)
-
-
-def _one_per_layer(head: Reader | Sequence[Reader], num_layers: int, positions: float) -> list[Reader]:
-    """The head of each layer."""
-    if not isinstance(head, Sequence):
-        return [head] * num_layers
-    if len(head) != num_layers or positions < 1:
-        raise FulldepthError(
-            f"expected one head, or one for each of {num_layers} layers with positions=1, got {len(head)} with "
-            f"positions={positions:g}"
-        )
-    return list(head)
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
