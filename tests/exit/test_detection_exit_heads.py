@@ -22,7 +22,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.exit import export_layers, sweep
 from fulldepth.exit.elastic import weight_bytes
-from fulldepth.hf import exit_heads_of, load_exit_heads, open_model
+from fulldepth.hf import open_model
 from fulldepth.settings.exit import ExitSettings
 
 NAMES = ["average_precision", "detection_loss", "detection_agreement"]
@@ -200,19 +200,16 @@ def test_malformed_files_are_refused(places: tuple[Path, Path], tmp_path: Path) 
         "exit_box_heads.2.weight holds NaN or infinity": {**heads, box: heads[box] * torch.inf},
         "exit_box_heads.2.weight": {**heads, box: heads[box].int()},
     }
-    model = open_model(checkpoint, exit_heads=True).model
-    before = {layer: head.weight.clone() for layer, head in exit_heads_of(model).items()}
     for part, tensors in cases.items():
         save_file(tensors, path)
         message = f"Cannot (read|use) .*{HEADS_FILE}: .*{part}"
         with pytest.raises(FulldepthError, match=message):
             fulldepth.measure(tmp_path / "model", data, measures=NAMES)
         with pytest.raises(FulldepthError, match=message):
-            load_exit_heads(find_anatomy(model), tmp_path / "model")
+            open_model(tmp_path / "model", exit_heads=True)
     path.write_bytes((checkpoint / HEADS_FILE).read_bytes()[:-20])
-    with pytest.raises(FulldepthError, match="Cannot (read|use)"):
+    with pytest.raises(FulldepthError, match=r"Cannot (read|use)"):
         sweep(tmp_path / "model", data)
-    assert all(torch.equal(head.weight, before[layer]) for layer, head in exit_heads_of(model).items())
 
 
 def test_a_norm_between_the_layers_is_measured_but_not_cut(tmp_path: Path) -> None:
