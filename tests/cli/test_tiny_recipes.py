@@ -11,13 +11,13 @@ from fulldepth.results import Results
 from fulldepth.settings import read
 
 SMOKE = ("steps=2", "eval_every=2", "save_every=2", "global_batch_size=4")
-CLASSIFIERS = ("baseline", "aligned", "cos-regularised", "multi-exit", "jreg")
+METHODS = ("baseline", "aligned", "cos-regularised", "multi-exit", "jreg")
 RECIPES = {
-    "tiny-vit": (CLASSIFIERS, "digits:builtin/test", ("data.validation_sequences=20",)),
-    "tiny-bert": (CLASSIFIERS, "authors:builtin/test", ("data.validation_sequences=12", "tokenizer=wordpiece:300")),
-    "tiny-gpt2": (CLASSIFIERS, "authors:builtin/test", ("data.validation_sequences=12", "tokenizer=bpe:300")),
+    "tiny-vit": (METHODS, "digits:builtin/test", ("data.validation_sequences=20",)),
+    "tiny-bert": (METHODS, "authors:builtin/test", ("data.validation_sequences=12", "tokenizer=wordpiece:300")),
+    "tiny-gpt2": (METHODS, "authors:builtin/test", ("data.validation_sequences=12", "tokenizer=bpe:300")),
     "tiny-detr": (
-        ("baseline", "aligned", "cos-regularised", "jreg"),
+        METHODS,
         "shapes:64x6/validation",
         ("data.name=shapes:64x8/train", "data.validation=shapes:64x6/validation"),
     ),

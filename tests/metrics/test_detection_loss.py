@@ -37,7 +37,7 @@ def layers_of(model, pixels):
         model(pixel_values=pixels)
         states = activations["residual"]
     depth = len(states) - 1
-    return [heads.read(states[layer], last=layer == depth) for layer in range(1, depth + 1)]
+    return [heads.read(states[layer], layer) for layer in range(1, depth + 1)]
 
 
 def test_every_layer_equals_the_auxiliary_losses_of_transformers():

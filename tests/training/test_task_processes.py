@@ -71,6 +71,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gpt2-aligned": {**GPT2, "method": "aligned", "objective": {"aligned": {"schedule": "always"}}},
     "detr-baseline": {**DETECTION, "method": "baseline"},
     "detr-aligned": {**DETECTION, "method": "aligned", "objective": {"similarity": 0.2}},
+    "detr-multi-exit": {**DETECTION, "method": "multi-exit", "objective": {"multi_exit": {"schedule": "alternate"}}},
 }
 COMPARED = (
     "train_loss",
@@ -149,9 +150,9 @@ def test_two_processes_train_and_evaluate_like_one(runs: Path, name: str, kind: 
 
 
 @pytest.mark.slow
-def test_a_multi_exit_run_is_resumed_with_its_heads(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["vit-multi-exit", "detr-multi-exit"])
+def test_a_multi_exit_run_is_resumed_with_its_heads(runs: Path, tmp_path: Path, name: str) -> None:
     """By two processes of the same kind, and the sharded checkpoint by one process."""
-    name = "vit-multi-exit"
     for kind, by in (("copied", "copied"), ("sharded", "sharded"), ("sharded", "whole")):
         folder = tmp_path / f"{kind}-{by}"
         shutil.copytree(runs / f"{name}-{kind}", folder)

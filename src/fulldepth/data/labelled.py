@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from fulldepth.data.batches import Example
 from fulldepth.data.columns import LABEL_COLUMNS
@@ -266,6 +267,8 @@ class Collator:
     """Of images."""
     augment: Callable[[Sequence[Item]], Batch] | None = None
     """Makes the batches of images in training, in place of the processor."""
+    dtype: torch.dtype = torch.float32
+    """Of pixel values."""
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
         """`pixel_values`, or `input_ids` with `attention_mask`; and `labels: [B]`, or those of `Batch.objects`."""
@@ -278,7 +281,8 @@ class Collator:
             batch = collate_images(examples, everything, processor=self.processor)
         labels = batch.labels if batch.objects is None else batch.objects
         assert labels is not None
-        return {**batch.inputs, "labels": labels}
+        inputs = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in batch.inputs.items()}
+        return {**inputs, "labels": labels}
 
 
 def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:

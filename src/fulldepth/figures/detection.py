@@ -56,7 +56,7 @@ FIGURES = (
         "predictions",
         _precision,
         title="Average precision per decoder layer",
-        subtitle="Each layer read by the model’s own final norm, class head and box head",
+        subtitle="Each layer read by the model’s final norm, class head and box head; multi-exit models have own heads",
         methods=(
             Method(
                 "Average precision",

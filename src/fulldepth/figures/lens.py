@@ -153,10 +153,11 @@ PER_LAYER = Method(
     "Accuracy and loss per layer",
     ("lens_accuracy", "lens_loss"),
     (
-        "The model’s own final norm and head applied to the state of every layer. Accuracy is the share of positions "
-        "whose top prediction is the true token or class; loss is the cross-entropy in nats, that is, the loss of a "
-        "model that stops at this layer. The last layer’s values are the model’s own. “After attention”, if drawn, is "
-        "the same in the middle of the layer, before its MLP is added."
+        "The model’s own final norm and head applied to the state of every layer; layers of a multi-exit model before "
+        "the last are read by heads of their own. Accuracy is the share of positions whose top prediction is the true "
+        "token or class; loss is the cross-entropy in nats, that is, the loss of a model that stops at this layer. The "
+        "last layer’s values are the model’s own. “After attention”, if drawn, is the same in the middle of the layer, "
+        "before its MLP is added."
     ),
     source="Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 2; Shibata et al., App. K.",
 )

@@ -72,9 +72,9 @@ class Classifier:
     def after_forward(self) -> Self:
         """A classifier for use between the model's forward and backward pass, with gradients.
 
-        This object itself; for a sharded model one with this step's weights, see `GatheredModule`.
+        This object itself; for a sharded model one with this step's weights, see `GatheredModule`, which stays itself.
         """
-        if not uses_fsdp(self.anatomy.model):
+        if not uses_fsdp(self.anatomy.model) or isinstance(self.modules[-1], GatheredModule):
             return self
         gathered = copy.copy(self)
         gathered.modules = [GatheredModule(module) for module in self.modules]

@@ -12,6 +12,7 @@ from torch import Tensor
 from fulldepth.distributed import add_up, current
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier, DetectionHeads, unwrapped
+from fulldepth.losses.states import statistics_dtype
 from fulldepth.losses.task import Task
 from fulldepth.metrics import SetLoss
 
@@ -80,7 +81,8 @@ def _shared_loss(options: SetLoss, logits: Tensor, boxes: Tensor, targets: Seque
     """The set loss, divided by means over processes while gradients are computed: data parallelism, which averages the
     gradients, then gives those of one large batch.
     """
-    sums = options.sums(logits.float(), boxes.float(), targets)
+    dtype = statistics_dtype(logits)
+    sums = options.sums(logits.to(dtype), boxes.to(dtype), targets)
     divisors = sums[[1, 4]].detach()  # weight of the queries, boxes
     if torch.is_grad_enabled() and current().world > 1:
         divisors = divisors.clone()

@@ -171,7 +171,9 @@ def _crowd(target: Target) -> Tensor:
 
 
 class AveragePrecision(Measure):
-    """Average precision of layers 1..L, each read by the model's own final norm, class head and box head."""
+    """Average precision of layers 1..L, each read by the model's final norm, class head and box head, or by
+    heads of its own (multi-exit).
+    """
 
     name = "average_precision"
     units = dict.fromkeys(("ap", "ap50", "ap75"), "1")

@@ -53,7 +53,7 @@ class SetLoss:
             boxes: `[B, Q, 4]`, as in `Detections`.
             targets: of each image.
         """
-        targets = [_without_crowds(target, logits.device) for target in targets]
+        targets = [_without_crowds(target, boxes) for target in targets]
         if not bool(torch.isfinite(boxes.detach().sum() + logits.detach().sum())):
             return (logits.sum() + boxes.sum()) * torch.full((len(PARTS),), torch.nan, device=logits.device)
         none = logits.shape[-1] - 1
@@ -67,7 +67,7 @@ class SetLoss:
             query = torch.cat([query for query, _ in pairs]).to(logits.device)
             chosen = [(target, index.to(logits.device)) for target, (_, index) in zip(targets, pairs, strict=True)]
             classes[image, query] = torch.cat([target["class_labels"][index] for target, index in chosen])
-            true = torch.cat([target["boxes"][index] for target, index in chosen]).to(boxes.dtype)
+            true = torch.cat([target["boxes"][index] for target, index in chosen])
             found = boxes[image, query]
             l1 = (found - true).abs().sum()
             giou = (1 - generalised_iou(corners(found), corners(true))).sum()
@@ -124,9 +124,10 @@ def generalised_iou(one: Tensor, other: Tensor) -> Tensor:
     return shared / union - (hull - union) / hull
 
 
-def _without_crowds(target: Target, device: torch.device) -> dict[str, Tensor]:
+def _without_crowds(target: Target, found: Tensor) -> dict[str, Tensor]:
+    """The objects that count, where the predicted boxes are and in their precision."""
     keep = ~target["crowd"] if "crowd" in target else slice(None)
-    return {name: target[name][keep].to(device) for name in ("class_labels", "boxes")}
+    return {"class_labels": target["class_labels"][keep].to(found.device), "boxes": target["boxes"][keep].to(found)}
 
 
 class DetectionLoss(Measure):

@@ -131,6 +131,7 @@ def model_line(model: Mapping[str, Any]) -> str:
         stated(model, ("class", "{}")),
         TASKS.get(task, short(task, 60)) if task else "",
         f"{short(layers, 12)} layers{width}" if layers else "",
+        stated(model, ("exit_heads", "multi-exit: own heads for {} layers")),
         stated(model, ("parameters", "{} parameters"), written=scaled),
         stated(model, ("dtype", "{}")),
     )

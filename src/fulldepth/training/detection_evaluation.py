@@ -33,7 +33,7 @@ class DetectionEvaluator(Evaluator):
     def __call__(self, model: Any) -> Evaluation:
         """Evaluate `model`; its training mode is restored. Every process must call this."""
         anatomy = find_anatomy(model)
-        layers, device = anatomy.num_layers, next(model.parameters()).device
+        layers, weight = anatomy.num_layers, next(model.parameters())
         setup = Setup(layers, 1, num_sequences=len(self.data), set_loss=SetLoss.of(model.config))
         precision, loss = AveragePrecision(setup), DetectionLoss(setup)
         turned = torch.zeros(2, layers, dtype=torch.float64)
@@ -41,10 +41,10 @@ class DetectionEvaluator(Evaluator):
         model.eval()
         try:
             with capture(anatomy, ["residual"]) as activations:
-                for batch, counts in self._share(device):
+                for batch, counts in self._share(weight.device):
                     labels = batch.pop("labels")
                     model(**batch)
-                    states = [state.float() for state in activations["residual"]]
+                    states = [state.to(weight.dtype) for state in activations["residual"]]
                     activations.clear()
                     heads = DetectionHeads(Classifier(anatomy)).after_forward()
                     read = [heads.read(state, layer) for layer, state in enumerate(states[1:], start=1)]
@@ -53,7 +53,7 @@ class DetectionEvaluator(Evaluator):
                         observation = _observation(Detections(logits, boxes, labels), first)
                         precision.update(observation)
                         loss.update(observation)
-                        turned += _turned(states)
+                        turned += _turned([state.float() for state in states])
                     first += current().world * self.batch_size
         finally:
             model.train(training)

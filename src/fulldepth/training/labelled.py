@@ -35,7 +35,7 @@ from fulldepth.targets import IGNORE
 from fulldepth.training.augmentation import Augmentation
 from fulldepth.training.classes import data_classes
 from fulldepth.training.loading import LoadingMixin
-from fulldepth.training.model import build_config, special_tokens
+from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.optimiser import GroupsMixin
 from fulldepth.training.resume import ResumeMixin
 from fulldepth.training.settings import TrainSettings
@@ -166,7 +166,7 @@ def picture_trainer(
         LabelledRows([Picture(r.image, _label(r), r.objects) for r in rows.source.records])  # type: ignore[arg-type]
         for rows in (data.train, data.validation)
     )
-    collator = Collator(processor=processor)
+    collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
     reads = getattr(config, "backbone_config", None) or config
     channels, wanted = collator([train[0]])["pixel_values"].shape[1], getattr(reads, "num_channels", 3)
     if channels != wanted:

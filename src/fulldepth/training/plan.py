@@ -213,7 +213,9 @@ def detector_lines(settings: TrainSettings, config: PreTrainedConfig, processes:
     """
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
-    model = meta_model(config, settings.task)
+    model, objective = meta_model(config, settings.task), make_objective(settings)
+    if objective.needs_exit_heads:
+        add_exit_heads(model)
     check_initializer(model, settings.initializer)
     parameter_groups(model, settings)
     parameters, held = model.num_parameters(), WEIGHT[settings.precision]

@@ -1,0 +1,223 @@
+"""A detector with heads for every decoder layer: measured, left early, evaluated, cut, against the plain oracle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import fulldepth
+from exit.detector_world import LAYERS, WIDTH, objects, pictures, pixels, world
+from exit.plain_detector import HEADS_FILE, agreement, answers, precision, set_loss
+from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
+from fulldepth.early_exit.costs import flops_of
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.exit import export_layers, sweep
+from fulldepth.exit.elastic import weight_bytes
+from fulldepth.hf import open_model
+from fulldepth.settings.exit import ExitSettings
+
+NAMES = ["average_precision", "detection_loss", "detection_agreement"]
+Answers = tuple[Tensor, Tensor, list[dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint and its images."""
+    return world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def plain(places: tuple[Path, Path]) -> Answers:
+    """`[L, N, Q, C+1]` logits and `[L, N, Q, 4]` boxes by the oracle, and the true objects."""
+    checkpoint, data = places
+    return *answers(checkpoint, pixels(checkpoint, pictures(data))), objects(data)
+
+
+def check_measures(results: Any, logits: Tensor, boxes: Tensor, targets: list[dict[str, Tensor]]) -> None:
+    """Every layer's average precision, set loss and agreement, as `measure` gives them in float64."""
+    for layer in range(1, len(logits) + 1):
+        own = logits[layer - 1], boxes[layer - 1]
+        expected = {
+            "average_precision": precision(*own, targets),
+            "detection_loss": {name: float(value) for name, value in set_loss(*own, targets).items()},
+            "detection_agreement": agreement(logits, boxes, layer),
+        }
+        for measure, values in expected.items():
+            found = {name: results.values(measure, name)[layer] for name in values}
+            assert found == pytest.approx(values, abs=1e-6), (measure, layer)
+
+
+def test_measure_reads_each_layer_by_its_own_heads(places: tuple[Path, Path], plain: Answers) -> None:
+    checkpoint, data = places
+    logits, boxes, targets = plain
+    results = fulldepth.measure(checkpoint, data, measures=NAMES, dtype="float64")
+    assert results.meta["model"]["exit_heads"] == LAYERS - 1
+    check_measures(results, logits, boxes, targets)
+    scores = logits.softmax(-1)[..., :-1]
+    checked = 0
+    for sample in results.meta["lens_grid"]["samples"]:
+        index = int(sample["title"].split()[-1].removesuffix(".png")) - 1
+        for column, name in enumerate(sample["tokens"]):
+            query = int(name.removeprefix("query "))
+            for layer in (1, 2, 3):
+                x, y, width, height = boxes[layer - 1, index, query].tolist()
+                corners = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
+                clipped = [min(max(edge, 0), 1) for edge in corners]
+                assert sample["boxes"][layer][column][:4] == pytest.approx(clipped, abs=1e-3)
+                score = float(scores[layer - 1, index, query].max())
+                assert sample["grid"][layer][column][1] == pytest.approx(score, abs=1e-3)
+                checked += 1
+    assert checked > 50
+
+
+def leave(logits: Tensor, threshold: float) -> int:
+    """The layer after which an image with logits `[L, Q, C+1]` leaves, by the mean confidence of its queries."""
+    sure = logits.softmax(-1).amax(-1).mean(-1) > threshold
+    return next((layer for layer in range(1, LAYERS) if threshold < 1 and sure[layer - 1]), LAYERS)
+
+
+def test_images_leave_with_the_answers_of_that_layers_heads(places: tuple[Path, Path], plain: Answers) -> None:
+    checkpoint, data = places
+    logits, boxes, targets = plain
+    images = torch.arange(logits.shape[1])
+    settings = ExitSettings(dtype="float64")
+    subject = prepare_subject(open_checkpoint(str(checkpoint), settings), data, settings)
+    early, batch = EarlyExit(subject), subject.sequences.collate(range(len(subject.sequences)))
+    inputs, threshold = subject.inputs(batch.inputs), 0.7
+    left = torch.tensor([leave(logits[:, image], threshold) for image in images])
+    assert set(left.tolist()) == {1, 2, 3}
+    (own_logits, own_boxes), found = early.run(inputs, Exit("confidence", threshold, 1, LAYERS))
+    assert found.tolist() == left.tolist()
+    torch.testing.assert_close(own_logits, logits[left - 1, images], rtol=0, atol=1e-9)
+    torch.testing.assert_close(own_boxes, boxes[left - 1, images], rtol=0, atol=1e-9)
+
+    flops, queries = flops_of(early, inputs), logits.shape[2]
+    assert flops.heads == pytest.approx([2 * queries * WIDTH * logits.shape[-1]] * LAYERS)
+    assert flops.answers == pytest.approx([2 * queries * (2 * WIDTH * WIDTH + 4 * WIDTH)] * LAYERS)
+
+    results = sweep(checkpoint, data, rule="confidence", thresholds=[threshold, 1.0], dtype="float64", rounds=1)
+    full = precision(logits[-1], boxes[-1], targets)["ap"]
+    assert results.meta["full"]["average_precision"] == pytest.approx(full, abs=1e-9)
+    for row in results.meta["exits"]:
+        layers = [leave(logits[:, image], row["threshold"]) for image in images]
+        assert row["exits"] == [layers.count(layer) for layer in (1, 2, 3)]
+        chosen = torch.tensor(layers) - 1
+        ap = precision(logits[chosen, images], boxes[chosen, images], targets)["ap"]
+        assert row["average_precision"] == pytest.approx(ap, abs=1e-9)
+        same = logits[chosen, images].argmax(-1) == logits[-1].argmax(-1)
+        assert row["agreement"] == pytest.approx(float(same.double().mean()))
+        done = sum(
+            flops.before
+            + sum(flops.layers[:layer])
+            + (0 if row["threshold"] == 1 else sum(flops.heads[: layer - 1]))
+            + flops.heads[-1]
+            + flops.answers[-1]
+            for layer in layers
+        )
+        assert row["theoretical_speedup"] == pytest.approx(len(layers) * flops.full / done)
+        assert row["measured_speedup"] > 0
+
+
+def test_evaluate_scores_each_layer_by_its_own_heads(places: tuple[Path, Path], plain: Answers) -> None:
+    checkpoint, data = places
+    logits, boxes, targets = plain
+    results = fulldepth.evaluate(
+        checkpoint, data=data, dtype="float64", exit_rule="confidence", exit_thresholds=[0.7], rounds=0
+    )
+    task = next(iter(results.meta["tasks"]))
+    for layer in range(1, LAYERS + 1):
+        expected = precision(logits[layer - 1], boxes[layer - 1], targets)["ap"]
+        assert results.values("task_score", "average_precision", task)[layer] == pytest.approx(expected, abs=1e-9)
+    (row,) = results.meta["exits"]
+    left = torch.tensor([leave(image, 0.7) for image in logits.transpose(0, 1)]) - 1
+    images = torch.arange(len(left))
+    expected = precision(logits[left, images], boxes[left, images], targets)["ap"]
+    assert row["average_precision"] == pytest.approx(expected, abs=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_an_exported_model_ends_in_the_heads_of_its_last_layer(
+    places: tuple[Path, Path], plain: Answers, tmp_path: Path, layers: int
+) -> None:
+    checkpoint, data = places
+    logits, boxes, _ = plain
+    made = export_layers(checkpoint, tmp_path / "short", export_layers=layers)
+    assert made.logit_error < 1e-5
+    stock, report = tf.AutoModelForObjectDetection.from_pretrained(
+        tmp_path / "short", output_loading_info=True, dtype=torch.float64
+    )
+    assert not any(report.values())
+    assert (type(stock), stock.config.decoder_layers) == (tf.DetrForObjectDetection, layers)
+    inputs = pixels(tmp_path / "short", pictures(data))
+    output = stock.eval()(**{name: v.double() if v.is_floating_point() else v for name, v in inputs.items()})
+    torch.testing.assert_close(output.logits, logits[layers - 1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(output.pred_boxes, boxes[layers - 1], rtol=0, atol=1e-9)
+    assert (tmp_path / "short" / HEADS_FILE).is_file() == (layers > 1)
+    if layers > 1:
+        for found, expected in zip(answers(tmp_path / "short", inputs), (logits, boxes), strict=True):
+            torch.testing.assert_close(found, expected[:layers], rtol=0, atol=1e-9)
+        kept, original = load_file(tmp_path / "short" / HEADS_FILE), load_file(checkpoint / HEADS_FILE)
+        assert sorted(kept) == [name for name in sorted(original) if int(name.split(".")[1]) < layers]
+        assert all(torch.equal(weight, original[name]) for name, weight in kept.items())
+
+
+def test_a_memory_budget_counts_the_heads_that_are_kept(places: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint, _ = places
+    sizes = weight_bytes(find_anatomy(open_model(checkpoint, exit_heads=True).model))
+    for layers, size in enumerate(sizes, start=1):
+        export_layers(checkpoint, tmp_path / str(layers), export_layers=layers)
+        stock = tf.DetrForObjectDetection.from_pretrained(tmp_path / str(layers))
+        heads = tmp_path / str(layers) / HEADS_FILE
+        own = load_file(heads).values() if heads.is_file() else ()
+        assert size == sum(weight.nbytes for weight in (*stock.parameters(), *own))
+
+
+def test_malformed_files_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint, data = places
+    heads = load_file(checkpoint / HEADS_FILE)
+    shutil.copytree(checkpoint, tmp_path / "model")
+    path, box = tmp_path / "model" / HEADS_FILE, "exit_box_heads.2.weight"
+    classes = {name: weight for name, weight in heads.items() if "box" not in name}
+    cases: dict[str, dict[str, Tensor]] = {
+        "exit_box_heads": classes,
+        "exit_heads": {name: weight for name, weight in heads.items() if "box" in name},
+        "exit_box_heads.*": {**heads, "exit_box_heads.3.weight": heads[box].clone()},
+        "exit_heads.*": {
+            **heads,
+            "exit_heads.1.weight": heads["exit_heads.1.weight"][:3].clone(),
+        },
+        "exit_box_heads.*.*": {**heads, box: torch.ones(5, 32)},
+        "exit_box_heads.2.weight holds NaN or infinity": {**heads, box: heads[box] * torch.inf},
+        "exit_box_heads.2.weight": {**heads, box: heads[box].int()},
+    }
+    for part, tensors in cases.items():
+        save_file(tensors, path)
+        message = f"Cannot (read|use) .*{HEADS_FILE}: .*{part}"
+        with pytest.raises(FulldepthError, match=message):
+            fulldepth.measure(tmp_path / "model", data, measures=NAMES)
+        with pytest.raises(FulldepthError, match=message):
+            open_model(tmp_path / "model", exit_heads=True)
+    path.write_bytes((checkpoint / HEADS_FILE).read_bytes()[:-20])
+    with pytest.raises(FulldepthError, match=r"Cannot (read|use)"):
+        sweep(tmp_path / "model", data)
+
+
+def test_a_norm_between_the_layers_is_measured_but_not_cut(tmp_path: Path) -> None:
+    """`auxiliary_loss`: the final norm also stands between the layers; earlier layers are read with it once."""
+    checkpoint, data = world(tmp_path, "detr-auxiliary")
+    logits, boxes = answers(checkpoint, pixels(checkpoint, pictures(data)))
+    results = fulldepth.measure(checkpoint, data, measures=NAMES, dtype="float64")
+    check_measures(results, logits, boxes, objects(data))
+    with pytest.raises(FulldepthError, match="its final norm also stands between layers"):
+        export_layers(checkpoint, tmp_path / "short", export_layers=2)
+    assert json.loads((checkpoint / "config.json").read_text())["auxiliary_loss"]
