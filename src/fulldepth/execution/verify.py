@@ -28,6 +28,7 @@ from fulldepth.hf import (
     Classifier,
     anatomy_candidates,
     evaluating,
+    exit_heads_of,
     no_single_class,
     rows_of,
     sample_inputs,
@@ -106,8 +107,10 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             candidate has them, and `unproven` gives the reason. Parts from the table or the settings count as known.
 
     Raises:
-        FulldepthError: if the model fails or gives NaN, or no candidate passes the tests, with the reasons.
+        FulldepthError: if the model fails or gives NaN, no candidate passes the tests, with the reasons, or the
+            vocabulary was resized after the model got its exit heads.
     """
+    exit_heads_of(candidates[0].model)
     trace = _followed(candidates[0], inputs)
     failures: dict[str, str] = {}
     staged = False

@@ -172,7 +172,8 @@ def _choose(
 def weight_bytes(anatomy: Anatomy) -> list[int]:
     """[L] bytes of the weights of a model with the first 1..L layers; tied and shared weights count once.
 
-    Of a multi-exit model's heads, those of the layers before the last one count.
+    Of a multi-exit model's heads, those of the layers before the last one count. The last layer's own becomes the head,
+    which is tied to the embeddings no longer.
     """
     heads = [nn.Module(), *exit_heads_of(anatomy.model).values()]
     blocks = [
@@ -186,6 +187,9 @@ def weight_bytes(anatomy: Anatomy) -> list[int]:
         total += sum(size for key, size in block.items() if key not in seen)
         seen |= block.keys()
         sizes.append(total)
+    output: Any = anatomy.model.get_output_embeddings() if len(heads) > 1 else None
+    if output is not None and output.weight is anatomy.model.get_input_embeddings().weight:
+        return [*(size + output.weight.nbytes for size in sizes[:-1]), sizes[-1]]
     return sizes
 
 

@@ -29,6 +29,8 @@ EXIT_HEADS = "exit_heads.safetensors"
 """File beside `model.safetensors`; stock transformers does not read it."""
 CLASSES, BOXES = "exit_heads", "exit_box_heads"
 """Modules of the model that hold the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
+LANGUAGE = ("causal-lm", "masked-lm")
+"""Tasks of heads that may be tied to the embeddings."""
 Output = tuple[nn.Module, str, nn.Linear]
 """Last module of a head, the path in it of its last linear layer (empty: the module itself), and that layer."""
 
@@ -59,10 +61,15 @@ class HeadOfLayer(nn.Module):
 def output_layers(anatomy: Anatomy) -> dict[str, Output]:
     """Name of the module that holds the heads of layers -> the model's own output in their place.
 
+    Of a family whose head is found by following tensors, before that: the likely last layer. It gives the shape of the
+    heads; `layer_heads` checks it against the head that was found.
+
     Raises:
         FulldepthError: if the model has no head, or one that ends in no ordinary linear layer.
     """
     kind, head = type(anatomy.model).__name__, anatomy.head
+    if head is None and (guess := _likely_output(anatomy)) is not None:
+        return {CLASSES: guess}
     if head is None:
         raise FulldepthError(f"{kind} has no head that is known, so layers can have none of their own.")
     classes = getattr(anatomy.model.config, "num_labels", None)
@@ -75,6 +82,20 @@ def output_layers(anatomy: Anatomy) -> dict[str, Output]:
         box_head = anatomy.model.get_submodule(anatomy.family.box_head)
         found[BOXES] = _output(kind, anatomy.family.box_head, box_head, 4)
     return found
+
+
+def _likely_output(anatomy: Anatomy) -> Output | None:
+    """The last linear layer outside the blocks that is as wide as the output; None for a model without a head."""
+    model = anatomy.model
+    if not anatomy.searches_head:
+        return None
+    if anatomy.task in LANGUAGE:
+        own: Any = model.get_output_embeddings()
+        return (own, "", own) if type(own) is nn.Linear else None
+    inside = {part for block in anatomy.blocks for part in block.modules()}
+    linear = [part for part in model.modules() if type(part) is nn.Linear and part not in inside]
+    wide = [part for part in linear if part.out_features == getattr(model.config, "num_labels", None)]
+    return (wide[-1], "", wide[-1]) if wide else None
 
 
 def _output(kind: str, name: str, module: nn.Module, width: int | None) -> Output:
@@ -95,9 +116,28 @@ def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]
     Args:
         model: the model.
         kind: `CLASSES` or `BOXES`.
+
+    Raises:
+        FulldepthError: if the vocabulary of a language model was resized after it got its heads.
     """
     heads: Any = getattr(model, kind, None) if has_exit_heads(model) else None
-    return {int(layer): head for layer, head in (heads or {}).items()}
+    found = {int(layer): head for layer, head in (heads or {}).items()}
+    if found and kind == CLASSES and isinstance(model, PreTrainedModel):
+        output: Any = model.get_output_embeddings()
+        if isinstance(output, nn.Linear):
+            _check_shapes(model, found, output)
+    return found
+
+
+def _check_shapes(model: nn.Module, heads: dict[int, Any], output: nn.Linear) -> None:
+    """Check that heads have the shape of the model's own output."""
+    shape = [output.out_features, output.in_features]
+    for layer, head in heads.items():
+        if (found := [head.out_features, head.in_features]) != shape:
+            raise FulldepthError(
+                f"The exit head of layer {layer} is {found}, and the output of {type(model).__name__} {shape}: the "
+                "model was changed after it got its exit heads (its vocabulary resized?). Change it before."
+            )
 
 
 def exit_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -106,11 +146,16 @@ def exit_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
-    """1-based layer -> module in place of the last one of the model's head; empty without exit heads."""
-    heads = exit_heads_of(anatomy.model, kind)
+    """1-based layer -> module in place of the last one of the model's head; empty without exit heads.
+
+    Raises:
+        FulldepthError: if their shape is not that of the model's own output.
+    """
+    heads: dict[int, Any] = exit_heads_of(anatomy.model, kind)
     if not heads:
         return {}
-    module, inner, _ = output_layers(anatomy)[kind]
+    module, inner, output = output_layers(anatomy)[kind]
+    _check_shapes(anatomy.model, heads, output)
     return {layer: HeadOfLayer(module, inner, own) if inner else own for layer, own in heads.items()}
 
 
@@ -286,7 +331,7 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
             output.weight = heads[last]  # type: ignore[assignment]
             if output.bias is not None:
                 output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
-    if last < anatomy.num_layers and anatomy.head is not None and anatomy.head.pool == "token":
+    if last < anatomy.num_layers and anatomy.task in LANGUAGE:
         _untie(cut.model)
     if last > 1:
         _attach(cut, kept)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import TokenFlops, forward_flops
-from fulldepth.hf import load_tokenizer, pick_device
+from fulldepth.hf import exit_heads_of, load_tokenizer, pick_device
 from fulldepth.losses import add_exit_heads
 from fulldepth.training.arguments import batch_split
 from fulldepth.training.classes import class_names
@@ -313,10 +313,11 @@ def _vocab_size(settings: TrainSettings) -> int | None:
 
 
 def _without_embeddings(model: PreTrainedModel) -> int:
-    """Number of parameters outside embedding tables and the output head."""
+    """Number of parameters outside embedding tables and the output head; a language model's exit heads are outputs."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()
-    left_out = {p for module in [*tables, head] if module is not None for p in module.parameters()}
+    outputs = [] if head is None else [head, *exit_heads_of(model).values()]
+    left_out = {p for module in [*tables, *outputs] for p in module.parameters()}
     return sum(p.numel() for p in model.parameters() if p not in left_out)
 
 
