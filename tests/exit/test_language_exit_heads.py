@@ -173,18 +173,18 @@ def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str, policy
         threshold = 0.4 if rule == "patience" else middle(case, rule)
         options = {"max_new_tokens": NEW, "threshold": threshold, "rule": rule, "policy": policy, **ends}
         for prompt in prompts:
-            tokens, exits = continued(case, prompt, policy, lambda x: plain.leave(x, rule, threshold, 1))
+            tokens, exits = continued(case, prompt, policy, lambda x, when=(rule, threshold): plain.leave(x, *when, 1))
             found = decoder.generate(torch.tensor([prompt]), **options)
             assert found.sequences[0, len(prompt) :].tolist() == tokens
             assert found.stats.exit_layers == [exits]
             seen |= {*exits}
             if rule in ("confidence", "margin"):
-                chosen = continued(case, prompt, policy, lambda x: candidate_exit(x, rule, threshold, 4))
+                chosen = continued(case, prompt, policy, lambda x, when=(rule, threshold): candidate_exit(x, *when, 4))
                 found = decoder.generate(torch.tensor([prompt]), lens_candidates=4, **options)
                 assert (found.sequences[0, len(prompt) :].tolist(), found.stats.exit_layers) == (chosen[0], [chosen[1]])
     assert len(seen) > 1
     for layer in (1, 2):
-        tokens, _ = continued(case, prompts[0], policy, lambda _: layer)
+        tokens, _ = continued(case, prompts[0], policy, lambda _, layer=layer: layer)
         found = decoder.generate(torch.tensor(prompts[:1]), max_new_tokens=NEW, exit_layer=layer, policy=policy, **ends)
         assert found.sequences[0, 9:].tolist() == tokens
 
@@ -200,7 +200,7 @@ def speculated(case: Case, ids: list[int], early: int, length: int, new: int) ->
         right = case.plain.layers(text)[-1].argmax(-1).tolist()
         kept = next((n for n in range(len(ids), len(text)) if text[n] != right[n - 1]), len(text))
         drafted, accepted = drafted + len(text) - len(ids), accepted + kept - len(ids)
-        ids = text[:kept] + [right[kept - 1]]
+        ids = [*text[:kept], right[kept - 1]]
     return ids[prompt:], drafted, accepted
 
 
@@ -306,3 +306,26 @@ def test_files_and_models_that_do_not_fit_are_refused(name: str, tmp_path: Path)
     for call in refused:
         with pytest.raises(FulldepthError, match=r"is \[96, 32\], and the output of \w+ \[104, 32\]"):
             call()
+
+
+def test_texts_are_written_with_the_heads_and_a_plan_leaves_them_out(cases: Any, tmp_path: Path) -> None:
+    case, prompt = cases("llama-tied"), list(range(20, 29))
+    threshold = middle(case, "margin")
+    options = {"tokenizer": case.tokenizer, "dtype": "float64", "max_new_tokens": NEW, "chat": False}
+    written = generate_texts(
+        case.path, [words(*(i - 10 for i in prompt))], threshold=threshold, rule="margin", output=tmp_path / "out", **options
+    )
+    tokens, exits = continued(case, prompt, "recompute", lambda x: plain.leave(x, "margin", threshold, 1))
+    assert written.generation.sequences[0, 9:].tolist() == tokens
+    grid = written.results.meta["lens_grid"]["samples"][0]
+    assert grid["exits"] == exits
+    top = torch.softmax(case.plain.layers([*prompt, *tokens[:-1]])[:, -NEW:], -1).max(-1)
+    shown = [[tuple(cell) for cell in row] for row in grid["grid"][1:]]
+    names = tokenizer().convert_ids_to_tokens(list(range(90)))
+    for layer in range(LAYERS):
+        for place, (name, chance) in enumerate(shown[layer]):
+            index = int(top.indices[layer, place])
+            assert index >= len(names) or name == names[index].strip()
+            assert chance == pytest.approx(float(top.values[layer, place]), abs=6e-5)
+    drafted = generate_texts(case.path, ["w10 w11"], plan=lambda model: DraftPlan((2,), "attention"), **options)
+    assert any(HEADS in warning for warning in drafted.results.meta["warnings"])

@@ -182,15 +182,15 @@ def weight_bytes(anatomy: Anatomy) -> list[int]:
     ]
     inside = {key for block in blocks for key in block}
     total = sum(p.nbytes for p in anatomy.model.parameters() if id(p) not in inside)
-    sizes, seen = [], set[int]()
+    sizes: list[int] = []
+    seen: set[int] = set()
     for block in blocks:
         total += sum(size for key, size in block.items() if key not in seen)
         seen |= block.keys()
         sizes.append(total)
     output: Any = anatomy.model.get_output_embeddings() if len(heads) > 1 else None
-    if output is not None and output.weight is anatomy.model.get_input_embeddings().weight:
-        return [*(size + output.weight.nbytes for size in sizes[:-1]), sizes[-1]]
-    return sizes
+    tied = output is not None and output.weight is getattr(anatomy.model.get_input_embeddings(), "weight", None)
+    return [*(size + int(output.weight.nbytes) for size in sizes[:-1]), sizes[-1]] if tied else sizes
 
 
 def _write(
