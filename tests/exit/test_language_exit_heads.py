@@ -21,11 +21,11 @@ from exit.language_heads import ENCODERS, FAMILIES, HEADS, Plain, texts, write
 from fulldepth.data import open_source, prepare
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.exit import Decoder, export_layers, sweep
+from fulldepth.exit import Decoder, DraftPlan, export_layers, generate_texts, sweep
 from fulldepth.exit.elastic import weight_bytes
 from fulldepth.hf import open_model, save_exit_heads, truncated
 from fulldepth.losses import Objective
-from skip.word_tokenizer import words
+from skip.word_tokenizer import tokenizer, words
 
 LENGTH, NEW, LAYERS = 12, 8, 3
 RULES = ["confidence", "margin", "entropy", "patience"]
@@ -313,7 +313,12 @@ def test_texts_are_written_with_the_heads_and_a_plan_leaves_them_out(cases: Any,
     threshold = middle(case, "margin")
     options = {"tokenizer": case.tokenizer, "dtype": "float64", "max_new_tokens": NEW, "chat": False}
     written = generate_texts(
-        case.path, [words(*(i - 10 for i in prompt))], threshold=threshold, rule="margin", output=tmp_path / "out", **options
+        case.path,
+        [words(*(i - 10 for i in prompt))],
+        threshold=threshold,
+        rule="margin",
+        output=tmp_path / "out",
+        **options,
     )
     tokens, exits = continued(case, prompt, "recompute", lambda x: plain.leave(x, "margin", threshold, 1))
     assert written.generation.sequences[0, 9:].tolist() == tokens
