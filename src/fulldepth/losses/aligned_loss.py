@@ -216,8 +216,7 @@ def aligned_loss(
         weights: `"linear"` as above, `"uniform"` for `1/L`, `"sum"` for 1, or L numbers.
         ignore_index: label of ignored positions. Their states have no effect, even if they are NaN.
         chunk: positions at a time, at least 1.
-        positions: share of the labelled positions that each layer reads, above 0 and at most 1; below 1 for a single
-            head.
+        positions: share of the labelled positions that each layer reads, in (0, 1]; below 1 for a single head.
 
     Returns:
         Scalar, unit nats, float32 (float64 for float64 states), on the device of the last state. If all positions are
