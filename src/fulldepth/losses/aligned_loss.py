@@ -232,17 +232,9 @@ def aligned_loss(
     _check_labels(labels, hidden_states[-1], chunk, positions)
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
-    if isinstance(head, Sequence):
-        heads = list(head)
-        if len(heads) != len(hidden_states) or positions < 1:
-            raise FulldepthError(
-                f"expected one head, or one for each of {len(hidden_states)} layers with positions=1, got {len(heads)} "
-                f"with positions={positions:g}"
-            )
-    elif positions < 1 and bool((labels != ignore_index).any()):
+    if positions < 1 and not isinstance(head, Sequence) and bool((labels != ignore_index).any()):
         return _sampled(hidden_states, head, labels.to(device), shares, ignore_index, chunk, positions)
-    else:
-        heads = [head] * len(hidden_states)
+    heads = _each(head, len(hidden_states), positions)
     chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
 
@@ -258,6 +250,18 @@ def aligned_loss(
                 summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
     return total / max(count, 1)
+
+
+def _each(head: Reader | Sequence[Reader], layers: int, positions: float) -> list[Reader]:
+    """The head of each layer."""
+    if not isinstance(head, Sequence):
+        return [head] * layers
+    if len(head) != layers or positions < 1:
+        raise FulldepthError(
+            f"expected one head, or one for each of {layers} layers with positions=1, got {len(head)} with "
+            f"positions={positions:g}"
+        )
+    return list(head)
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
