@@ -223,8 +223,7 @@ def aligned_loss(
         ignored, 0 with zero gradients.
 
     Raises:
-        FulldepthError: for an empty list of states, mismatched shapes, invalid labels or weights, or a head whose
-            output has another shape.
+        FulldepthError: for an empty list of states, or invalid shapes, labels, weights or outputs of the head.
 
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
@@ -237,7 +236,6 @@ def aligned_loss(
     heads = _each(head, len(hidden_states), positions)
     chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
     count = sum(len(targets) for _, targets in chosen)
-
     total = torch.zeros((), dtype=dtype, device=device)
     for share, state, own in zip(shares, hidden_states, heads, strict=True):
         if not share:
