@@ -200,9 +200,9 @@ def test_malformed_files_are_refused(run: Path, tmp_path: Path) -> None:
     one, two = (f"exit_heads.{layer}.weight" for layer in (1, 2))
     path = tmp_path / EXIT_HEADS
     cases: dict[str, dict[str, Tensor]] = {
-        r"needs heads for layers 1 to 2, and these are for layers \[1\]": {one: heads[one]},
-        r"for layers \[1, 2, 3\]": {**heads, "exit_heads.3.weight": heads[one].clone()},
-        r"is \[4, 32\]; ViTForImageClassification needs \[3, 32\]": {**heads, two: torch.ones(4, 32)},
+        r"layers 1 to 2 need exit_heads, and these are for \[1\]": {one: heads[one]},
+        r"these are for \[1, 2, 3\]": {**heads, "exit_heads.3.weight": heads[one].clone()},
+        r"is \[4, 32\], and the model's own output \[3, 32\]": {**heads, two: torch.ones(4, 32)},
         "exit_heads.2.weight holds NaN": {**heads, two: heads[two] * torch.nan},
         "exit_heads.1.weight is no matrix of floating-point": {**heads, one: heads[one].long()},
     }

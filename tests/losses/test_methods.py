@@ -103,6 +103,66 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, method: str) -> N
             torch.testing.assert_close(got, slope, rtol=1e-7, atol=1e-10)
 
 
+def language_loss(model: Any, name: str, batch: dict[str, Tensor], shares: list[float]) -> Tensor:
+    """Weighted cross-entropy of the next tokens of all layers, one text at a time without its padding."""
+    matrices, states = exit_heads_of(model), []
+    body = model.base_model
+    blocks, norm = (body.h, body.ln_f) if name == "gpt2" else (body.layers, body.norm)
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: states.append(out if isinstance(out, Tensor) else out[0]))
+        for block in blocks
+    ]
+    losses: list[list[Tensor]] = [[] for _ in shares]
+    for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+        length = int(mask.sum())
+        states.clear()
+        model(ids[None, :length], use_cache=False)
+        for layer, state in enumerate(list(states), start=1):
+            weight: Any = matrices[layer].weight if layer in matrices else model.lm_head.weight
+            logits = norm(state.reshape(length, -1)) @ weight.T
+            if name == "gemma2":
+                logits = 3.0 * torch.tanh(logits / 3.0)
+            if name == "granite":
+                logits = logits / 4.0
+            for place in range(1, length):
+                if labels[place] != -100:
+                    row = logits[place - 1]
+                    losses[layer - 1].append(row.exp().sum().log() - row[labels[place]])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([s * torch.stack(each).mean() for s, each in zip(shares, losses, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("weights", ["linear", "uniform"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite"])
+def test_language_models_train_each_layer_by_its_own_matrix(name: str, weights: str) -> None:
+    """Odd steps take the model's own loss and leave the heads alone; padded batch, ignored labels."""
+    model = tiny_models.build(name, dtype=torch.float64)
+    add_exit_heads(model)
+    for head in exit_heads_of(model).values():
+        torch.nn.init.normal_(head.weight, std=0.5)  # type: ignore[arg-type]
+    batch = tiny_models.inputs(model, batch=3)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    batch["labels"][0, :4] = -100
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    heads = {id(head.weight) for head in exit_heads_of(model).values()}
+    objective = Objective(multi_exit={"weights": weights, "weight": BETA}).attach(model)
+    shares = [1 / 3] * 3 if weights == "uniform" else [1 / 6, 2 / 6, 3 / 6]
+    for step, weighed in ((1, [0.0, 0.0, 1.0]), (2, [BETA * share for share in shares])):
+        expected = language_loss(model, name, batch, weighed)
+        slopes = torch.autograd.grad(expected, parameters, allow_unused=True)
+        objective.step = step
+        loss, _ = objective(model(**batch, use_cache=False), batch)
+        got = torch.autograd.grad(loss, parameters, allow_unused=True)
+        single = name != "gpt2" or step == 1  # RMS norms, and transformers' own loss, are computed in float32
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6 if single else 1e-10)
+        for parameter, one, other in zip(parameters, got, slopes, strict=True):
+            assert (id(parameter) in heads and step == 1) == (one is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-4 if single else 1e-7, atol=1e-6 if single else 1e-10)
+    objective.detach()
+
+
 def test_own_heads_are_last_matrices_inside_a_classification_head_too() -> None:
     """RoBERTa's head is one module that pools inside: its last layer is replaced, the dense layer is shared."""
     model, batch = subject("roberta-classifier")

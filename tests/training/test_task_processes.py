@@ -47,6 +47,13 @@ GPT2 = {
     },
     "tokenizer": "bpe:300",
 }
+LANGUAGE = {
+    "task": "causal-lm",
+    "sequence_length": 24,
+    "model": GPT2["model"],
+    "tokenizer": "builtin:300",
+    "data": {"name": "corpus:builtin/train", "validation_sequences": 33},
+}
 DETECTION = {
     "task": "detection",
     "model": {**DETR, "num_queries": 8},
@@ -68,6 +75,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "vit-multi-exit": {**IMAGES, "method": "multi-exit", "micro_batch_size": 2},
     "bert-cos": {**BERT, "method": "cos-regularised", "objective": {"jump": 0.5}},
     "bert-multi-exit": {**BERT, "method": "multi-exit"},
+    "lm-multi-exit": {**LANGUAGE, "method": "multi-exit", "micro_batch_size": 2},
     "gpt2-aligned": {**GPT2, "method": "aligned", "objective": {"aligned": {"schedule": "always"}}},
     "detr-baseline": {**DETECTION, "method": "baseline"},
     "detr-aligned": {**DETECTION, "method": "aligned", "objective": {"similarity": 0.2}},

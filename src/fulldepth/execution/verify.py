@@ -29,6 +29,7 @@ from fulldepth.hf import (
     Checkpoint,
     Classifier,
     anatomy_candidates,
+    check_exit_heads,
     evaluating,
     no_single_class,
     rows_of,
@@ -108,8 +109,10 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             candidate has them, and `unproven` gives the reason. Parts from the table or the settings count as known.
 
     Raises:
-        FulldepthError: if the model fails or gives NaN, or no candidate passes the tests, with the reasons.
+        FulldepthError: if the model fails or gives NaN, no candidate passes the tests, with the reasons, or exit heads
+            do not fit it.
     """
+    check_exit_heads(*candidates)
     trace = _followed(candidates[0], inputs)
     failures: dict[str, str] = {}
     staged = False

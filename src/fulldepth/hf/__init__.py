@@ -23,6 +23,7 @@ from fulldepth.hf.exit_head_files import (
 )
 from fulldepth.hf.exit_heads import (
     add_exit_heads,
+    check_exit_heads,
     copy_to_exit_heads,
     exit_heads_of,
     exit_layers,
@@ -99,6 +100,7 @@ __all__ = [
     "anatomy_candidates",
     "available_memory",
     "begin_checkpoint",
+    "check_exit_heads",
     "check_publishing",
     "checkpoint_of",
     "copy_to_exit_heads",

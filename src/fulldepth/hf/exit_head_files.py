@@ -40,10 +40,15 @@ def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Ten
         model: the model.
         folder: of the checkpoint.
         tensors: name -> weight, where the model's own are sharded; None = the model's own.
+
+    Raises:
+        FulldepthError: if the heads do not fit the model.
     """
     own = _named(model)
     if not own:
         return
+    if tensors is None:
+        check_exit_heads(*anatomy_candidates(model))  # type: ignore[arg-type]
     source: Any = own if tensors is None else tensors
     stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in own}
     # One entry only: safetensors writes several in random order, and equal heads must be equal files.
@@ -69,10 +74,10 @@ def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
     stored = _read(path)
     attach_exit_heads(model, _by_layer(stored), model.device, model.dtype)
     try:
-        check_exit_heads(anatomy_candidates(model)[0])
+        check_exit_heads(*anatomy_candidates(model))
     except FulldepthError as error:
         remove_exit_heads(model)
-        raise FulldepthError(f"Cannot use {path}: {error}") from error
+        raise FulldepthError(f"Cannot use {path}. {error}") from error
 
 
 def restore_exit_heads(model: nn.Module, path: str | Path) -> None:

@@ -21,6 +21,8 @@ from fulldepth.hf.anatomy import Anatomy
 
 CLASSES, BOXES = "exit_heads", "exit_box_heads"
 """Modules of the model that hold the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
+LANGUAGE = ("causal-lm", "masked-lm")
+"""Tasks whose head may be tied to the embeddings."""
 Weights = dict[str, dict[int, Tensor]]
 """`CLASSES` (and `BOXES`) -> 1-based layer -> matrix."""
 Output = tuple[nn.Module, str, nn.Linear]
@@ -127,24 +129,38 @@ def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
     return {layer: HeadOfLayer(module, inner, head) if inner else head for layer, head in heads.items()}
 
 
-def check_exit_heads(anatomy: Anatomy) -> None:
-    """Refuse exit heads for another number of layers, or of other shapes than the model's own outputs.
+def check_exit_heads(*candidates: Anatomy) -> None:
+    """Refuse exit heads that fit no anatomy of a model, for instance after its vocabulary was resized.
 
-    The shapes are compared where the anatomy knows the model's head.
+    Heads fit if each layer before the last has one of the shape of the model's own output, as far as that is known.
+
+    Raises:
+        FulldepthError: with the reason of the first anatomy.
     """
+    misfits = [_misfit(anatomy) for anatomy in candidates]
+    if all(misfits):
+        raise FulldepthError(f"Exit heads do not fit this {type(candidates[0].model).__name__}: {misfits[0]}")
+
+
+def _misfit(anatomy: Anatomy) -> str | None:
+    """Why exit heads do not fit; None if they do, or there are none."""
     model, last = anatomy.model, anatomy.num_layers - 1
-    kind, layers = type(model).__name__, list(exit_heads_of(model))
-    if layers != [*range(1, last + 1)]:
-        raise FulldepthError(f"{kind} needs heads for layers 1 to {last}, and these are for layers {layers}.")
-    for name, (_, _, own) in ({} if anatomy.head is None else output_layers(anatomy)).items():
-        heads = exit_heads_of(model, name)
-        if list(heads) != layers:
-            raise FulldepthError(f"{kind} needs {name} for layers 1 to {last}, and has them for layers {list(heads)}.")
-        for layer, head in heads.items():
-            if (found := head.weight.shape) != own.weight.shape:
-                raise FulldepthError(
-                    f"{name}.{layer}.weight is {list(found)}; {kind} needs {list(own.weight.shape)}."  # type: ignore[arg-type]
-                )
+    if not has_exit_heads(model):
+        return None
+    if anatomy.head is not None:
+        outputs = {kind: own for kind, (_, _, own) in output_layers(anatomy).items()}
+    else:
+        own: Any = model.get_output_embeddings()
+        outputs = {CLASSES: own} if type(own) is nn.Linear else {}
+    for kind in {CLASSES: None, **outputs}:
+        if (layers := list(exit_heads_of(model, kind))) != [*range(1, last + 1)]:
+            return f"layers 1 to {last} need {kind}, and these are for {layers}."
+    for kind, output in outputs.items():
+        wanted = [output.out_features, output.in_features]
+        for layer, head in exit_heads_of(model, kind).items():
+            if (found := list(head.weight.shape)) != wanted:  # type: ignore[arg-type]
+                return f"{kind}.{layer}.weight is {found}, and the model's own output {wanted}."
+    return None
 
 
 def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
@@ -229,6 +245,7 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     """
     if not has_exit_heads(anatomy.model):
         return
+    check_exit_heads(anatomy)
     last = cut.num_layers
     kept: Weights = {}
     for kind, (_, _, output) in output_layers(cut).items():
@@ -238,7 +255,7 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
             output.weight = heads[last]  # type: ignore[assignment]
             if output.bias is not None:
                 output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
-    if last < anatomy.num_layers and anatomy.head is not None and anatomy.head.pool == "token":
+    if last < anatomy.num_layers and anatomy.task in LANGUAGE:
         _untie(cut.model)
     if last > 1:
         weight = output.weight

@@ -1,0 +1,155 @@
+"""Checkpoints of language models with a head for every layer, and their logits by transformers and the files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tiny_models
+from skip.word_tokenizer import tokenizer
+
+HEADS = "exit_heads.safetensors"
+LLAMA = ("model.layers", "model.norm")
+FAMILIES: dict[str, tuple[str, str]] = {
+    "gpt2": ("transformer.h", "transformer.ln_f"),
+    "llama": LLAMA,
+    "llama-tied": LLAMA,
+    "gemma2": LLAMA,
+    "granite": LLAMA,
+    "cohere": LLAMA,
+    "qwen2": LLAMA,
+    "gpt_neox": ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
+}
+"""Decoder -> its blocks and its final norm; GPT-2, llama-tied, Gemma 2 and Cohere tie their heads to the embeddings."""
+ENCODERS = {
+    "bert": "bert.encoder.layer",
+    "roberta": "roberta.encoder.layer",
+    "modernbert": "model.layers",
+}
+
+
+def _build(name: str) -> Any:
+    if name == "llama-tied":
+        config = tf.LlamaConfig(**tiny_models.DECODER, tie_word_embeddings=True)
+        model: Any = tf.LlamaForCausalLM(config)
+    elif name == "modernbert":
+        options = {**tiny_models.ENCODER, "global_attn_every_n_layers": 2, "local_attention": 8}
+        tokens = {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+        model = tf.ModernBertForMaskedLM(tf.ModernBertConfig(**options, **tokens))
+    else:
+        return tiny_models.build(name)
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif "embed" not in part:
+                parameter.mul_(4.0)
+    return model.eval()
+
+
+def write(name: str, folder: Path, *, scale: float = 0.7) -> Path:
+    """Files of a model, a tokenizer and heads, written by transformers and safetensors."""
+    torch.manual_seed(0)
+    model = _build(name)
+    own = model.get_output_embeddings().weight
+    model.save_pretrained(folder)
+    tokens = tokenizer()
+    if name in ENCODERS:
+        tokens.add_special_tokens({"mask_token": "w79"})
+    tokens.save_pretrained(folder.parent / "tokenizer")  # beside the model, so that its type does not choose the class
+    generator = torch.Generator().manual_seed(5)
+    noise = {n: scale * own.std() * torch.randn(own.shape, generator=generator) for n in (1, 2)}
+    heads = {f"exit_heads.{n}.weight": (own.detach() + each) for n, each in noise.items()}
+    save_file(heads, folder / HEADS)
+    return folder
+
+
+class Plain:
+    """A stock model in float64 whose layers are read one text at a time."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        auto = tf.AutoModelForMaskedLM if name in ENCODERS else tf.AutoModelForCausalLM
+        self.model: Any = auto.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        self.name, self.config = name, self.model.config
+        stored = load_file(folder / HEADS) if (folder / HEADS).exists() else {}
+        self.matrices = [stored[key].double() for key in sorted(stored)]
+        self.states: list[Tensor] = []
+        self.left: dict[int, int] = {}
+        """Position -> layer, from 1, whose state later blocks hand on unchanged there."""
+        self.blocks = self.model.get_submodule(ENCODERS.get(name) or FAMILIES[name][0])
+        for block in self.blocks:
+            block.register_forward_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        state = (output if isinstance(output, Tensor) else output[0]).clone()
+        for place, layer in self.left.items():
+            if layer <= len(self.states):
+                state[0, place] = (args or (kwargs["hidden_states"],))[0][0, place]
+        self.states.append(state)
+        return state if isinstance(output, Tensor) else (state, *output[1:])
+
+    @torch.no_grad()
+    def layers(self, ids: list[int]) -> Tensor:
+        """[L, T, V] logits of every layer for one text."""
+        self.states = []
+        options = {} if self.name in ENCODERS else {"use_cache": False}
+        own = self.model(torch.tensor([ids]), **options).logits[0]
+        read = [self.read(state.reshape(-1, state.shape[-1])[-len(ids) :], n) for n, state in enumerate(self.states)]
+        torch.testing.assert_close(read[-1], own, rtol=1e-9, atol=1e-9)
+        return torch.stack(read)
+
+    def greedy(self, ids: list[int], new: int) -> list[int]:
+        """The model's own greedy continuation."""
+        ids, prompt = list(ids), len(ids)
+        for _ in range(new):
+            ids.append(int(self.layers(ids)[-1, -1].argmax()))
+        return ids[prompt:]
+
+    def read(self, state: Tensor, index: int) -> Tensor:
+        """[T, V] logits of the state after block `index`, by its matrix."""
+        if self.name in ENCODERS:
+            return self._masked(state, index)
+        head = self.model.get_output_embeddings()
+        feature = self.model.get_submodule(FAMILIES[self.name][1])(state)
+        logits = feature @ self._matrix(index, head).T
+        if self.name == "gemma2":
+            return torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
+        if self.name == "granite":
+            return logits / self.config.logits_scaling
+        return logits * self.config.logit_scale if self.name == "cohere" else logits
+
+    def _masked(self, state: Tensor, index: int) -> Tensor:
+        model = self.model
+        if self.name == "bert":
+            inner, last = model.cls.predictions.transform, model.cls.predictions.decoder
+            dense, norm = inner.dense, inner.LayerNorm
+        elif self.name == "roberta":
+            dense, norm, last = model.lm_head.dense, model.lm_head.layer_norm, model.lm_head.decoder
+        else:
+            dense, norm, last = model.head.dense, model.head.norm, model.decoder
+            state = model.model.final_norm(state)
+        bias = 0 if dense.bias is None else dense.bias
+        feature = norm(F.gelu(state @ dense.weight.T + bias))
+        logits = feature @ self._matrix(index, last).T
+        return logits if index < len(self.matrices) else logits + last.bias
+
+    def _matrix(self, index: int, head: Any) -> Tensor:
+        return self.matrices[index] if index < len(self.matrices) else head.weight
+
+
+def texts(plain: Plain, count: int, length: int) -> list[list[int]]:
+    """Texts of words as token ids; of a decoder each layer predicts some of the next tokens."""
+    generator = torch.Generator().manual_seed(3)
+    rows: list[list[int]] = torch.randint(10, 89, (count, length), generator=generator).tolist()
+    if plain.name not in ENCODERS:
+        for at, row in enumerate(rows):
+            for place in range(1, length):
+                best = plain.layers(row[:place])[(at + place) % 3, -1]
+                row[place] = 10 + int(best[10:89].argmax())
+    return rows
