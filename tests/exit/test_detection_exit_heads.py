@@ -202,7 +202,7 @@ def test_malformed_files_are_refused(places: tuple[Path, Path], tmp_path: Path) 
     }
     for part, tensors in cases.items():
         save_file(tensors, path)
-        message = f"Cannot (read|use) .*{HEADS_FILE}: .*{part}"
+        message = rf"Cannot (read|use) .*{HEADS_FILE}[:.] .*{part}"
         with pytest.raises(FulldepthError, match=message):
             fulldepth.measure(tmp_path / "model", data, measures=NAMES)
         with pytest.raises(FulldepthError, match=message):

@@ -55,10 +55,15 @@ class HeadOfLayer(nn.Module):
 def output_layers(anatomy: Anatomy) -> dict[str, Output]:
     """Name of the module that holds the heads of layers -> the model's own output in their place.
 
+    Where the head of a language model has not been searched for yet, its output is what the class names so.
+
     Raises:
-        FulldepthError: if the model has no head, or one that ends in no ordinary linear layer.
+        FulldepthError: if the model has no head that is known, or one that ends in no ordinary linear layer.
     """
     kind, head = type(anatomy.model).__name__, anatomy.head
+    named: Any = anatomy.model.get_output_embeddings() if head is None else None
+    if type(named) is nn.Linear:
+        return {CLASSES: (named, "", named)}
     if head is None:
         raise FulldepthError(f"{kind} has no head that is known, so layers can have none of their own.")
     classes = getattr(anatomy.model.config, "num_labels", None)
@@ -71,6 +76,10 @@ def output_layers(anatomy: Anatomy) -> dict[str, Output]:
         box_head = anatomy.model.get_submodule(anatomy.family.box_head)
         found[BOXES] = _output(kind, anatomy.family.box_head, box_head, 4)
     return found
+
+
+def _is_known(anatomy: Anatomy) -> bool:
+    return anatomy.head is not None or type(anatomy.model.get_output_embeddings()) is nn.Linear
 
 
 def _output(kind: str, name: str, module: nn.Module, width: int | None) -> Output:
@@ -147,11 +156,7 @@ def _misfit(anatomy: Anatomy) -> str | None:
     model, last = anatomy.model, anatomy.num_layers - 1
     if not has_exit_heads(model):
         return None
-    if anatomy.head is not None:
-        outputs = {kind: own for kind, (_, _, own) in output_layers(anatomy).items()}
-    else:
-        own: Any = model.get_output_embeddings()
-        outputs = {CLASSES: own} if type(own) is nn.Linear else {}
+    outputs = {kind: own for kind, (_, _, own) in output_layers(anatomy).items()} if _is_known(anatomy) else {}
     for kind in {CLASSES: None, **outputs}:
         if (layers := list(exit_heads_of(model, kind))) != [*range(1, last + 1)]:
             return f"layers 1 to {last} need {kind}, and these are for {layers}."
