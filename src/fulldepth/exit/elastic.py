@@ -28,6 +28,7 @@ from fulldepth.hf import (
     ModelCard,
     check_publishing,
     evaluating,
+    exit_heads_of,
     exit_layers,
     publish,
     sample_inputs,
@@ -260,11 +261,13 @@ def output_of(output: Mapping[str, Any]) -> Tensor:
 def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> ModelCard:
     """The model card."""
     name, kind = one_line(checkpoint.name, 200), type(checkpoint.model).__name__
+    own = exit_heads_of(checkpoint.model).get(report.layers)
+    head = "its head" if own is None else f"layer {report.layers}'s own head"
     layers = f"first {report.layers} of {report.num_layers} {'decoder ' * (anatomy.task == 'detection')}layers"
     return ModelCard(
         title=f"{name}: the {layers}",
         method=(
-            f"`{name}` with its {layers}, its final norm and its head; all weights are the original's. Inference of "
+            f"`{name}` with its {layers}, its final norm and {head}; all weights are the original's. Inference of "
             "the original that stops after this layer gives the same outputs. Made with fulldepth."
         ),
         numbers={
