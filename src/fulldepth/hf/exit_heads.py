@@ -85,7 +85,9 @@ def _is_known(anatomy: Anatomy) -> bool:
 def _output(kind: str, name: str, module: nn.Module, width: int | None) -> Output:
     layers = [(path, part) for path, part in module.named_modules() if type(part) is nn.Linear]
     if not layers or (width is not None and layers[-1][1].out_features != width):
-        raise FulldepthError(f"The head of {kind} ({name}) ends in no linear layer with its {width or ''} outputs.")
+        raise FulldepthError(
+            f"The head of {kind} ({name}) ends in no linear layer{f' of {width} outputs' if width else ''}."
+        )
     return module, *layers[-1]
 
 
