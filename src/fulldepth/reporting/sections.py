@@ -39,8 +39,8 @@ OF_MODELS = (
     Section(
         "predictions",
         "Predictions by depth",
-        "The last layer’s classifier, or a multi-exit model’s own of each layer, applied to every layer: how good the "
-        "model would be if it stopped there, and from which layer on the prediction no longer changes.",
+        "Every layer read by the last layer’s classifier, in a multi-exit model by its own: how good the model would "
+        "be if it stopped there, and from which layer on the prediction no longer changes.",
     ),
     Section(
         "coherence",
