@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.cli import main
 from fulldepth.data import open_documents, pack
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import publishing
+from fulldepth.hf import publishing, seal
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -79,6 +79,32 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert card.data.library_name == "transformers"
     assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
     assert f"| Tokens | {6 * 4 * 24} |" in card.text
+
+
+def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
+    recipe: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The Trainer's switched-off cache is not saved; generation settings of a checkpoint are kept."""
+    path = recipe(steps=2, eval_every=2, save_every=2)
+    train(settings(path), tmp_path / "first")
+    first = tmp_path / "first" / "checkpoint-2"
+    assert AutoConfig.from_pretrained(first).use_cache
+    saved = GenerationConfig.from_pretrained(first)
+    saved.update(eos_token_id=[1, 2], max_new_tokens=7)
+    saved.save_pretrained(first)
+    seal(first)
+    chosen = yaml.safe_load(path.read_text())
+    chosen["model"] = {"checkpoint": str(tmp_path / "first")}
+    path.write_text(yaml.safe_dump(chosen))
+    train(settings(path), tmp_path / "second")
+    kept = GenerationConfig.from_pretrained(tmp_path / "second" / "checkpoint-2")
+    assert {1, 2} <= set(kept.eos_token_id)  # the Trainer adds the tokenizer's own
+    assert (kept.max_new_tokens, kept.use_cache) == (7, True)
+    command = ["generate", str(tmp_path / "second"), "--prompt", "The king", "--max-new-tokens", "3"]
+    for further in ([], ["--min-layer", "2", "--threshold", "0.5"], ["--speculate-from", "2"]):
+        monkeypatch.setattr(sys, "argv", ["fulldepth", *command, *further])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main()
 
 
 def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -17,7 +17,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
 from fulldepth.exit.generation_grid import lens_grid
-from fulldepth.hf import Checkpoint, depth_of, device_of, open_model, open_tokenizer
+from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, provenance
@@ -107,7 +107,7 @@ def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings, *, 
         return open_model(model)
     names = ("min_layer", "exit_layer", "speculate_from")
     layers = {name: value for name in names if isinstance(value := getattr(settings, name), int) and value > 1}
-    depth = depth_of(model, settings.revision, settings.trust_remote_code) if layers else None
+    depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code) if layers else None
     if depth is not None:
         Options(num_layers=depth, **cast(Any, layers))
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})

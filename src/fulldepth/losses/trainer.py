@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from inspect import getsource
 from pathlib import Path
 from typing import Any, cast
@@ -89,6 +90,8 @@ class ObjectiveMixin(AnyTrainer):
         group_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        config = getattr(kwargs.get("model", args[0] if args else None), "config", None)
+        self._own_use_cache = getattr(config, "use_cache", None)
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise FulldepthError(
@@ -289,8 +292,26 @@ class ObjectiveMixin(AnyTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, and the exit heads of a multi-exit model beside it."""
-        super()._save(output_dir, state_dict=state_dict)
+        with self.config_as_given():
+            super()._save(output_dir, state_dict=state_dict)
         save_exit_heads(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir, state_dict)
+
+    @contextmanager
+    def config_as_given(self) -> Iterator[None]:
+        """Inside, the model's configuration has the `use_cache` that it came with.
+
+        The Trainer switches the cache off, and a model trained from a checkpoint saved like that generates without one.
+        """
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        switched = getattr(config, "use_cache", None)
+        if switched is None or self._own_use_cache is None:
+            yield
+            return
+        config.use_cache = self._own_use_cache  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            config.use_cache = switched  # type: ignore[union-attr]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would

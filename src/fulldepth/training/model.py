@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -287,9 +288,15 @@ def _unused_positions(config: PreTrainedConfig, task: str) -> int:
 def _take_weights(
     model: PreTrainedModel, checkpoint: str, dtype: torch.dtype, source: dict[str, Any] | None = None
 ) -> None:
-    """Copy a checkpoint's weights, `source` if given, into a model, which may have further weights of switches."""
+    """Copy a checkpoint's weights, `source` if given, into a model, which may have further weights of switches; without
+    `source` its generation settings, too.
+    """
     if source is None:
-        source = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.state_dict()
+        loaded = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model
+        source = loaded.state_dict()
+        with suppress(ValueError, AttributeError):  # settings that transformers would not save stay behind
+            loaded.generation_config.validate(strict=True)
+            model.generation_config = loaded.generation_config
     target = model.state_dict()
     name = type(model).__name__
     if lacking := sorted(target.keys() - source.keys() - getattr(model, "added_parameters", set)()):

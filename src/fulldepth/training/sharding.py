@@ -245,7 +245,8 @@ class ShardsMixin(AnyTrainer):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
-            describe(self.plain_model, folder)
+            with self.config_as_given():
+                describe(self.plain_model, folder)
             self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -279,7 +279,6 @@ def _check_config(config: GenerationConfig, prepared: Mapping[str, Any]) -> None
         "num_beams": config.num_beams not in (None, 1),
         "guidance_scale": config.guidance_scale not in (None, 1),
         "watermarking_config": config.watermarking_config is not None,
-        "use_cache=False": config.use_cache is False,
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise FulldepthError(f"Decoding layer by layer cannot follow {', '.join(names)} of the generation settings.")
