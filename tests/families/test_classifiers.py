@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 
 import fulldepth
 from families import zoo
+from families.own_heads import check_own_heads, loss_of
 from families.stock import Stock, stock
 from fulldepth import exit
 from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import copy_to_exit_heads, exit_weights
-from fulldepth.hf.exit_heads import output_layers
-from fulldepth.losses import Objective, add_exit_heads
 from fulldepth.settings.exit import ExitSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,31 +59,7 @@ def check(subject: Stock) -> None:
     last = [0.0] * (find_anatomy(model).num_layers - 1) + [1.0]
     stock_loss = float(model(**batch).loss.detach())
     assert float(loss_of(model, batch, aligned=last).detach()) == pytest.approx(stock_loss, rel=1e-5)
-    check_own_heads(model, batch)
-
-
-def loss_of(model: tf.PreTrainedModel, batch: dict[str, torch.Tensor], **weights: Any) -> torch.Tensor:
-    """The loss of all layers with some weights, by the shared head (aligned) or by heads of their own (multi_exit)."""
-    terms = {term: {"schedule": "always", "weights": each} for term, each in weights.items()}
-    objective = Objective(**terms).attach(model)
-    loss, _ = objective(model(**batch), batch)
-    objective.detach()
-    return loss
-
-
-def check_own_heads(model: tf.PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:
-    """Heads that are copies of the model's own, without its bias, give the loss of the shared head; all are trained."""
-    anatomy = find_anatomy(model)
-    for _, _, own in output_layers(anatomy).values():
-        if own.bias is not None:
-            torch.nn.init.zeros_(own.bias)
-    shared = float(loss_of(model, batch, aligned="uniform").detach())
-    add_exit_heads(model)
-    copy_to_exit_heads(anatomy)
-    loss = loss_of(model, batch, multi_exit="uniform")
-    assert float(loss.detach()) == pytest.approx(shared, rel=1e-6)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert all(bool(weight.grad is not None and weight.grad.any()) for weight in exit_weights(model))
+    check_own_heads(model, batch, subject.folder / "heads")
 
 
 @pytest.mark.parametrize(("task", "model_type"), HARD)
