@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["FULLDEPTH_CACHE"] = tempfile.mkdtemp(prefix="fulldepth-tests-")
@@ -19,6 +20,28 @@ hypothesis.settings.load_profile("fulldepth")
 def pytest_unconfigure():
     """Remove the tokens that tests made."""
     shutil.rmtree(os.environ["FULLDEPTH_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """`made_once(name, make)`: a folder that `make` fills in the first test process that asks for it, for all of them.
+
+    Tests must not change it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name, make):
+        folder, done = root / f"shared-{name}", root / f"shared-{name}.done"
+        with FileLock(root / f"shared-{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a test process that failed
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture

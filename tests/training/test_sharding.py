@@ -67,10 +67,12 @@ def assert_same_weights(sharded: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(sources: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(sources: tuple[Path, Path], made_once: Any) -> Any:
     """A folder with every recipe trained by two processes that shard (NAME-sharded) and by one (NAME-whole)."""
-    folder = tmp_path_factory.mktemp("recipes")
-    text, tokenizer = map(str, sources)
+    return made_once("sharding", lambda folder: train_all(folder, *map(str, sources)))
+
+
+def train_all(folder: Path, text: str, tokenizer: str) -> None:
     shared = {"data": {"name": text, "validation_share": 0.2, "validation_sequences": 6}, "tokenizer": tokenizer}
     for name, changes in RECIPES.items():
         path = folder / f"{name}.yaml"
@@ -79,7 +81,6 @@ def runs(sources: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     assert done.returncode == 0, done.stderr[-3000:]
     for name in RECIPES:
         train(alone(folder / f"{name}.yaml"), folder / f"{name}-whole")
-    return folder
 
 
 @pytest.mark.slow

@@ -127,10 +127,13 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(made_once: Any) -> Any:
     """A folder with every recipe trained by two processes that copy (NAME-copied) and shard (NAME-sharded), and by one
     (NAME-whole)."""
-    folder = tmp_path_factory.mktemp("recipes")
+    return made_once("task-processes", train_all)
+
+
+def train_all(folder: Path) -> None:
     sentences = {"name": texts(folder / "train.jsonl", 60, 0), "validation": texts(folder / "dev.jsonl", 33, 1)}
     for name, recipe in RECIPES.items():
         data = {"data": sentences} if recipe["task"] == TEXTS["task"] else {}
@@ -140,7 +143,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.returncode == 0, done.stderr[-3000:]
     for name in RECIPES:
         train(alone(folder / f"{name}.yaml"), folder / f"{name}-whole")
-    return folder
 
 
 @pytest.mark.slow
