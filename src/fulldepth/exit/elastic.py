@@ -29,7 +29,7 @@ from fulldepth.hf import (
     check_publishing,
     evaluating,
     exit_heads_of,
-    exit_layers,
+    outputs_by_layer,
     publish,
     sample_inputs,
     save_exit_heads,
@@ -182,7 +182,7 @@ def weight_bytes(anatomy: Anatomy) -> list[int]:
     In a multi-exit model the head of layer E takes the place of the model's own, and the heads before it count too.
     """
     model = anatomy.model
-    heads = exit_layers(anatomy) or [[]] * anatomy.num_layers
+    heads = outputs_by_layer(anatomy) or [[]] * anatomy.num_layers
     inside = {module for part in (*anatomy.blocks, *chain(*heads)) for module in part.modules()}
     counted = _bytes(module for module in model.modules() if module not in inside)
     sizes = []

@@ -26,9 +26,9 @@ from fulldepth.hf.exit_heads import (
     check_exit_heads,
     copy_to_exit_heads,
     exit_heads_of,
-    exit_layers,
     exit_weights,
     has_exit_heads,
+    outputs_by_layer,
 )
 from fulldepth.hf.families import FAMILIES, rows_of
 from fulldepth.hf.family import Family, Head
@@ -109,7 +109,6 @@ __all__ = [
     "drop_checkpoints",
     "evaluating",
     "exit_heads_of",
-    "exit_layers",
     "exit_weights",
     "find_checkpoints",
     "find_exit_heads",
@@ -136,6 +135,7 @@ __all__ = [
     "notes_of",
     "open_model",
     "open_tokenizer",
+    "outputs_by_layer",
     "packaged",
     "pick_device",
     "pick_dtype",

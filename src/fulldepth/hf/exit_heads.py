@@ -107,7 +107,7 @@ def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]
     return {int(layer): head for layer, head in (heads or {}).items()}
 
 
-def exit_layers(anatomy: Anatomy) -> list[list[nn.Linear]]:
+def outputs_by_layer(anatomy: Anatomy) -> list[list[nn.Linear]]:
     """[L] the last linear layers by which each layer is read, those of the model's own head for layer L; empty without
     exit heads.
     """
@@ -289,10 +289,10 @@ __all__ = [
     "copy_to_exit_heads",
     "cut_exit_heads",
     "exit_heads_of",
-    "exit_layers",
     "exit_weights",
     "has_exit_heads",
     "layer_heads",
     "output_layers",
+    "outputs_by_layer",
     "remove_exit_heads",
 ]
