@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "targets": set(),
     "threads": set(),
     "thresholds": set(),
+    "uncertainty": set(),
     "fingerprint": set(),
     "distributed": set(),
     "notebook": set(),
@@ -69,6 +70,7 @@ EVERYWHERE = {
     "targets",
     "threads",
     "thresholds",
+    "uncertainty",
 }
 
 LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}

@@ -98,6 +98,13 @@ class Sequences:
     """`sha256:...` over the texts of the source, whatever the tokenizer; None for images."""
     no_targets: str | None = None
     """Reason why no position has a target although the task's head predicts tokens; None otherwise."""
+    clusters: list[int] = field(default_factory=list, repr=False)
+    """Identity of each sequence's unit of independence (`fulldepth.uncertainty`): its document, row or image; empty =
+    each sequence is its own."""
+    unit: str = "sequence"
+    """What a cluster is, for sentences on errors: `document`, `row`, `image`, `block of 4,096 tokens`, ..."""
+    no_error: str | None = None
+    """Reason why no standard error can be stated for these data; None if it can."""
 
     def __len__(self) -> int:
         return len(self.examples)

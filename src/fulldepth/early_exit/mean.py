@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.jackknife import group_sizes, ratio_error, standard_error
+from fulldepth.metrics.jackknife import ratio_error, standard_error
+from fulldepth.uncertainty import deal
 
 
 @dataclass(frozen=True)
@@ -22,21 +23,19 @@ class Mean:
     @classmethod
     def of(cls, values: Tensor, sequence: Tensor) -> Mean:
         """The mean of `values: [N]`, which belong to sequences `[N]`."""
-        group, sizes = _groups(sequence)
-        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, group, values.double())
-        error = float(ratio_error(sums, group.bincount(minlength=len(sizes)), sizes))
+        group = _groups(sequence)
+        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
+        error = float(ratio_error(sums, group.bincount()))
         return cls(float(values.double().mean()), error if math.isfinite(error) else None)
 
     @classmethod
-    def of_replicates(cls, replicates: Tensor, sequence: Tensor) -> Mean:
+    def of_replicates(cls, replicates: Tensor) -> Mean:
         """The estimate and standard error from what `replicates` gives, or from differences of such numbers.
 
         Args:
             replicates: `[1 + G]`.
-            sequence: `[N]` sequence of each sample.
         """
-        _, sizes = _groups(sequence)
-        error = float(standard_error(replicates[0], replicates[1:], sizes))
+        error = float(standard_error(replicates[1:]))
         return cls(float(replicates[0]), error if math.isfinite(error) else None)
 
 
@@ -47,13 +46,11 @@ def replicates(statistic: Callable[[Tensor], float], sequence: Tensor) -> Tensor
         statistic: the number of some samples, given by `[N]` bool.
         sequence: `[N]` sequence of each sample.
     """
-    group, sizes = _groups(sequence)
-    chosen = [torch.ones_like(group, dtype=torch.bool), *(group != index for index in range(len(sizes)))]
+    group = _groups(sequence)
+    chosen = [torch.ones_like(group, dtype=torch.bool), *(group != index for index in range(int(group.max()) + 1))]
     return torch.tensor([statistic(each) if bool(each.any()) else math.nan for each in chosen], dtype=torch.float64)
 
 
-def _groups(sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] group of each sample, and `[G]` the number of sequences in each group."""
-    present, index = sequence.unique(return_inverse=True)
-    sizes = group_sizes(len(present))
-    return index % len(sizes), sizes
+def _groups(sequence: Tensor) -> Tensor:
+    """[N] group of each sample."""
+    return torch.from_numpy(deal(sequence.cpu().numpy()))

@@ -197,9 +197,9 @@ class DetectionReadings(Readings):
         own = self.prediction.gather(0, (layers - 1)[None, :, None].expand(-1, -1, self.prediction.shape[2]))[0]
         precisions = self._replicates(layers)
         return {
-            "average_precision": Mean.of_replicates(precisions, self.sequence),
+            "average_precision": Mean.of_replicates(precisions),
             "agreement": Mean.of((own == self.prediction[-1]).double().mean(1), self.sequence),
-            "drop": Mean.of_replicates(self._of_last - precisions, self.sequence),
+            "drop": Mean.of_replicates(self._of_last - precisions),
         }
 
     @cached_property
@@ -225,7 +225,7 @@ class DetectionReadings(Readings):
             def of(chosen: Tensor) -> float:
                 return class_precisions(*self._at(layers, chosen)).get(index, math.nan)
 
-            return Mean.of_replicates(replicates(of, self.sequence), self.sequence)
+            return Mean.of_replicates(replicates(of, self.sequence))
 
         found = ((index, counts.get(index, 0)) for index in range(classes))
         return [(count, precision(index) if count else None) for index, count in found]

@@ -221,6 +221,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         sequence_length=max(lengths),
         counted_length=tokens.how_many(subject.policy, [max(lengths)], subject.leading),
         num_sequences=len(sequences),
+        clusters=tuple(sequences.clusters),
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
         reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),

@@ -21,9 +21,9 @@ from torch.nn.functional import one_hot
 from fulldepth.metrics.accumulator import CPU, Accumulator
 from fulldepth.metrics.angle import cosine
 from fulldepth.metrics.detections import Detections
-from fulldepth.metrics.jackknife import group_sizes
 from fulldepth.metrics.reservoir import Reservoir
 from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import deal
 
 NO_FIRST = ":no-first"
 """Suffix of statistics that exclude the first token of each sequence."""
@@ -74,6 +74,8 @@ class Setup:
     """Counted tokens of the longest sequence (0: as many as `sequence_length`)."""
     num_sequences: int = 0
     """Sequences in the whole data set, over all processes."""
+    clusters: tuple[int, ...] = ()
+    """Identity of each sequence's unit of independence (`fulldepth.uncertainty`); empty = each sequence is its own."""
     num_tokens: int = 0
     """Counted tokens (padding and token policy applied), over all processes."""
     first_tokens: bool = True
@@ -96,15 +98,15 @@ class Setup:
     reservoirs: dict[str, Reservoir] = field(default_factory=dict, compare=False)
     """One reservoir per site, shared by the measures that need it."""
 
-    @property
-    def group_sizes(self) -> Tensor:
-        """`[G]` float64: sequences in each group of the jackknife (see `fulldepth.metrics.jackknife`)."""
-        return group_sizes(self.num_sequences)
+    @cached_property
+    def group_of(self) -> Tensor:
+        """`[num_sequences]` int64: the group of each sequence, dealt by hash of its cluster (`uncertainty.deal`)."""
+        return torch.from_numpy(deal(self.clusters or range(self.num_sequences)))
 
     @property
     def groups(self) -> int:
-        """G: number of jackknife groups, each with sums of its own."""
-        return len(self.group_sizes)
+        """G: number of groups of clusters, each with sums of its own; at least 1."""
+        return int(self.group_of.max()) + 1 if len(self.group_of) else 1
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -213,14 +215,15 @@ class Observation:
         everything = torch.ones_like(self.first, dtype=torch.float64)
         return torch.stack([everything, (~self.first).double()], dim=1)
 
-    def weights_by_group(self, groups: int) -> Tensor:
-        """[N, G, 2] float64: `view_weights` in the column of each counted token's jackknife group, 0 elsewhere."""
-        group = (self.keys >> POSITION_BITS) % groups
-        return one_hot(group, groups).double()[:, :, None] * self.view_weights[:, None, :]
+    def weights_by_group(self, setup: Setup) -> Tensor:
+        """[N, G, 2] float64: `view_weights` in the column of each counted token's group, 0 elsewhere."""
+        group = setup.group_of.to(self.keys.device)[self.keys >> POSITION_BITS]
+        return one_hot(group, setup.groups).double()[:, :, None] * self.view_weights[:, None, :]
 
-    def lens_groups(self, groups: int) -> Tensor:
-        """[M] int64: the jackknife group of each lens position."""
-        return self.sequence.to(self.lens.row.device)[self.lens.row] % groups
+    def lens_groups(self, setup: Setup) -> Tensor:
+        """[M] int64: the group of each lens position."""
+        where = self.lens.row.device
+        return setup.group_of.to(where)[self.sequence.to(where)[self.lens.row]]
 
     @cached_property
     def token_labels(self) -> Tensor:
@@ -265,7 +268,7 @@ class Measure(Accumulator):
         self.add(name, shape, dtype=dtype, device=self.setup.device)
 
     def add_grouped(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
-        """Add a sum per jackknife group, `[G, *shape]`, from which standard errors are computed."""
+        """Add a sum per group of clusters, `[G, *shape]`, from which standard errors are computed."""
         self.add_sum(name, self.setup.groups, *shape, dtype=dtype)
 
     @abstractmethod

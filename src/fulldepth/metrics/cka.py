@@ -139,7 +139,7 @@ class Cka(Measure):
         for view in range(hsic.shape[1]):
             value = _ratio(Hsic(hsic[:, view].sum(0), terms[:, view].sum(0), 0))
             replicates = [_ratio(Hsic(*pair, 0)) for pair in zip(without[:, view], rest[:, view], strict=True)]
-            errors.append(standard_error(value, torch.stack(replicates), tokens[:, view]))
+            errors.append(standard_error(torch.stack(replicates)))
             values.append(value)
         return {
             "debiased": torch.stack(values),

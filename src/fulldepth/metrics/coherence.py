@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import error_of_channel_mean, leave_one_out
+from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
 from fulldepth.threads import map_threads
 
 STD_EPS = 1e-8
@@ -24,7 +24,9 @@ BINS = 10
 BAND = (0.3, 0.7)
 """Coherence of an "effective" layer; a layer above copies its input, a layer below scrambles it."""
 GROUPED_CHANNELS = 64
-"""Maximum number of channels whose sums are kept per jackknife group, for the standard errors."""
+"""Maximum number of channels whose sums are kept per group, for the standard errors."""
+SPECTRAL_GROUPS = 16
+"""Maximum number of groups: spectra are large."""
 ERROR = "standard_error_of_mean_corrected"
 OVER_LAYERS = "mean_corrected_of_layers"
 
@@ -129,7 +131,7 @@ class Coherence(Measure):
 
     With three sequences or more, the corrected mean of the residual stream has a standard error over sequences, for
     each layer and for the mean over layers. For it, the spectra of at most 64 evenly spaced channels are also summed
-    per jackknife group (see `fulldepth.metrics.jackknife`).
+    per group of clusters (see `fulldepth.uncertainty`).
     """
 
     name = "coherence"
@@ -161,16 +163,18 @@ class Coherence(Measure):
         self.add_sum("power_attention", layers, *cells)
         self.channels = _spread(setup.width).to(setup.device)
         grouped = (len(self.channels), cells[1])
-        self.add_grouped("group_cross", layers, *grouped, dtype=torch.complex128)
-        self.add_grouped("group_power", layers + 1, *grouped)
-        self.add_grouped("sequences")
+        self.group_of = setup.group_of.to(setup.device) % SPECTRAL_GROUPS
+        groups = min(setup.groups, SPECTRAL_GROUPS)
+        self.add_sum("group_cross", groups, layers, *grouped, dtype=torch.complex128)
+        self.add_sum("group_power", groups, layers + 1, *grouped)
+        self.add_sum("sequences", groups)
 
     def update(self, observation: Observation) -> None:
         """Add one batch; groups of channels are spread over threads."""
         residual, attention = observation.states["residual"], observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
         self._check(residual, observation.attention_mask)
-        group = observation.sequence.to(self.power_residual.device) % len(self.sequences)
+        group = self.group_of[observation.sequence.to(self.group_of.device)]
         width = residual.shape[-1]
         pieces = min(width, CHUNKS * torch.get_num_threads()) if residual.device.type == "cpu" else 1
         edges = [width * index // pieces for index in range(pieces + 1)]
@@ -247,16 +251,15 @@ class Coherence(Measure):
 
     def _errors(self) -> Tensor:
         """See `compute`; NaN with fewer than three sequences."""
-        sizes, rest = self.sequences, leave_one_out(self.sequences)
+        rest = leave_one_out(self.sequences)
         if not bool((rest > 1).all()):
             return rest.new_full((self.setup.num_layers + 1,), torch.nan)
-        whole = self._of_channels(self.group_cross.sum(0), self.group_power.sum(0), int(sizes.sum()))
         parts = zip(leave_one_out(self.group_cross), leave_one_out(self.group_power), rest.tolist(), strict=True)
         without = torch.stack([self._of_channels(cross, power, int(count)) for cross, power, count in parts])
         return torch.cat(
             [
-                error_of_channel_mean(whole, without, sizes, self.setup.width),
-                error_of_channel_mean(whole.mean(0), without.mean(1), sizes, self.setup.width)[None],
+                influence_of_channel_mean(without, self.setup.width)[1],
+                influence_of_channel_mean(without.mean(1), self.setup.width)[1][None],
             ]
         )
 
@@ -299,7 +302,7 @@ class Coherence(Measure):
 
 
 def _spread(width: int) -> Tensor:
-    """[C] channels whose sums are kept per jackknife group: all of them, or 64 evenly spaced ones."""
+    """[C] channels whose sums are kept per group: all of them, or 64 evenly spaced ones."""
     return torch.linspace(0, width - 1, min(width, GROUPED_CHANNELS), dtype=torch.float64).round().long()
 
 

@@ -59,7 +59,7 @@ class DetectionAgreement(Measure):
         found = observation.detections
         if found is None:
             raise ValueError("this observation has no predicted boxes; detection_agreement needs them")
-        group = (observation.sequence % len(self.sums)).to(self.sums.device)
+        group = self.setup.group_of.to(self.sums.device)[observation.sequence.to(self.sums.device)]
         self.sums.index_add_(0, group, _sums(found.logits, found.boxes).transpose(0, 1).to(self.sums))
 
     def compute(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -69,7 +69,7 @@ class DetectionAgreement(Measure):
         return {
             name: (
                 values[:, index],
-                ratio_error(self.sums[..., index], counts[..., index], self.setup.group_sizes),
+                ratio_error(self.sums[..., index], counts[..., index]),
                 counts[..., index].sum(0),
             )
             for index, name in enumerate(self.statistics)

@@ -77,7 +77,7 @@ class Displacement(Measure):
         valid = psi.isfinite()
         psi = psi.where(valid, 0.0)
         weights = observation.view_weights.to(psi.device)
-        by_group = observation.weights_by_group(len(self.sums)).flatten(1).to(psi.device)  # [N, G * 2]
+        by_group = observation.weights_by_group(self.setup).flatten(1).to(psi.device)  # [N, G * 2]
         self.sums += (psi @ by_group).view(len(psi), -1, 2).movedim(1, 0)
         self.squares += psi.square() @ weights
         self.counts += (valid.double() @ by_group).view(len(psi), -1, 2).movedim(1, 0)
@@ -91,7 +91,7 @@ class Displacement(Measure):
         """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without first tokens."""
         counts = self.counts.sum(0)
         mean = self.sums.sum(0) / counts
-        result = {"mean": mean, "standard_error": ratio_error(self.sums, self.counts, self.setup.group_sizes)}
+        result = {"mean": mean, "standard_error": ratio_error(self.sums, self.counts)}
         result["std"] = (self.squares / counts - mean.square()).clamp(min=0).sqrt()
         for name, share in PERCENTILES.items():
             result[name] = _percentile(self.histogram, share).T

@@ -70,7 +70,7 @@ class EffectiveDepth(Measure):
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         correct = observation.lens.correct[1:].T.to(self.correct)  # [M, L]
-        group = observation.lens_groups(len(self.correct)).to(self.count.device)
+        group = observation.lens_groups(self.setup).to(self.count.device)
         self.correct.index_add_(0, group, correct)
         self.count += group.bincount(minlength=len(self.count))
 
@@ -80,7 +80,7 @@ class EffectiveDepth(Measure):
         without = torch.stack(
             [_depths(*sums) for sums in zip(leave_one_out(self.correct), leave_one_out(self.count), strict=True)]
         )
-        errors = standard_error(depths, without, self.setup.group_sizes)
+        errors = standard_error(without)
         named = dict(zip(STATISTICS, depths.tolist(), strict=True))
         named |= {ERROR_OF + name: error for name, error in zip(STATISTICS, errors.tolist(), strict=True)}
         return named, int(self.count.sum())

@@ -8,7 +8,7 @@ from torch import Tensor
 from fulldepth.metrics.accumulator import Accumulator
 from fulldepth.metrics.base import POSITION_BITS, Observation, Setup, later_than_first
 from fulldepth.metrics.hsic import hsic_of_views
-from fulldepth.metrics.jackknife import group_sizes
+from fulldepth.uncertainty import GROUPS
 
 FREE = -1
 """Number of the block in a free slot."""
@@ -49,7 +49,7 @@ class HsicBlocks(Accumulator):
         self.together = (
             1 << max(1, self.capacity // max(longest, 1)).bit_length() - 1
         )  # so that batches end where blocks do
-        self.groups = len(group_sizes(-(-setup.num_sequences // self.together)))
+        self.groups = min(max(1, -(-setup.num_sequences // self.together)), GROUPS)
         for name, shape in (("hsic", (views, layers, layers)), ("terms", (views, layers)), ("tokens", (views,))):
             self.add(name, (self.groups, *shape), device=setup.device)
         slots = SLOTS if self.together > 1 else 0

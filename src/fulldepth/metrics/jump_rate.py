@@ -71,7 +71,7 @@ class JumpRate(Measure):
         """Add one batch."""
         psi = angular(observation.cosines.diagonal(offset=1, dim1=1, dim2=2).double())  # [N, L]
         valid = psi.isfinite()
-        member = observation.weights_by_group(len(self.sums))[..., 0]  # [N, G]
+        member = observation.weights_by_group(self.setup)[..., 0]  # [N, G]
         self.sums += (member.T @ psi.where(valid, 0.0)).to(self.sums.device)
         self.counts += (member.T @ valid.double()).to(self.counts)
 
@@ -79,7 +79,7 @@ class JumpRate(Measure):
         """zeta_2..zeta_L, their standard errors over sequences, and the number of tokens."""
         rates = _rates(self.sums.sum(0) / self.counts.sum(0))
         without = torch.stack([_rates(psi) for psi in leave_one_out(self.sums) / leave_one_out(self.counts)])
-        errors = standard_error(rates, without, self.setup.group_sizes)
+        errors = standard_error(without)
         return rates.tolist(), errors.tolist(), int(self.counts.sum(0).min())
 
     def rows(self) -> list[Row]:

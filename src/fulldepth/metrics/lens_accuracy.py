@@ -68,13 +68,13 @@ class LensMean(Measure):
                 raise ValueError("this observation has no readout after attention, which the setup names")
             values = torch.cat([values, self.reading(lens.inner)])
         values = values.to(self.sums.device)
-        group = observation.lens_groups(len(self.sums)).to(values.device)
+        group = observation.lens_groups(self.setup).to(values.device)
         self.sums.index_add_(0, group, values.double().T)
         self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
         """Means and standard errors over sequences at each of `places`, and the number of positions."""
-        errors = ratio_error(self.sums, self.count[:, None], self.setup.group_sizes)
+        errors = ratio_error(self.sums, self.count[:, None])
         return self.sums.sum(0) / self.count.sum(), errors, int(self.count.sum())
 
     def rows(self) -> list[Row]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import group_sizes, ratio_error
+from fulldepth.metrics.jackknife import ratio_error
 from fulldepth.metrics.reservoir import EMPTY, priority
 from fulldepth.threads import map_threads
+from fulldepth.uncertainty import deal
 
 PRESET = "plain"
 ALPHAS = (0.5, 1.0, 2.0)
@@ -158,15 +159,18 @@ class RenyiEntropy(Measure):
         if setup.entropy_sequences < setup.num_sequences:
             self.threshold = int(ranks.sort().values[setup.entropy_sequences])
         self.chosen = (ranks < self.threshold).nonzero().flatten()
-        """Indices of the sequences used, ascending; the jackknife's groups take turns in this order."""
-        self.groups = len(group_sizes(len(self.chosen)))
+        """Indices of the sequences used, ascending."""
+        of = setup.clusters or range(setup.num_sequences)
+        self.group_of = torch.zeros(max(setup.num_sequences, 1), dtype=torch.int64)
+        self.group_of[self.chosen] = torch.from_numpy(deal([of[index] for index in self.chosen.tolist()]))
+        self.groups = int(self.group_of.max()) + 1
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
         mask = observation.attention_mask
         chosen = (priority(observation.sequence, self.setup.seed) < self.threshold).to(mask.device) & mask.any(1)
         rows = chosen.nonzero().flatten().tolist()
-        groups = (torch.searchsorted(self.chosen, observation.sequence.cpu()) % self.groups).tolist()
+        groups = self.group_of[observation.sequence.cpu()].tolist()
         for index, site in enumerate(self.sites):
             if site in observation.states and rows:
                 states = observation.states[site]
@@ -184,8 +188,7 @@ class RenyiEntropy(Measure):
     def compute(self) -> tuple[Tensor, Tensor, Tensor]:
         """[2, L+1, alphas] mean entropy at the two sites, its standard error, and [2, L+1] numbers of sequences."""
         counts = self.counts[..., None]
-        sizes = group_sizes(len(self.chosen)).to(self.sums.device)
-        errors = ratio_error(self.sums[: self.groups], counts[: self.groups], sizes)
+        errors = ratio_error(self.sums[: self.groups], counts[: self.groups])
         return self.sums.sum(0) / counts.sum(0), errors, self.counts.sum(0)
 
     def rows(self) -> list[Row]:

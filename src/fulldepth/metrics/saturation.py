@@ -61,13 +61,13 @@ class Saturation(Measure):
         """Add one batch."""
         layers = _first_settled(observation.lens.agrees[1:])
         groups, depth = self.histogram.shape
-        cells = observation.lens_groups(groups) * depth + layers - 1
+        cells = observation.lens_groups(self.setup) * depth + layers - 1
         self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
 
     def compute(self) -> tuple[list[int], float, float]:
         """Positions that settle at layers 1..L; the median layer and its standard error, NaN without positions."""
         counts = self.histogram.sum(0)
-        error = standard_error(_median(counts), _median(leave_one_out(self.histogram)), self.setup.group_sizes)
+        error = standard_error(_median(leave_one_out(self.histogram)))
         return counts.tolist(), float(_median(counts)), float(error)
 
     def rows(self) -> list[Row]:

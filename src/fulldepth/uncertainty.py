@@ -1,0 +1,209 @@
+r"""Standard errors, intervals and verdicts: how samples are drawn, grouped and compared.
+
+The unit of independence is a **cluster**: a document with all its windows, a row, an image, a prompt. Clusters are
+dealt to at most `GROUPS` groups by a hash of their identity, never by position, and a measure keeps its sums per group.
+All errors are functions of **influences**, the share that each group has in the deviation of an estimate:
+
+.. math:: e_g = \frac{s_g - \hat\theta w_g}{\sum_g w_g} \quad\text{(ratio of sums)}, \qquad
+    e_g = \frac{G - 1}{G} (\bar\theta_{-} - \hat\theta_{-g}) \quad\text{(jackknife)}, \qquad
+    \mathrm{SE}^2 = \frac{G}{G - 1} \sum_g e_g^2
+
+Influences of two estimates on the same clusters subtract, which gives the error of a paired difference.
+
+Source: Cochran, "Sampling Techniques" (1977), 6.3 (ratio estimator); Miller, "Adding Error Bars to Evals" (2024).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.special
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+GROUPS = 32
+"""Maximum number of groups. With 32, a standard error is itself uncertain by about 13 per cent."""
+FEWEST_CLUSTERS = 3
+"""Fewest clusters from which a standard error is stated."""
+DRAWS = 1000
+"""Draws of a bootstrap."""
+SIGNIFICANT = 2.0
+"""Standard errors that a difference must exceed to be called measurable."""
+FEWEST_ROUNDS = 9
+"""Fewest rounds of a timing whose ratio gets an interval."""
+
+
+def identity(*parts: str | bytes | int) -> int:
+    """A 63-bit hash of what makes an item itself (its content, or its place), for `sample` and `deal`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def ranks(identities: ArrayLike, seed: int) -> NDArray[np.uint64]:
+    """A pseudo-random uint64 for every identity: a deterministic function of identity and seed (SplitMix64)."""
+    x = np.asarray(identities, dtype=np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(identities: Sequence[int], limit: int | None, seed: int) -> list[int]:
+    """Indices, ascending, of a uniform sample of items without replacement: those with the smallest seeded hashes.
+
+    The sample depends on the items and the seed only, not on their order. Equal items are told apart by their number.
+
+    Args:
+        identities: of each item, see `identity`.
+        limit: most items; None = all.
+        seed: of the sample.
+    """
+    if limit is None or len(identities) <= limit:
+        return list(range(len(identities)))
+    items = np.asarray(identities, dtype=np.uint64)
+    order = items.argsort(kind="stable")
+    ordered = items[order]
+    first = np.r_[True, ordered[1:] != ordered[:-1]]
+    number = np.empty(len(items), dtype=np.uint64)  # 0 for the first of equal items, 1 for the second
+    number[order] = np.arange(len(items)) - np.maximum.accumulate(np.where(first, np.arange(len(items)), 0))
+    mixed = items ^ (ranks(number, 1) * (number > 0))
+    return sorted(ranks(mixed, seed).argsort(kind="stable")[:limit].tolist())
+
+
+def deal(clusters: ArrayLike, seed: int = 0, groups: int = GROUPS) -> NDArray[np.int64]:
+    """The group of each item, `[n]` in 0..G-1 with G = min(clusters, `groups`); a cluster's items share a group.
+
+    Clusters take turns in the order of their seeded hash, so groups differ by at most one cluster.
+    """
+    present, index = np.unique(np.asarray(clusters, dtype=np.uint64), return_inverse=True)
+    if not len(present):
+        return np.zeros(0, dtype=np.int64)
+    turn = np.empty(len(present), dtype=np.int64)
+    turn[ranks(present, seed).argsort(kind="stable")] = np.arange(len(present))
+    return (turn % min(len(present), groups))[index.reshape(-1)]
+
+
+def leave_one_out(sums: Array) -> Array:
+    """`[G, ...]`: for each group, the sum over all other groups, from sums per group `[G, ...]`."""
+    return np.asarray(sums.sum(0) - sums)
+
+
+def ratio_influence(sums: ArrayLike, weights: ArrayLike) -> Array:
+    """`[G, ...]` influences on `sums.sum(0) / weights.sum(0)`, of sums and weights per group, which broadcast.
+
+    NaN for a group without weight, which does not count as one.
+    """
+    s, w = np.asarray(sums, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    total = w.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.broadcast_to(w, s.shape) > 0, (s - s.sum(0) / total * w) / total, np.nan)
+
+
+def jackknife_influence(without: ArrayLike) -> Array:
+    """`[G, ...]` influences on a function of several sums, from its values without each group, `[G, ...]`."""
+    values = np.asarray(without, dtype=np.float64)
+    return (len(values) - 1) / len(values) * (values.mean(0) - values)
+
+
+def error_of(influence: ArrayLike) -> Array:
+    """Standard error `[...]` from influences `[G, ...]`; NaN for fewer than `FEWEST_CLUSTERS` groups with data."""
+    values = np.asarray(influence, dtype=np.float64)
+    groups = np.isfinite(values).sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.sqrt(groups / (groups - 1) * np.nansum(np.square(values), axis=0))
+    return np.where(groups >= FEWEST_CLUSTERS, error, np.nan)
+
+
+def ratio_error(sums: ArrayLike, weights: ArrayLike) -> Array:
+    """Standard error of `sums.sum(0) / weights.sum(0)`, from sums and weights per group, `[G, ...]` each."""
+    return error_of(ratio_influence(sums, weights))
+
+
+def quantile(groups: int, share: float = 0.975) -> float:
+    """Standard errors from the estimate to the end of its 95 % interval: Student's t with `groups - 1` degrees."""
+    return float(scipy.special.stdtrit(groups - 1, share)) if groups > 1 else float("nan")
+
+
+def bootstrap(
+    statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS, seed: int = 0
+) -> tuple[Array, Array] | None:
+    """95 % interval of a step or an extreme (first layer above a limit, arg max), for which a jackknife is not valid.
+
+    Groups are drawn with replacement, one fewer than there are (Rao and Wu 1988, without bias for few groups).
+
+    Args:
+        statistic: of the sums over groups, each `[draws, ...]` -> `[draws, ...]`; one array for each of `sums`.
+        sums: per group, `[G, ...]`.
+        draws: number of draws.
+        seed: of the draws.
+
+    Returns:
+        Lower and upper ends `[...]`, values that occur among the draws; None for fewer than `FEWEST_CLUSTERS` groups.
+    """
+    groups = len(sums[0])
+    if groups < FEWEST_CLUSTERS:
+        return None
+    times = np.random.default_rng(seed).multinomial(groups - 1, np.full(groups, 1 / groups), size=draws)
+    drawn = [np.tensordot(times, array, axes=1) * (groups / (groups - 1)) for array in sums]
+    values = np.asarray(statistic(*drawn), dtype=np.float64)
+    low = np.nanquantile(values, 0.025, axis=0, method="lower")
+    return np.asarray(low), np.asarray(np.nanquantile(values, 0.975, axis=0, method="higher"))
+
+
+def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
+    """Which of several differences are measurable: more than 2 standard errors from 0 after Holm's correction.
+
+    Args:
+        differences: that one sentence speaks of, `[n]`.
+        errors: their standard errors, `[n]`; NaN = not measurable.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure" (1979), at the risk of 2 standard errors.
+    """
+    d, e = np.atleast_1d(np.asarray(differences, np.float64)), np.atleast_1d(np.asarray(errors, np.float64))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = np.where(np.isfinite(e) & np.isfinite(d), np.where(d == 0, 0.0, np.abs(d) / e), 0.0)
+    risk = 2 * scipy.special.ndtr(-SIGNIFICANT)
+    result = np.zeros(len(z), dtype=bool)
+    for left, index in zip(range(len(z), 0, -1), np.argsort(-z, kind="stable"), strict=True):
+        if not 2 * scipy.special.ndtr(-z[index]) < risk / left:
+            break
+        result[index] = True
+    return result
+
+
+class Ratio(NamedTuple):
+    """A ratio of two interleaved timings: the median over rounds, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval does not hold 1; False where it is not known."""
+        return self.low > 1 or self.high < 1
+
+
+def median_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
+    """Median over rounds of `first / second`, with a 95 % interval from the order statistics.
+
+    The interval is from the k-th smallest to the k-th largest ratio, with the largest k for which it holds the
+    population's median with probability 0.95 at least (sign test); NaN for fewer than `FEWEST_ROUNDS` rounds.
+
+    Args:
+        first: seconds in each round.
+        second: seconds in the same rounds.
+    """
+    values = np.sort(np.asarray(first, np.float64) / np.asarray(second, np.float64))
+    rounds = len(values)
+    if rounds < FEWEST_ROUNDS:
+        return Ratio(float(np.median(values)) if rounds else float("nan"), float("nan"), float("nan"))
+    k = max(k for k in range(1, rounds // 2 + 1) if 1 - 2 * scipy.special.bdtr(k - 1, rounds, 0.5) >= 0.95)
+    return Ratio(float(np.median(values)), float(values[k - 1]), float(values[rounds - k]))

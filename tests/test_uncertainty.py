@@ -1,0 +1,126 @@
+"""`fulldepth.uncertainty`: samples, groups, errors, intervals and verdicts, against scipy, loops and simulations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fulldepth.uncertainty import (
+    bootstrap,
+    deal,
+    error_of,
+    identity,
+    jackknife_influence,
+    leave_one_out,
+    measurable,
+    median_ratio,
+    quantile,
+    ratio_error,
+    ratio_influence,
+    sample,
+)
+
+
+def test_identity_keeps_the_boundaries_of_its_parts():
+    assert identity("ab", "c") != identity("a", "bc")
+    assert identity("text", 3) == identity("text", "3") == identity(b"text", 3)
+    assert 0 <= identity("x") < 2**63
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 70), st.randoms())
+def test_a_sample_depends_on_the_items_not_on_their_order(values, limit, random):
+    items = [identity(value) for value in values]
+    chosen = sample(items, limit, seed=7)
+    assert len(chosen) == min(limit, len(items)) == len(set(chosen))
+    shuffled = random.sample(items, len(items))
+    assert sorted(items[i] for i in chosen) == sorted(shuffled[i] for i in sample(shuffled, limit, seed=7))
+
+
+def test_every_item_is_as_likely_in_a_sample_equal_ones_too():
+    items = [identity("a")] * 20 + [identity(n) for n in range(30)]
+    times = np.zeros(50)
+    for seed in range(2000):
+        times[sample(items, 10, seed)] += 1
+    # 400 expected, standard deviation 18
+    assert np.abs(times - 400).max() < 5 * 18
+    per_sample = [sum(i < 20 for i in sample(items, 10, seed)) for seed in range(2000)]
+    # hypergeometric: 10 of 50 with 20 equal ones
+    assert np.var(per_sample) == pytest.approx(scipy.stats.hypergeom(50, 20, 10).var(), rel=0.15)
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=200), st.randoms())
+def test_clusters_are_dealt_whole_evenly_and_by_identity(clusters, random):
+    groups = deal(clusters)
+    by_cluster = dict(zip(clusters, groups.tolist(), strict=True))
+    assert [by_cluster[cluster] for cluster in clusters] == groups.tolist()
+    sizes = np.bincount(list(by_cluster.values()))
+    assert len(sizes) == min(len(by_cluster), 32)
+    assert sizes.max() - sizes.min() <= 1
+    shuffled = random.sample(clusters, len(clusters))
+    assert [by_cluster[cluster] for cluster in shuffled] == deal(shuffled).tolist()
+
+
+@settings(max_examples=30)
+@given(st.integers(3, 20), st.integers(0, 1000))
+def test_the_error_of_a_ratio_is_the_formula_in_loops(groups, seed):
+    rng = np.random.default_rng(seed)
+    sums, weights = rng.normal(size=(groups, 2)), rng.integers(1, 9, size=(groups, 1)).astype(float)
+    for column in range(2):
+        theta = sum(sums[:, column]) / sum(weights[:, 0])
+        squares = sum((s - theta * w) ** 2 for s, w in zip(sums[:, column], weights[:, 0], strict=True))
+        expected = math.sqrt(groups / (groups - 1) * squares) / sum(weights[:, 0])
+        assert ratio_error(sums, weights)[column] == pytest.approx(expected)
+
+
+def test_the_error_of_a_mean_is_that_of_scipy_and_empty_groups_do_not_count():
+    values = np.random.default_rng(0).normal(size=25)
+    assert ratio_error(values, np.ones(25)) == pytest.approx(scipy.stats.sem(values))
+    padded, weights = np.r_[values, np.zeros(7)], np.r_[np.ones(25), np.zeros(7)]
+    assert ratio_error(padded, weights) == pytest.approx(scipy.stats.sem(values))
+    assert math.isnan(ratio_error(values[:2], np.ones(2)))
+
+
+def test_jackknife_and_ratio_influences_agree_and_subtract():
+    rng = np.random.default_rng(1)
+    weights = rng.integers(50, 60, size=30).astype(float)
+    sums, other = rng.normal(size=30), rng.normal(size=30)
+    without = leave_one_out(sums) / leave_one_out(weights)
+    assert np.allclose(jackknife_influence(without), ratio_influence(sums, weights), rtol=0.05, atol=2e-5)
+    difference = ratio_influence(sums, weights) - ratio_influence(other, weights)
+    assert error_of(difference) == pytest.approx(float(ratio_error(sums - other, weights)))
+
+
+def test_the_interval_of_few_groups_is_students():
+    assert quantile(5) == pytest.approx(scipy.stats.t(4).ppf(0.975))
+
+
+def test_a_bootstrap_interval_of_a_mean_is_about_its_normal_one():
+    values = np.random.default_rng(2).normal(size=(32, 1))
+    low, high = bootstrap(lambda sums, counts: sums / counts, values, np.ones((32, 1)))
+    half = 1.96 * scipy.stats.sem(values[:, 0])
+    assert low[0] == pytest.approx(values.mean() - half, abs=0.15 * half)
+    assert high[0] == pytest.approx(values.mean() + half, abs=0.15 * half)
+    assert bootstrap(lambda sums: sums, values[:2]) is None
+
+
+def test_holm_by_hand():
+    # two-sided risks 0.0001, 0.03, 0.04: the first passes 0.0455 / 3, the second fails 0.0455 / 2
+    z = scipy.stats.norm.isf(np.array([0.03, 0.0001, 0.04]) / 2)
+    assert measurable(z, np.ones(3)).tolist() == [False, True, False]
+    assert measurable(z[2:], np.ones(1)).tolist() == [True]
+    assert measurable([5.0, 0.0], [math.nan, 0.0]).tolist() == [False, False]
+
+
+def test_the_interval_of_a_timing_covers_and_two_equal_programs_do_not_differ():
+    rng = np.random.default_rng(3)
+    ratios = [median_ratio(rng.lognormal(0, 0.1, 15), rng.lognormal(0, 0.1, 15)) for _ in range(2000)]
+    differ = np.mean([ratio.differs for ratio in ratios])
+    assert 0.005 < differ < 0.05
+    nine = median_ratio([1.2] * 4 + [1.0] * 5, [1.0] * 9)
+    assert nine == (1.0, 1.0, 1.2)  # ranks 2 and 8: 1 - 2 * 10 / 512 = 0.961
+    assert math.isnan(median_ratio([1.0] * 8, [2.0] * 8).low)
