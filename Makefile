@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 CASES ?= 10000
 START ?= 0
 
-.PHONY: help demo test test-fast fuzz lint wheel docs bench clean
+.PHONY: help demo test test-all test-fast fuzz lint wheel docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -23,11 +23,14 @@ help: ## Show this list
 demo: .venv/.model ## Measure SmolLM2-135M, remove three attention blocks, time the result (about five minutes)
 	$(BIN)/fulldepth demo --output demo-run
 
-test: .venv/.dev .venv/older .venv/.model ## Run every test
+test: .venv/.dev .venv/older .venv/.model ## Run the tests; what .ci/run runs
+	$(PYTEST) -m "not thorough"
+
+test-all: .venv/.dev .venv/older .venv/.model ## Run every test, the long simulations of standard errors too
 	$(PYTEST)
 
 test-fast: .venv/.dev ## Run the tests that take no more than seconds
-	$(PYTEST) -m "not slow and not browser"
+	$(PYTEST) -m "not slow and not browser and not thorough"
 
 fuzz: .venv/.dev ## Throw malformed input at every command (CASES=10000, about two hours of one core)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --planted --cases $(CASES) --start $(START)
