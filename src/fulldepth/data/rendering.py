@@ -63,10 +63,10 @@ def encode_pair(
         start = min(start, content) if content >= 0 else start
         before = plain_ids(tokenizer, full[:start])
     if cut_off:
-        content = response["content"].strip()
-        if content not in full[start:]:
+        text = response["content"].strip()
+        if text not in full[start:]:
             raise FulldepthError(f"{where}: the chat template rewrites the response, so its cut end is not known.")
-        return before, plain_ids(tokenizer, full[start : full.rfind(content) + len(content)]), []
+        return before, plain_ids(tokenizer, full[start : full.rfind(text) + len(text)]), []
     return before, _to_end_of_turn(tokenizer, plain_ids(tokenizer, full[start:])), []
 
 

@@ -202,8 +202,8 @@ def _responses(
         watcher.say(f"{len(empty)} of {len(rendered)} responses are empty and left out: {_numbers(empty)}.")
     if unfinished:
         watcher.say(
-            f"{unfinished} of {len(rendered)} responses were cut off after {settings['max_new_tokens']} tokens; no loss "
-            "is put on their ends."
+            f"{unfinished} of {len(rendered)} responses were cut off after {settings['max_new_tokens']} tokens; no "
+            "loss is put on their ends."
         )
     return Responses(pairs, settings)
 
