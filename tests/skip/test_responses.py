@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 from transformers import GenerationConfig
 
+from fulldepth.data.conversations import conversations
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
@@ -201,10 +202,47 @@ def test_empty_and_broken_off_responses_are_reported():
     assert found.settings["empty"] == empty
     assert [pair["prompt"] for pair in found.pairs] == [p + "\n" for i, p in enumerate(prompts, 1) if i not in empty]
     assert lines[0].startswith(f"{len(empty)} of 8 responses are empty and left out: {empty[0]}")
-    assert lines[1] == f"{len(broken)} of 8 responses were broken off after 4 tokens."
+    assert lines[1] == f"{len(broken)} of 8 responses were cut off after 4 tokens; no loss is put on their ends."
+    assert [pair.get("cut_off", False) for pair in found.pairs] == [
+        i in broken for i in range(1, len(prompts) + 1) if i not in empty
+    ]
     assert parts == [("Responses", 8), 3, 3, 2]
     with pytest.raises(FulldepthError, match="gave an empty response to each of the 1 prompts"):
         generate_responses(model, tokenizer(), [prompts[empty[0] - 1]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_an_end_that_the_model_did_not_choose_has_no_loss(template):
+    """Labels of the examples are exactly the tokens that the model generated, its end of turn included."""
+    word_tokenizer, count = tokenizer(template), 8
+    prompts = [words(i, i + 1) for i in range(count)]
+    mark = [USER] if template else []
+    asked = [[*mark, *ids(i, i + 1), *([ASSISTANT] if template else [LINE])] for i in range(count)]
+    free = [alone(decoder("llama"), prompt, (), 4) for prompt in asked]
+    model = decoder("llama")
+    # the end of turn stands where the model says its third token, so that some answers end and others are cut
+    third = Counter(answer[2] for answer in free).most_common(1)[0][0]
+    swap = model.lm_head.weight.data
+    swap[[third, EOS]] = swap[[EOS, third]]
+    expected = [alone(model, prompt, {EOS}, 4) for prompt in asked]
+    assert {answer[-1] == EOS for answer in expected} == {True, False}
+    found = generate_responses(model, word_tokenizer, prompts, max_new_tokens=4, batch_size=3)
+    examples = read_examples(found.pairs, word_tokenizer, 64, heldout=found.pairs).train
+    labels = [example.labels[example.labels != -100].tolist() for example in examples]
+    kept = {*ids(*range(80)), *([EOS] if template else [])}  # decoding drops the other marks
+    spoken = [[token for token in answer if token in kept] for answer in expected]
+    assert labels == [answer for answer in spoken if answer not in ([], [EOS])]
+
+
+def test_fine_tuning_leaves_out_responses_that_were_cut_off():
+    """TRL puts an end of turn after every completion, and a loss on it."""
+    lines = []
+    rows = [{"prompt": "w1", "response": "w2"}, {"prompt": "w3", "response": "w4", "cut_off": True}]
+    kept = conversations(rows, tokenizer(), watcher=Watcher(lines.append))
+    assert kept.to_list() == [{"prompt": "w1\n", "completion": "w2"}]
+    assert lines == ["1 of the rows of rows have a response that was cut off and are left out."]
+    with pytest.raises(FulldepthError, match="has no row with a response"):
+        conversations(rows[1:], tokenizer())
 
 
 def test_settings_are_recorded(tmp_path):

@@ -24,6 +24,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
 TABLES = tuple(suffix for suffix in ROWS if suffix != ".txt")
 """Suffixes of files whose rows have columns."""
+CUT_OFF = "cut_off"
+"""Column that is true where a response was generated and stopped by a limit of its length: its end is no end."""
 CHUNK = 1000
 """Rows held as Python objects before they are converted to Arrow."""
 
@@ -69,7 +71,8 @@ def conversations(
         per_response: make each response of a chat an example of its own, with all messages before it as the prompt:
             the loss is then on responses under any chat template. Otherwise a chat is one example, and TRL's
             `assistant_only_loss` needs a template that marks responses (`{% generation %}`).
-        watcher: receives the number of rows that are dropped because they have no response.
+        watcher: receives the numbers of rows that are left out: without a response, or with one that is `cut_off`, as
+            TRL would train an end that the model did not choose.
 
     Returns:
         Columns `messages`, or `prompt` and `completion` (TRL then computes the loss on the completion alone): both
@@ -83,10 +86,12 @@ def conversations(
     opened = open_data(data, config=config, split=split, limit=limit, suffixes=TABLES)
     chunks: list[datasets.Dataset] = []
     waiting: list[dict[str, Any]] = []
-    left_out = 0
+    left_out = cut = 0
     for _, examples in read_conversations(opened.rows(), tokenizer, per_response=per_response):
         left_out += not examples
-        waiting.extend(examples)
+        whole = [example for example in examples if not example.get(CUT_OFF)]
+        cut += len(examples) - len(whole)
+        waiting.extend(whole)
         if len(waiting) >= CHUNK:
             chunks.append(_table(waiting))
             waiting = []
@@ -94,22 +99,27 @@ def conversations(
         chunks.append(_table(waiting))
     if not chunks:
         raise FulldepthError(f"{opened.name} has no row with a response. Expected rows with the columns {EXPECTED}.")
-    if left_out:
-        (watcher or Watcher()).say(f"{left_out} of the rows of {opened.name} have no response and are left out.")
+    for number, what in ((left_out, "no response"), (cut, "a response that was cut off")):
+        if number:
+            (watcher or Watcher()).say(f"{number} of the rows of {opened.name} have {what} and are left out.")
     return datasets.concatenate_datasets(chunks)
 
 
 def read_conversations(
     rows: Rows, tokenizer: Any = None, *, per_response: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Location of each row, and the examples that `conversations` makes of it; none if the row has no response.
+    """Location of each row, and the examples that `conversations` makes of it, before it leaves out those with
+    `CUT_OFF`; none if the row has no response.
 
     The first row determines how all rows are read. Arguments and errors are those of `conversations`.
     """
     shape = None
     for where, row in rows:
         shape = shape or _shape(row, where, tokenizer, per_response=per_response)
-        yield where, _examples(row, where, shape)
+        examples = _examples(row, where, shape)
+        if row.get(CUT_OFF) is True and shape.chat is None:
+            examples = [{**example, CUT_OFF: True} for example in examples]
+        yield where, examples
 
 
 def is_conversation(row: Mapping[str, Any]) -> bool:

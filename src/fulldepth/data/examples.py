@@ -11,7 +11,7 @@ import numpy as np
 
 from fulldepth.data.batches import Example
 from fulldepth.data.columns import TEXT_COLUMNS, column_texts
-from fulldepth.data.conversations import TABLES, is_conversation, read_conversations
+from fulldepth.data.conversations import CUT_OFF, TABLES, is_conversation, read_conversations
 from fulldepth.data.documents import Documents, documents_of
 from fulldepth.data.opening import CORPUS, open_data
 from fulldepth.data.rendering import encode_pair
@@ -170,8 +170,9 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
     """An example for each response, with labels on its tokens."""
     examples, too_long = [], []
     for document, (where, conversation) in enumerate(rows):
+        cut_off = any(row.get(CUT_OFF) for row in conversation)
         for prompt, response in _turns(conversation, where):
-            before, answer, after = encode_pair(tokenizer, prompt, response, where)
+            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=cut_off)
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")

@@ -33,12 +33,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> 
 
 
 def encode_pair(
-    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair"
+    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair", *, cut_off: bool = False
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids of the prompt, the response, and the special tokens after it, which have no loss.
 
     Prompt and response are tokenised separately, so that the prompt is the same as for generation. Under a chat
-    template the response includes the end-of-turn token, without white space after it.
+    template the response includes the end-of-turn token, without white space after it, unless it was `cut_off`: then
+    the model did not end it there.
 
     Raises:
         FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
@@ -61,6 +62,11 @@ def encode_pair(
         content = full.rfind(response["content"].strip())
         start = min(start, content) if content >= 0 else start
         before = plain_ids(tokenizer, full[:start])
+    if cut_off:
+        text = response["content"].strip()
+        if text not in full[start:]:
+            raise FulldepthError(f"{where}: the chat template rewrites the response, so its cut end is not known.")
+        return before, plain_ids(tokenizer, full[start : full.rfind(text) + len(text)]), []
     return before, _to_end_of_turn(tokenizer, plain_ids(tokenizer, full[start:])), []
 
 

@@ -26,7 +26,7 @@ STEPS = 160
 """Steps of the tiny model that is trained if the package is absent."""
 WORDS = ["is", "are", "was", "were"]
 MEASURE: dict[str, Any] = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4, "words": WORDS}
-SEARCH: dict[str, Any] = {"limit": 28, "epochs": 1, "format": "fast"}
+SEARCH: dict[str, Any] = {"limit": 28, "fit": False, "format": "fast"}
 BENCH: dict[str, Any] = {"batches": [1], "new_tokens": 8, "repeats": 3}
 """Settings with which the demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.conversations import TABLES, Prompt, conversation_prompts
+from fulldepth.data.conversations import CUT_OFF, TABLES, Prompt, conversation_prompts
 from fulldepth.data.opening import open_data
 from fulldepth.data.rendering import as_prompt, encode_prompt
 from fulldepth.errors import FulldepthError, one_line
@@ -31,7 +31,8 @@ class Responses(NamedTuple):
     """Prompts with the model's responses, and the settings of their generation."""
 
     pairs: list[dict[str, Any]]
-    """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages."""
+    """`prompt` and `response`, for `read_examples`: both texts, or both lists of messages; `cut_off` is true where the
+    limit of tokens ended the response, so that no loss is put on an end that the model did not choose."""
     settings: dict[str, Any]
     """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
 
@@ -190,9 +191,10 @@ def _responses(
         tokens += len(ids[:stop])
         if isinstance(prompts[index], str):  # the template gives the same messages when the pair is read
             prompt = prompts[index] if tokenizer.chat_template else rendered[index]
-            pairs.append({"prompt": prompt, "response": text})
+            pair = {"prompt": prompt, "response": text}
         else:
-            pairs.append({"prompt": prompts[index], "response": [{"role": "assistant", "content": text}]})
+            pair = {"prompt": prompts[index], "response": [{"role": "assistant", "content": text}]}
+        pairs.append(pair | ({CUT_OFF: True} if stop is None else {}))
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
         raise FulldepthError(f"The model gave an empty response to each of the {len(rendered)} prompts.")
@@ -200,7 +202,8 @@ def _responses(
         watcher.say(f"{len(empty)} of {len(rendered)} responses are empty and left out: {_numbers(empty)}.")
     if unfinished:
         watcher.say(
-            f"{unfinished} of {len(rendered)} responses were broken off after {settings['max_new_tokens']} tokens."
+            f"{unfinished} of {len(rendered)} responses were cut off after {settings['max_new_tokens']} tokens; no "
+            "loss is put on their ends."
         )
     return Responses(pairs, settings)
 
