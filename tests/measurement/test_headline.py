@@ -19,13 +19,13 @@ def numbers(sentence):
     return [float(found) for found in re.findall(r"\d+\.\d+", sentence)]
 
 
-def said(layers=4, sequences=8, clusters=0, unit="sequence", **statistics):
+def said(layers=4, sequences=8, clusters=0, of="sequence", **statistics):
     """The headline of a table of `measure__statistic=value` at the last layer (or at none)."""
     rows = []
     for name, (layer, value, unit) in statistics.items():
         measure, statistic = name.split("__")
         rows.append((measure, "residual", layer, None, statistic.replace("_EQ_", "="), value, 100, unit))
-    return headline(tabulate(rows), layers, Clusters(sequences, clusters or sequences, unit))
+    return headline(tabulate(rows), layers, Clusters(sequences, clusters or sequences, of))
 
 
 @pytest.mark.parametrize("value", RATES)
@@ -74,7 +74,7 @@ def test_standard_errors_or_why_there_is_none():
     assert found["last_layer_displacement"].no_standard_error is None
     coherence = {"coherence__mean_corrected_of_layers": (None, 0.4, "1")}
     reasons = [
-        said(sequences=9, clusters=n, unit=unit, **coherence)["mean_coherence"].no_standard_error
+        said(sequences=9, clusters=n, of=unit, **coherence)["mean_coherence"].no_standard_error
         for n, unit in ((1, "row"), (2, "block of 4,096 tokens"), (5, "image"))
     ]
     assert reasons == [
@@ -89,7 +89,7 @@ def test_standard_errors_or_why_there_is_none():
 def test_few_documents_state_the_interval_of_student():
     """Of 40 windows of 5 documents: t with 4 degrees of freedom, 2.776."""
     numbers = {"displacement__mean": (4, 0.25, "1"), "displacement__standard_error": (4, 0.01, "1")}
-    few = said(sequences=40, clusters=5, unit="document", **numbers)["last_layer_displacement"].sentence
+    few = said(sequences=40, clusters=5, of="document", **numbers)["last_layer_displacement"].sentence
     assert few.endswith(" Its 95 % interval is ± 0.028, by Student's t over 5 documents.")
     assert "Student" not in said(sequences=40, clusters=8, **numbers)["last_layer_displacement"].sentence
 

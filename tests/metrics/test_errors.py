@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from fulldepth.metrics import (
@@ -20,7 +21,6 @@ from fulldepth.metrics import (
     Saturation,
     Setup,
     coherence,
-    jump_rate,
 )
 from fulldepth.metrics.jackknife import influence_of_channel_mean
 from fulldepth.uncertainty import deal, error_of, leave_one_out
@@ -107,12 +107,14 @@ def test_displacement_and_jump_rate_against_loops(ragged):
             expected[layer, "standard_error" + view] = of_ratio(DOCUMENTS, sums[:, layer - 1], counts)
     assert errors(any_split_of(ragged, Displacement)) == pytest.approx(expected, rel=1e-4)
     sums, counts = psi(ragged)
+    rises = {layer: sums[:, layer - 1] - sums[:, layer - 2] for layer in range(2, ragged.layers + 1)}
+    limit = {layer: scipy.stats.t(8).ppf(0.975) * of_ratio(DOCUMENTS, rises[layer], counts) for layer in rises}
+    added = {layer: rises[layer] * (rises[layer].sum() / counts.sum() > -limit[layer]) for layer in rises}
     rates = {
-        (layer, "standard_error"): jackknife(
-            DOCUMENTS, lambda kept, at=layer: jump_rate((sums[kept].sum(0) / counts[kept].sum()).tolist(), at)
-        )
-        for layer in range(2, ragged.layers + 1)
+        (first, "standard_error"): 100 * of_ratio(DOCUMENTS, sum(added[at] for at in added if at >= first), counts)
+        for first in rises
     }
+    assert min(rises[3].sum(), rises[2].sum()) < 0 < max(rates.values()), "a clamped difference is among them"
     assert errors(any_split_of(ragged, JumpRate)) == pytest.approx(rates, rel=1e-4, abs=1e-6)
 
 
