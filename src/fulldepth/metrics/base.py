@@ -292,7 +292,17 @@ class Measure(Accumulator):
         """The statistics as rows of `results.parquet`."""
 
     def influences(self) -> list[Influence]:
-        """One entry for every number whose error is known from sums per group; none for other measures."""
+        """One entry for every number whose error is known from sums per group; none for other measures.
+
+        Over all processes, like `compute`, so every process has to call it.
+        """
+        with self.sync_context(
+            dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync
+        ):
+            return self.influences_here()
+
+    def influences_here(self) -> list[Influence]:
+        """`influences` from the states as they are."""
         return []
 
     def influence(

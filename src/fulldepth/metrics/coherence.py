@@ -261,7 +261,7 @@ class Coherence(Measure):
         pairs = [influence_of_channel_mean(part, self.setup.width) for part in (*without.unbind(1), without.nanmean(1))]
         return torch.stack([values for values, _ in pairs], 1), torch.stack([error for _, error in pairs])
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the corrected mean of every layer's residual stream, and on the mean over layers."""
         columns = self._influence()[0].T
         names = [("mean_corrected", layer) for layer in range(1, self.setup.num_layers + 1)]

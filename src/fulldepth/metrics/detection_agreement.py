@@ -79,7 +79,7 @@ class DetectionAgreement(Measure):
         """[G, L, 3] influences on the statistics."""
         return ratio_influence(self.sums[..., :3], self.sums[..., [3, 4, 4]])
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the three statistics of each layer 1..L that have a value."""
         return [
             self.influence(name, values, layer)

@@ -103,7 +103,7 @@ class Displacement(Measure):
         layers = self.setup.num_layers
         return [*(("residual", layer) for layer in range(1, layers + 1)), ("final_normed", layers)]
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the mean of every layer at both sites, in every view."""
         values = ratio_influence(self.sums, self.counts)
         return [

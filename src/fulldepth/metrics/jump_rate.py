@@ -93,7 +93,7 @@ class JumpRate(Measure):
         rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
         return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the value of every layer 2..L."""
         return [self.influence("value", values, layer) for layer, values in enumerate(self._influence().T, start=2)]
 

@@ -80,7 +80,7 @@ class LensMean(Measure):
         """[G, places] influences on the means."""
         return ratio_influence(self.sums, self.count[:, None])
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the mean of each layer of each site."""
         found = zip(self.places, self._influence().T, strict=True)
         return [self.influence("mean", values, layer, site=site) for (site, layer), values in found]

@@ -70,7 +70,7 @@ class NormRatio(Measure):
         error = error_of(ratio_influence(self.sums, self.counts))
         return {"mean": self.sums.sum(0) / count, "standard_error": error, "count": count}
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the mean of every layer and view."""
         values = ratio_influence(self.sums, self.counts)
         return [

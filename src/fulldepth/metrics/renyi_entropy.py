@@ -194,18 +194,17 @@ class RenyiEntropy(Measure):
         """[G, 2, L+1, alphas] influences on the means, G = groups of the sequences used."""
         return ratio_influence(self.sums[: self.groups], self.counts[: self.groups, ..., None])
 
-    @property
-    def _places(self) -> list[tuple[int, int]]:
-        """Index of the site and layer of every captured state; value states begin with layer 1."""
-        captured = [index for index in range(len(self.sites)) if self.counts[:, index].any()]
+    def _places(self, counts: Tensor) -> list[tuple[int, int]]:
+        """Index of the site and layer of every captured state, with `counts [2, L+1]`; value states begin with layer 1."""
+        captured = [index for index in range(len(self.sites)) if counts[index].any()]
         return [(index, layer) for index in captured for layer in range(index, self.setup.num_layers + 1)]
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the mean of every captured site, layer and order."""
         values = self._influence()
         return [
             self.influence(f"mean:{PRESET}:{alpha:g}", values[:, index, layer, order], layer, site=self.sites[index])
-            for index, layer in self._places
+            for index, layer in self._places(self.counts.sum(0))
             for order, alpha in enumerate(ALPHAS)
         ]
 
@@ -213,7 +212,7 @@ class RenyiEntropy(Measure):
         """Rows for every captured site, layer and order; no standard error for fewer than three clusters."""
         means, errors, counts = self.compute()
         rows = []
-        for index, layer in self._places:
+        for index, layer in self._places(counts):
             values = [*means[index, layer].tolist(), *errors[index, layer].tolist()]
             statistics = dict(zip(self.units, values, strict=True))
             rows += self.rows_of(statistics, int(counts[index, layer]), layer, self.sites[index])

@@ -78,7 +78,7 @@ class Saturation(Measure):
             named |= {"low_of_median": interval[0] + 1.0, "high_of_median": interval[1] + 1.0}
         return counts.tolist(), named
 
-    def influences(self) -> list[Influence]:
+    def influences_here(self) -> list[Influence]:
         """On the cumulative share of every layer 1..L."""
         values = ratio_influence(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
         return [self.influence("cumulative", each, layer) for layer, each in enumerate(values.T, start=1)]
