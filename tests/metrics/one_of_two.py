@@ -11,7 +11,7 @@ from fulldepth.metrics import METRICS, Observation, Readout, Setup
 
 
 def measure(setup, names, batches, weights):
-    """The rows of every measure in `names`, over what both processes saw."""
+    """The rows and influences of every measure in `names`, over what both processes saw."""
     shared = Setup(**setup)
     metrics = {name: METRICS[name](shared) for name in names}
     for batch in batches:
@@ -21,7 +21,8 @@ def measure(setup, names, batches, weights):
             metrics[name].update(observation)
     for site, layer, weight in weights:
         metrics["spectral_norm"].update(site, layer, weight)
-    return [row for name in names for row in metrics[name].rows()]
+    rows = [row for name in names for row in metrics[name].rows()]
+    return rows, [influence for name in names for influence in metrics[name].influences()]
 
 
 def main(folder, rank):

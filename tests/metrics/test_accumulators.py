@@ -58,10 +58,14 @@ def fill(metrics, world, weights, split):
 
 def together(world, weights, names=NAMES, split=(12,)):
     """One pass feeds all: they share one `Setup` and its reservoirs."""
+    return [row for metric in filled(world, weights, names, split) for row in metric.rows()]
+
+
+def filled(world, weights, names, split=(12,)):
     setup = world.setup()
     metrics = {name: METRICS[name](setup) for name in names}
     fill(metrics, world, weights, split)
-    return [row for metric in metrics.values() for row in metric.rows()]
+    return list(metrics.values())
 
 
 def keyed(rows):
@@ -84,7 +88,8 @@ def test_the_registry_is_the_issue_and_each_measure_has_its_tests():
     assert {path.stem for path in HERE.glob("test_*.py")} == {
         *(f"test_{name}" for name in METRICS),
         "test_accumulators",
-        "test_jackknife",
+        "test_coverage",
+        "test_errors",
         "test_memory",
         "test_probe",
         "test_reservoir",
@@ -164,7 +169,7 @@ def test_what_torchmetrics_keeps_beside_the_states_is_small(name, wordy_world, w
 
 
 def test_bytes_held_by_closed_form():
-    """L = 4 layers, D = 32, K = 7 frequencies of T = 12 tokens, G = 16 groups; 8 bytes a number, 16 if complex."""
+    """L = 4 layers, D = 32, K = 7 frequencies of T = 12 tokens, G = 32 groups; 8 bytes a number, 16 if complex."""
     setup = Setup(
         num_layers=4,
         width=32,
@@ -181,20 +186,20 @@ def test_bytes_held_by_closed_form():
         entropy_sequences=7,
         head_shares=((0.5, 0.5),) * 4,
     )
-    assert setup.groups == 16
+    assert setup.groups == 32
     cells, kept = 32 * 7, 500  # channels times frequencies; occurrences of a word
-    lens, per_layer = 8 * (4 + 2) * 16, 2 * 8 * 4
+    lens, per_layer = 8 * (4 + 2) * 32, 2 * 8 * 4
     assert {name: METRICS[name](setup).nbytes for name in NAMES} == {
-        "displacement": 2 * 5 * (BINS + 2 * 16 + 1) * 8,
-        "jump_rate": per_layer * 16,
+        "displacement": 2 * 5 * (BINS + 2 * 32 + 1) * 8,
+        "jump_rate": per_layer * 32,
         "coherence": cells * (2 * 4 * 16 + (5 + 4 + 4) * 8 + (4 * 16 + 5 * 8) * 16) + 8 * 16,
         "cosine": 2 * 2 * 5**2 * 8,
-        "norm_ratio": 2 * per_layer,
+        "norm_ratio": 2 * per_layer * 32,
         "lens_accuracy": lens,
         "lens_loss": lens,
-        "saturation": 8 * 4 * 16,
-        "effective_depth": 8 * 5 * 16,
-        "renyi_entropy": 320 * 16,
+        "saturation": 8 * 4 * 32,
+        "effective_depth": 8 * 5 * 32,
+        "renyi_entropy": 320 * 32,
         "separability": 3 * (kept * (4 * (5 * 32 + 4 * 16) + 2 * 24) + 2 * 8),
         "spectral_norm": 5 * 8 * 2 * 4,
         "retrieval_weight": 8 * 4 * (2 * 2 * 4 + 1),
@@ -274,6 +279,10 @@ def test_two_processes_say_what_one_says(wordy_world, ragged_world, weights, tmp
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rows-{rank}.json").read_text())
-        for rows, (world, names, _, _) in zip(found, parts, strict=True):
+        for (rows, influences), (world, names, _, _) in zip(found, parts, strict=True):
             got = {tuple(row[:5]): Row(*row) for row in rows}
             same_rows(got, keyed(together(world, weights, names)), rtol=1e-6, atol=1e-6)
+            alone = [influence for metric in filled(world, weights, names) for influence in metric.influences()]
+            assert [influence[:5] for influence in influences] == [list(influence[:5]) for influence in alone]
+            for influence, expected in zip(influences, alone, strict=True):
+                assert influence[5] == pytest.approx(expected.values, rel=1e-5, abs=1e-7, nan_ok=True), expected

@@ -4,13 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from sklearn.metrics.pairwise import paired_cosine_distances
 
-from fulldepth.metrics import JumpRate, jump_rate
+from fulldepth.metrics import JumpRate, Setup, jump_rate
 
 profiles = hnp.arrays(np.float64, st.integers(2, 12), elements=st.floats(0, 1))
 
@@ -65,3 +66,17 @@ def test_zero_vectors_are_left_out(world):
     residual[2, 3, 5] = 0
     rows = world.with_states(residual=residual).rows(JumpRate)
     assert all(np.isfinite(row.value) for row in rows.values())
+
+
+@pytest.mark.parametrize(("shift", "error"), [(0.5, True), (-0.5, True), (-9, False)])
+def test_a_difference_that_is_clamped_by_chance_keeps_its_error(shift, error):
+    """Twenty rows of one token whose mean increase is `shift` standard errors; a jackknife says almost 0 for -0.5."""
+    metric = JumpRate(Setup(num_layers=2, width=1, num_sequences=20))
+    increase = np.random.default_rng(0).normal(size=20)
+    sem = scipy.stats.sem(increase)
+    increase += shift * sem - increase.mean()
+    metric.counts += 1
+    metric.sums += torch.tensor(np.stack([np.full(20, 0.3), 0.3 + 0.01 * increase], axis=1))[metric.setup.group_of]
+    rows = {row.statistic: row.value for row in metric.rows()}
+    assert rows["value"] == pytest.approx(max(0.0, shift * sem))
+    assert rows["standard_error"] == (pytest.approx(sem) if error else 0)

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,19 +126,14 @@ def test_order_two_without_eigenvalues(shape, dtype, generator):
 
 
 def test_standard_error_over_the_sampled_sequences(invented):
-    """Twenty sequences in sixteen groups by turns; a sample of five in five groups of one."""
+    """Twenty sequences, or a sample of five, each its own cluster: the error of a mean."""
     world = invented(lengths=(7,) * 20)
     for options in ({}, {"entropy_sequences": 5}):
         rows = world.replace(options=options).rows(RenyiEntropy, (3, 1, 9, 7))
         chosen = RenyiEntropy(world.setup(**options)).chosen.tolist()
-        groups = [chosen[g::16] for g in range(min(16, len(chosen)))]
         assert len(chosen) == options.get("entropy_sequences", 20)
         for alpha in (0.5, 1.0, 2.0):
-            values = {n: oracle(world.states["residual"][2, n], alpha) for n in chosen}
-            mean = np.mean(list(values.values()))
-            without = np.array([np.mean([values[n] for n in chosen if n not in group]) for group in groups])
-            h = len(values) / np.array([len(group) for group in groups])
-            pseudo = h * mean - (h - 1) * without
-            expected = np.sqrt(np.sum((pseudo - np.sum(pseudo / h)) ** 2 / (h - 1)) / len(groups))
+            values = [oracle(world.states["residual"][2, n], alpha) for n in chosen]
+            expected = scipy.stats.sem(values)
             row = rows["residual", 2, None, f"standard_error:plain:{alpha:g}"]
             assert (row.value, row.count) == (pytest.approx(expected, rel=1e-4), len(values))

@@ -1,4 +1,4 @@
-"""`Mean`: a number of some samples, with its standard error over sequences."""
+"""`Mean`: a number of some samples, with its standard error over documents, rows or images."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from fulldepth.uncertainty import deal
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over samples, with its standard error over sequences (delete-group jackknife); None for one sequence."""
+    """A number of samples, with its standard error over clusters; None for fewer than three of them."""
 
     value: float
     error: float | None
 
     @classmethod
-    def of(cls, values: Tensor, sequence: Tensor) -> Mean:
-        """The mean of `values: [N]`, which belong to sequences `[N]`."""
-        group = _groups(sequence)
+    def of(cls, values: Tensor, cluster: Tensor) -> Mean:
+        """The mean of `values: [N]`.
+
+        Args:
+            values: of each sample.
+            cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.uncertainty`).
+        """
+        group = _groups(cluster)
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
         error = float(ratio_error(sums, group.bincount()))
         return cls(float(values.double().mean()), error if math.isfinite(error) else None)
@@ -39,18 +44,18 @@ class Mean:
         return cls(float(replicates[0]), error if math.isfinite(error) else None)
 
 
-def replicates(statistic: Callable[[Tensor], float], sequence: Tensor) -> Tensor:
+def replicates(statistic: Callable[[Tensor], float], cluster: Tensor) -> Tensor:
     """[1 + G] a number that is no mean over samples, such as an average precision: of all, and without each group.
 
     Args:
         statistic: the number of some samples, given by `[N]` bool.
-        sequence: `[N]` sequence of each sample.
+        cluster: `[N]` int64 identity of each sample's unit of independence.
     """
-    group = _groups(sequence)
+    group = _groups(cluster)
     chosen = [torch.ones_like(group, dtype=torch.bool), *(group != index for index in range(int(group.max()) + 1))]
     return torch.tensor([statistic(each) if bool(each.any()) else math.nan for each in chosen], dtype=torch.float64)
 
 
-def _groups(sequence: Tensor) -> Tensor:
+def _groups(cluster: Tensor) -> Tensor:
     """[N] group of each sample."""
-    return torch.from_numpy(deal(sequence.cpu().numpy()))
+    return torch.from_numpy(deal(cluster.cpu().numpy()))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.angle import angular
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import leave_one_out, standard_error
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.thresholds import LARGE_JUMP
+from fulldepth.uncertainty import quantile
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -55,7 +56,11 @@ def describe_jump(value: float) -> str:
 
 
 class JumpRate(Measure):
-    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error."""
+    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error.
+
+    The error is that of the sum of the differences that are not below 0 by more than their own error. A jackknife of
+    the clamped sum would be 0, or nearly so, where a difference is below 0 by chance.
+    """
 
     name = "jump_rate"
     units = dict.fromkeys(("value", "standard_error"), "%")
@@ -76,14 +81,24 @@ class JumpRate(Measure):
         self.counts += (member.T @ valid.double()).to(self.counts)
 
     def compute(self) -> tuple[list[float], list[float], int]:
-        """zeta_2..zeta_L, their standard errors over sequences, and the number of tokens."""
+        """zeta_2..zeta_L, their standard errors, and the number of tokens."""
         rates = _rates(self.sums.sum(0) / self.counts.sum(0))
-        without = torch.stack([_rates(psi) for psi in leave_one_out(self.sums) / leave_one_out(self.counts)])
-        errors = standard_error(without)
-        return rates.tolist(), errors.tolist(), int(self.counts.sum(0).min())
+        return rates.tolist(), error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
+
+    def _influence(self) -> Tensor:
+        """[G, L-1] influences on zeta_2..zeta_L."""
+        psi = ratio_influence(self.sums, self.counts)  # [G, L]
+        steps = psi.diff(dim=1)
+        far = quantile(int(psi[:, -1].isfinite().sum())) * error_of(steps)
+        rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
+        return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
+
+    def influences_here(self) -> list[Influence]:
+        """On the value of every layer 2..L."""
+        return [self.influence("value", values, layer) for layer, values in enumerate(self._influence().T, start=2)]
 
     def rows(self) -> list[Row]:
-        """Two rows for each layer 2..L; no standard error for a single sequence."""
+        """Two rows for each layer 2..L; no standard error for fewer than three clusters."""
         rates, errors, count = self.compute()
         return [
             row

@@ -1,0 +1,54 @@
+"""The stated 95 % intervals hold the truth, whatever the order of the rows; see `metrics.coverage`."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from fulldepth.metrics import base
+from metrics import coverage
+
+FAST = ("norm ratio", "lens accuracy", "effective depth", coverage.EXIT)
+DRAWS = 60
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+LOWEST = scipy.stats.binom(DRAWS, 0.95).ppf(1e-4) / DRAWS
+
+
+def within(name, share):
+    """Whether a coverage is in its limits."""
+    low, high = coverage.LIMITS
+    return low <= share <= (1.0 if name == coverage.CLAMPED else high)
+
+
+def right(order):
+    """Whether coverage and the size of the errors are right, in a few draws of many rows."""
+    found = coverage.simulated(order, DRAWS, FAST, few=48)
+    sizes = [size for name, (_, size) in found.items() if name != "effective depth"]
+    return min(held for held, _ in found.values()) >= LOWEST and 0.75 < min(sizes) <= max(sizes) < 1.35
+
+
+@pytest.mark.parametrize("order", ["sorted", "alternating", "windows"])
+def test_intervals_hold_the_truth_in_any_order_of_rows(order):
+    assert right(order)
+
+
+@pytest.mark.parametrize("order", ["sorted", "alternating", "windows"])
+def test_groups_by_position_would_not(order, monkeypatch):
+    monkeypatch.setattr(base, "deal", lambda clusters: np.arange(len(clusters)) % 16)
+    assert not right(order)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", coverage.ORDERS)
+def test_coverage_is_between_its_limits(order):
+    found = {name: held for name, (held, _) in coverage.simulated(order, 400).items()}
+    assert {name: held for name, held in found.items() if not within(name, held)} == {}
+
+
+def test_the_page_shows_the_coverage_of_every_number_within_its_limits():
+    rows = re.findall(r"^\| ([a-z0 ]+) \|((?: [01]\.\d{3} \|){4})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    shares = {name: [float(cell) for cell in cells.split("|")[:-1]] for name, cells in rows}
+    assert shares.keys() >= set(coverage.NAMES)
+    assert all(within(name, share) for name in coverage.NAMES for share in shares[name]), shares
