@@ -1,8 +1,8 @@
-"""Reads and writes the result folder: one tidy table, one JSON document, one page. Needs no torch."""
+"""Reads and writes the result folder: tables, one JSON document, one page. Needs no torch."""
 
 from fulldepth.results.document import SCHEMA_VERSION, is_picture
 from fulldepth.results.finding import Finding
-from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.folder import DOCUMENT, GROUPS, PAGE, TABLE, Results, TableMismatchError, finite, holder
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
@@ -10,6 +10,7 @@ __all__ = [
     "COLUMNS",
     "DOCUMENT",
     "FRAMEWORKS",
+    "GROUPS",
     "PAGE",
     "SCHEMA_VERSION",
     "TABLE",
