@@ -249,7 +249,7 @@ def any_split(same_rows):
 def expect():
     """Asserts that `rows` holds exactly `expected`: {(site, layer, other, statistic): (value, count or None)}.
 
-    Standard errors have tests of their own (test_jackknife.py).
+    Standard errors have tests of their own (test_errors.py).
     """
 
     def check(rows, expected, rtol=1e-5, atol=1e-6):

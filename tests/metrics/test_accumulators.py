@@ -84,7 +84,7 @@ def test_the_registry_is_the_issue_and_each_measure_has_its_tests():
     assert {path.stem for path in HERE.glob("test_*.py")} == {
         *(f"test_{name}" for name in METRICS),
         "test_accumulators",
-        "test_jackknife",
+        "test_errors",
         "test_memory",
         "test_probe",
         "test_reservoir",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fulldepth.metrics.average_precision import AveragePrecision, average_precision
-from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.base import Influence, Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
@@ -66,6 +66,7 @@ __all__ = [
     "Displacement",
     "EffectiveDepth",
     "ExpectedRetrieval",
+    "Influence",
     "JumpRate",
     "LensAccuracy",
     "LensLoss",

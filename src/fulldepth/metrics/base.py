@@ -49,6 +49,22 @@ class Row(NamedTuple):
     unit: str
 
 
+class Influence(NamedTuple):
+    """What each group of clusters adds to the deviation of a number; keyed as the number's row of the table.
+
+    The number's standard error is `uncertainty.error_of(values)`. Values of two results with the same text and groups
+    subtract, which gives the error of a paired difference.
+    """
+
+    measure: str
+    site: str | None
+    layer: int | None
+    other: int | None
+    statistic: str
+    values: list[float]
+    """[G], in the number's unit; NaN for a group without data."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """Properties of the model and the data, known before the first batch; they size the accumulators."""
@@ -274,6 +290,21 @@ class Measure(Accumulator):
     @abstractmethod
     def rows(self) -> list[Row]:
         """The statistics as rows of `results.parquet`."""
+
+    def influences(self) -> list[Influence]:
+        """One entry for every number whose error is known from sums per group; none for other measures."""
+        return []
+
+    def influence(
+        self,
+        statistic: str,
+        values: Tensor,
+        layer: int | None = None,
+        other: int | None = None,
+        site: str = "residual",
+    ) -> Influence:
+        """The influences `[G]` on one number of this measure."""
+        return Influence(self.name, site, layer, other, statistic, values.tolist())
 
     def row(
         self,

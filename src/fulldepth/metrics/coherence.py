@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
 from fulldepth.threads import map_threads
 
@@ -247,21 +247,26 @@ class Coherence(Measure):
         )
         columns = [_statistics(_ratio(*pair, sequences), sequences) for pair in pairs]
         values = {name: torch.stack([column[name] for column in columns]).view(2, -1) for name in columns[0]}
-        return values | {"errors": self._errors()}
+        return values | {"errors": self._influence()[1]}
 
-    def _errors(self) -> Tensor:
-        """See `compute`; NaN with fewer than three sequences."""
-        rest = leave_one_out(self.sequences)
+    def _influence(self) -> tuple[Tensor, Tensor]:
+        """`[G, L+1]` influences on `mean_corrected` of the residual stream and `[L+1]` its standard errors, for layers
+        1..L and for the mean over layers; NaN where fewer than two sequences remain without a group.
+        """
+        rest, layers = leave_one_out(self.sequences), self.setup.num_layers
         if not bool((rest > 1).all()):
-            return rest.new_full((self.setup.num_layers + 1,), torch.nan)
+            return rest.new_full((len(rest), layers + 1), torch.nan), rest.new_full((layers + 1,), torch.nan)
         parts = zip(leave_one_out(self.group_cross), leave_one_out(self.group_power), rest.tolist(), strict=True)
         without = torch.stack([self._of_channels(cross, power, int(count)) for cross, power, count in parts])
-        return torch.cat(
-            [
-                influence_of_channel_mean(without, self.setup.width)[1],
-                influence_of_channel_mean(without.mean(1), self.setup.width)[1][None],
-            ]
-        )
+        pairs = [influence_of_channel_mean(part, self.setup.width) for part in (*without.unbind(1), without.nanmean(1))]
+        return torch.stack([values for values, _ in pairs], 1), torch.stack([error for _, error in pairs])
+
+    def influences(self) -> list[Influence]:
+        """On the corrected mean of every layer's residual stream, and on the mean over layers."""
+        columns = self._influence()[0].T
+        names = [("mean_corrected", layer) for layer in range(1, self.setup.num_layers + 1)]
+        found = zip([*names, (OVER_LAYERS, None)], columns, strict=True)
+        return [self.influence(name, values, layer) for (name, layer), values in found if values.isfinite().any()]
 
     @staticmethod
     def _of_channels(cross: Tensor, power: Tensor, sequences: int) -> Tensor:

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.detections import corners, iou
-from fulldepth.metrics.jackknife import ratio_error
+from fulldepth.metrics.jackknife import error_of, ratio_influence
 
 
 def detection_agreement(logits: Tensor, boxes: Tensor) -> dict[str, Tensor]:
@@ -69,11 +69,24 @@ class DetectionAgreement(Measure):
         return {
             name: (
                 values[:, index],
-                ratio_error(self.sums[..., index], counts[..., index]),
+                error_of(self._influence()[..., index]),
                 counts[..., index].sum(0),
             )
             for index, name in enumerate(self.statistics)
         }
+
+    def _influence(self) -> Tensor:
+        """[G, L, 3] influences on the statistics."""
+        return ratio_influence(self.sums[..., :3], self.sums[..., [3, 4, 4]])
+
+    def influences(self) -> list[Influence]:
+        """On the three statistics of each layer 1..L that have a value."""
+        return [
+            self.influence(name, values, layer)
+            for index, name in enumerate(self.statistics)
+            for layer, values in enumerate(self._influence()[..., index].T, start=1)
+            if values.isfinite().any()
+        ]
 
     def rows(self) -> list[Row]:
         """Up to six rows for each layer 1..L."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.angle import angular, cosine
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import ratio_error
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import ratio_error, ratio_influence
 
 BINS = 1 << 15
 """Histogram bins for the percentiles, uniform in sqrt(displacement): finest near 0."""
@@ -97,14 +97,28 @@ class Displacement(Measure):
             result[name] = _percentile(self.histogram, share).T
         return result | {"count": counts}
 
+    @property
+    def _places(self) -> list[tuple[str, int]]:
+        """Site and layer of each entry of the sums."""
+        layers = self.setup.num_layers
+        return [*(("residual", layer) for layer in range(1, layers + 1)), ("final_normed", layers)]
+
+    def influences(self) -> list[Influence]:
+        """On the mean of every layer at both sites, in every view."""
+        values = ratio_influence(self.sums, self.counts)
+        return [
+            self.influence("mean" + suffix, values[:, index, view], layer, site=site)
+            for index, (site, layer) in enumerate(self._places)
+            for view, suffix in enumerate(self.setup.views)
+            if self.counts[:, index, view].any()
+        ]
+
     def rows(self) -> list[Row]:
-        """Rows for every layer, at both sites; no standard error for a single sequence."""
+        """Rows for every layer, at both sites; no standard error for fewer than three clusters."""
         values = self.compute()
         counts = values.pop("count").long()
-        where = [("residual", layer) for layer in range(1, self.setup.num_layers + 1)]
-        where.append(("final_normed", self.setup.num_layers))
         rows: list[Row] = []
-        for index, (site, layer) in enumerate(where):
+        for index, (site, layer) in enumerate(self._places):
             for view, suffix in enumerate(self.setup.views):
                 count = int(counts[index, view])
                 if site == "final_normed" and not count:

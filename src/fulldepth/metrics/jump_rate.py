@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.angle import angular
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import leave_one_out, standard_error
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import error_of, jackknife_influence, leave_one_out
 from fulldepth.thresholds import LARGE_JUMP
 
 
@@ -76,14 +76,21 @@ class JumpRate(Measure):
         self.counts += (member.T @ valid.double()).to(self.counts)
 
     def compute(self) -> tuple[list[float], list[float], int]:
-        """zeta_2..zeta_L, their standard errors over sequences, and the number of tokens."""
+        """zeta_2..zeta_L, their standard errors, and the number of tokens."""
         rates = _rates(self.sums.sum(0) / self.counts.sum(0))
-        without = torch.stack([_rates(psi) for psi in leave_one_out(self.sums) / leave_one_out(self.counts)])
-        errors = standard_error(without)
-        return rates.tolist(), errors.tolist(), int(self.counts.sum(0).min())
+        return rates.tolist(), error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
+
+    def _influence(self) -> Tensor:
+        """[G, L-1] influences on zeta_2..zeta_L."""
+        psi = leave_one_out(self.sums) / leave_one_out(self.counts)  # [G, L]
+        return jackknife_influence(torch.stack([_rates(without) for without in psi]))
+
+    def influences(self) -> list[Influence]:
+        """On the value of every layer 2..L."""
+        return [self.influence("value", values, layer) for layer, values in enumerate(self._influence().T, start=2)]
 
     def rows(self) -> list[Row]:
-        """Two rows for each layer 2..L; no standard error for a single sequence."""
+        """Two rows for each layer 2..L; no standard error for fewer than three clusters."""
         rates, errors, count = self.compute()
         return [
             row

@@ -7,8 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Readout, Row, Setup
-from fulldepth.metrics.jackknife import ratio_error
+from fulldepth.metrics.base import Influence, Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.targets import IGNORE
 
 
@@ -37,7 +37,7 @@ def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LensMean(Measure):
-    """Mean over positions of one lens statistic, with its standard error over sequences, for layers 0..L.
+    """Mean over positions of one lens statistic, with its standard error, for layers 0..L.
 
     Site `attention_output`, if the lens reads it, is the stream between the attention and the MLP of layers 1..L. A
     subclass picks the statistic in `reading`.
@@ -73,12 +73,20 @@ class LensMean(Measure):
         self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
-        """Means and standard errors over sequences at each of `places`, and the number of positions."""
-        errors = ratio_error(self.sums, self.count[:, None])
-        return self.sums.sum(0) / self.count.sum(), errors, int(self.count.sum())
+        """Means and standard errors at each of `places`, and the number of positions."""
+        return self.sums.sum(0) / self.count.sum(), error_of(self._influence()), int(self.count.sum())
+
+    def _influence(self) -> Tensor:
+        """[G, places] influences on the means."""
+        return ratio_influence(self.sums, self.count[:, None])
+
+    def influences(self) -> list[Influence]:
+        """On the mean of each layer of each site."""
+        found = zip(self.places, self._influence().T, strict=True)
+        return [self.influence("mean", values, layer, site=site) for (site, layer), values in found]
 
     def rows(self) -> list[Row]:
-        """Two rows for each layer of each site; no standard error for a single sequence."""
+        """Two rows for each layer of each site; no standard error for fewer than three clusters."""
         means, errors, count = self.compute()
         return [
             row

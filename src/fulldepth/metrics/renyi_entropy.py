@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import ratio_error
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.metrics.reservoir import EMPTY, priority
 from fulldepth.threads import map_threads
 from fulldepth.uncertainty import deal
@@ -187,21 +187,36 @@ class RenyiEntropy(Measure):
 
     def compute(self) -> tuple[Tensor, Tensor, Tensor]:
         """[2, L+1, alphas] mean entropy at the two sites, its standard error, and [2, L+1] numbers of sequences."""
-        counts = self.counts[..., None]
-        errors = ratio_error(self.sums[: self.groups], counts[: self.groups])
-        return self.sums.sum(0) / counts.sum(0), errors, self.counts.sum(0)
+        counts = self.counts.sum(0)
+        return self.sums.sum(0) / counts[..., None], error_of(self._influence()), counts
+
+    def _influence(self) -> Tensor:
+        """[G, 2, L+1, alphas] influences on the means, G = groups of the sequences used."""
+        return ratio_influence(self.sums[: self.groups], self.counts[: self.groups, ..., None])
+
+    @property
+    def _places(self) -> list[tuple[int, int]]:
+        """Index of the site and layer of every captured state; value states begin with layer 1."""
+        captured = [index for index in range(len(self.sites)) if self.counts[:, index].any()]
+        return [(index, layer) for index in captured for layer in range(index, self.setup.num_layers + 1)]
+
+    def influences(self) -> list[Influence]:
+        """On the mean of every captured site, layer and order."""
+        values = self._influence()
+        return [
+            self.influence(f"mean:{PRESET}:{alpha:g}", values[:, index, layer, order], layer, site=self.sites[index])
+            for index, layer in self._places
+            for order, alpha in enumerate(ALPHAS)
+        ]
 
     def rows(self) -> list[Row]:
-        """Rows for every captured site, layer and order; no standard error for a single sequence."""
+        """Rows for every captured site, layer and order; no standard error for fewer than three clusters."""
         means, errors, counts = self.compute()
         rows = []
-        for index, site in enumerate(self.sites):
-            if not counts[index].any():
-                continue
-            for layer in range(index, self.setup.num_layers + 1):  # value states begin with layer 1
-                values = [*means[index, layer].tolist(), *errors[index, layer].tolist()]
-                statistics = dict(zip(self.units, values, strict=True))
-                rows += self.rows_of(statistics, int(counts[index, layer]), layer, site)
+        for index, layer in self._places:
+            values = [*means[index, layer].tolist(), *errors[index, layer].tolist()]
+            statistics = dict(zip(self.units, values, strict=True))
+            rows += self.rows_of(statistics, int(counts[index, layer]), layer, self.sites[index])
         return rows
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import leave_one_out, standard_error
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import leave_one_out, ratio_influence, standard_error
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
@@ -69,6 +69,11 @@ class Saturation(Measure):
         counts = self.histogram.sum(0)
         error = standard_error(_median(leave_one_out(self.histogram)))
         return counts.tolist(), float(_median(counts)), float(error)
+
+    def influences(self) -> list[Influence]:
+        """On the cumulative share of every layer 1..L."""
+        values = ratio_influence(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
+        return [self.influence("cumulative", each, layer) for layer, each in enumerate(values.T, start=1)]
 
     def rows(self) -> list[Row]:
         """Three rows for each layer 1..L, and two for the median."""

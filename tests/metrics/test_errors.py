@@ -1,0 +1,222 @@
+"""Standard errors, influences and intervals of all measures, against jackknives and formulas in plain loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fulldepth.metrics import (
+    METRICS,
+    Coherence,
+    DetectionAgreement,
+    Detections,
+    Displacement,
+    EffectiveDepth,
+    JumpRate,
+    LensAccuracy,
+    LensLoss,
+    Observation,
+    Saturation,
+    Setup,
+    coherence,
+    jump_rate,
+)
+from fulldepth.metrics.jackknife import influence_of_channel_mean
+from fulldepth.uncertainty import deal, error_of, leave_one_out
+
+RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)
+DOCUMENTS = (3, 3, 3, 3, 8, 8, 1, 7, 7, 7, 7, 7, 2, 4, 4, 5, 6, 6, 9, 9)
+"""Nine documents of one to five windows: the identities of the clusters of `RAGGED`."""
+FROM_SAMPLES = {"cosine", "cka", "mmd", "nc1", "separability"}
+
+
+def members(clusters, groups=32):
+    """The sequences of each group."""
+    group = deal(clusters, groups=groups)
+    return [np.flatnonzero(group == g).tolist() for g in range(group.max() + 1)]
+
+
+def jackknife(clusters, estimate, groups=32):
+    """Delete-a-group jackknife in loops; `estimate` takes the indices of the sequences that are kept."""
+    everything = range(len(clusters))
+    without = [estimate([i for i in everything if i not in out]) for out in members(clusters, groups)]
+    count, centre = len(without), sum(without) / len(without)
+    return math.sqrt((count - 1) / count * sum((value - centre) ** 2 for value in without))
+
+
+def of_ratio(clusters, sums, weights):
+    """Cluster-robust error of a ratio of sums, in loops; `sums` and `weights` of each sequence."""
+    theta, total = sum(sums) / sum(weights), sum(weights)
+    squares = [sum(sums[i] - theta * weights[i] for i in group) ** 2 for group in members(clusters)]
+    return math.sqrt(len(squares) / (len(squares) - 1) * sum(squares)) / total
+
+
+def errors(rows):
+    """Those of the rows that are standard errors: (layer, statistic) of the residual stream -> value."""
+    found = {key: row.value for key, row in rows.items() if "standard_error" in key[3]}
+    return {key[1::2]: value for key, value in found.items() if key[0] == "residual"}
+
+
+@pytest.fixture
+def ragged(invented):
+    return invented(lengths=RAGGED).replace(options={"clusters": DOCUMENTS})
+
+
+def psi(world, view=""):
+    """Of each sequence `[N, L]` sums of displacements, and its number of tokens `[N]`."""
+    sums, counts = np.zeros((len(world.mask), world.layers)), np.zeros(len(world.mask))
+    states = world.states["residual"].double().numpy()
+    for n, t in world.positions(view):
+        x, y = states[:-1, n, t], states[1:, n, t]
+        cosine = (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
+        sums[n] += (1 - cosine) / 2
+        counts[n] += 1
+    return sums, counts
+
+
+def lens(world):
+    """Of each sequence `[L+1, N]` right predictions and losses, and `[N]` its positions with a target."""
+    known = world.targets != -100
+    targets = world.targets.clamp(min=0)
+    right = ((world.logits.argmax(-1) == targets) & known).sum(-1)
+    logits = world.logits.double()
+    losses = -logits.log_softmax(-1).gather(-1, targets.expand(len(logits), -1, -1)[..., None])[..., 0]
+    return right.numpy(), (losses * known).sum(-1).numpy(), known.sum(1).numpy()
+
+
+def any_split_of(world, measure):
+    """The rows of batches of unlike sizes, equal to those of a single batch and of another order of batches."""
+    whole = world.rows(measure, (20,))
+    order = torch.tensor(np.random.default_rng(0).permutation(20))
+    metric = measure(world.setup())
+    for observation in world.observations((3, 1, 9, 7), order=order, left=2):
+        metric.update(observation)
+    shuffled = {(row.site, row.layer, row.other, row.statistic): row for row in metric.rows()}
+    assert shuffled.keys() == whole.keys()
+    for key, row in whole.items():
+        assert shuffled[key].value == pytest.approx(row.value, rel=1e-6, abs=1e-7), key
+    return whole
+
+
+def test_displacement_and_jump_rate_against_loops(ragged):
+    expected = {}
+    for view in ("", ":no-first"):
+        sums, counts = psi(ragged, view)
+        for layer in range(1, ragged.layers + 1):
+            expected[layer, "standard_error" + view] = of_ratio(DOCUMENTS, sums[:, layer - 1], counts)
+    assert errors(any_split_of(ragged, Displacement)) == pytest.approx(expected, rel=1e-4)
+    sums, counts = psi(ragged)
+    rates = {
+        (layer, "standard_error"): jackknife(
+            DOCUMENTS, lambda kept, at=layer: jump_rate((sums[kept].sum(0) / counts[kept].sum()).tolist(), at)
+        )
+        for layer in range(2, ragged.layers + 1)
+    }
+    assert errors(any_split_of(ragged, JumpRate)) == pytest.approx(rates, rel=1e-4, abs=1e-6)
+
+
+def test_lens_measures_against_loops(ragged):
+    right, losses, counts = lens(ragged)
+    for measure, sums in ((LensAccuracy, right), (LensLoss, losses)):
+        expected = {(n, "standard_error"): of_ratio(DOCUMENTS, sums[n], counts) for n in range(4)}
+        assert errors(any_split_of(ragged, measure)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("count", [3, 12, 20])
+def test_coherence_against_loops(invented, count):
+    world = invented(lengths=(9,) * count)
+    states = world.states["residual"]
+
+    def of_layer(kept, layer):
+        return float(coherence(states[layer - 1, kept], states[layer, kept], corrected=True).nanmean())
+
+    def of_all(kept):
+        return np.mean([of_layer(kept, n) for n in (1, 2, 3)])
+
+    name = "standard_error_of_mean_corrected"
+    expected = {(n, name): jackknife(range(count), lambda kept, n=n: of_layer(kept, n), groups=16) for n in (1, 2, 3)}
+    expected[None, f"{name}_of_layers"] = jackknife(range(count), of_all, groups=16)
+    rows = world.rows(Coherence, (count,))
+    assert errors(rows) == pytest.approx(expected, rel=1e-4)
+    total = rows["residual", None, None, "mean_corrected_of_layers"].value
+    assert total == pytest.approx(of_all(range(count)), abs=1e-5)
+    again = errors(world.rows(Coherence, (1,) * count))
+    assert again == pytest.approx(errors(rows), rel=1e-6, abs=1e-8)
+
+
+def test_a_constant_channel_weighs_in_the_error_as_it_does_in_the_mean(invented):
+    world = invented(lengths=(9,) * 12)
+    residual = world.states["residual"].clone()
+    residual[1, :, :, 2] = 0.1
+
+    def of_layer(kept):
+        return float(coherence(residual[0, kept], residual[1, kept], corrected=True).nanmean())
+
+    got = errors(world.with_states(residual=residual).rows(Coherence))
+    assert got[1, "standard_error_of_mean_corrected"] == pytest.approx(jackknife(range(12), of_layer, 16), rel=1e-4)
+
+
+def test_fewer_than_three_clusters_have_no_error(invented):
+    world = invented(lengths=(9,) * 4).replace(options={"clusters": (1, 1, 5, 5)})
+    for measure in (Displacement, JumpRate, LensAccuracy, LensLoss, Coherence, Saturation, EffectiveDepth):
+        rows = world.rows(measure, (4,))
+        assert rows, measure
+        assert errors(rows) == {}, measure
+        assert not [key for key in rows if key[3].startswith(("low_", "high_"))], measure
+
+
+def detections():
+    """A detector of two layers on nine images."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2, 9, 5, 4, generator=generator)
+    boxes = torch.rand(2, 9, 5, 4, generator=generator) * 0.3 + 0.3
+    metric = DetectionAgreement(Setup(num_layers=2, width=1, num_sequences=9))
+    mask = torch.ones(9, 1, dtype=torch.bool)
+    metric.update(Observation({}, mask, mask, torch.arange(9), detections=Detections(logits, boxes)))
+    return metric
+
+
+def filled(world):
+    """Every measure that reads one world."""
+    for name, measure in METRICS.items():
+        if name not in ("spectral_norm", "average_precision", "detection_loss", "detection_agreement"):
+            metric = measure(world.setup())
+            for observation in world.observations((5, 15)):
+                metric.update(observation)
+            yield metric
+
+
+def value_of(statistic, statistics):
+    """The statistic whose error `statistic` is."""
+    if "standard_error_of_" in statistic:
+        return statistic.replace("standard_error_of_", "")
+    names = (statistic.replace("standard_error", name) for name in ("mean", "value"))
+    return next(name for name in names if name in statistics)
+
+
+def test_every_error_of_a_table_is_that_of_its_influences(invented):
+    world = invented(lengths=(9,) * 20).replace(options={"clusters": DOCUMENTS})
+    stated = set()
+    for metric in (*filled(world), detections()):
+        rows = {row[:5]: row.value for row in metric.rows()}
+        influences = {influence[:5]: influence.values for influence in metric.influences()}
+        assert influences.keys() <= rows.keys(), metric.name
+        statistics = {key[4] for key in rows}
+        for (*place, statistic), value in rows.items():
+            if statistic.startswith("standard_error") and metric.name != "cka":
+                number = (*place, value_of(statistic, statistics))
+                assert value == pytest.approx(float(error_of(influences[number])), rel=1e-9, abs=1e-15), number
+                stated.add(metric.name)
+    assert stated >= {"displacement", "jump_rate", "coherence", "lens_accuracy", "lens_loss", "renyi_entropy"}
+
+
+@pytest.mark.parametrize(("shared", "most"), [(1.0, 1.1), (0.1, 1.2), (0.0, 1.7)])
+def test_a_sample_of_channels_gives_the_error_over_all(shared, most):
+    """Channels that have something in common or nothing: the error is right, or somewhat too large, never too small."""
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=(300, 16, 1)) * shared + rng.normal(size=(300, 16, 512))  # draws, sequences, channels
+    without = torch.tensor(leave_one_out(values[:, :, ::8].transpose(1, 0, 2)) / 15)  # [16, draws, 64]
+    influence, error = influence_of_channel_mean(without, 512)
+    assert 0.9 < float(error.square().mean().sqrt()) / values.mean((1, 2)).std() < most
+    torch.testing.assert_close(torch.tensor(error_of(influence.numpy())), error)
