@@ -3,6 +3,7 @@
 from fulldepth.results.document import SCHEMA_VERSION, is_picture
 from fulldepth.results.finding import Finding
 from fulldepth.results.folder import DOCUMENT, GROUPS, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
@@ -18,8 +19,12 @@ __all__ = [
     "Results",
     "TableMismatchError",
     "finite",
+    "gathered",
+    "groups_entry",
+    "groups_of",
     "holder",
     "is_picture",
+    "joined",
     "provenance",
     "tabulate",
     "versions",

@@ -9,7 +9,7 @@ subtract. The entry `groups` of the document identifies the clusters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def gathered(entries: Iterable[tuple[Any, ...]]) -> pd.DataFrame | None:
     return frame.join(pd.DataFrame(values, columns=[f"group_{group}" for group in range(values.shape[1])]))
 
 
-def described(clusters: Collection[int], unit: str, texts: str) -> dict[str, Any]:
+def groups_entry(clusters: Collection[int], unit: str, texts: str) -> dict[str, Any]:
     """The entry `groups` of a document.
 
     Args:
@@ -59,6 +59,14 @@ def described(clusters: Collection[int], unit: str, texts: str) -> dict[str, Any
     present = np.unique(np.asarray(list(clusters), dtype=np.uint64))
     digest = hashlib.sha256(texts.encode() + present.astype("<u8").tobytes()).hexdigest()
     return {"count": min(len(present), GROUPS), "unit": unit, "clusters": len(present), "hash": f"sha256:{digest}"}
+
+
+def joined(parts: Iterable[tuple[Mapping[str, Any], pd.DataFrame | None]]) -> pd.DataFrame | None:
+    """The influences of several (document, influences) as one; None unless all have the same groups."""
+    parts = list(parts)
+    frames = [frame for _, frame in parts if frame is not None]
+    hashes = {(meta.get("groups") or {}).get("hash") for meta, _ in parts}
+    return pd.concat(frames, ignore_index=True) if len(frames) == len(parts) and len(hashes) == 1 else None
 
 
 def read(path: Path) -> pd.DataFrame:
