@@ -98,7 +98,9 @@ def _headline(results: Any) -> tuple[list[tuple[str, str, str]], int]:
     rows = []
     for name, entry in headline[:MOST_ROWS]:
         value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
-        if entry.get("standard_error") is not None:
+        if entry.get("interval") is not None:
+            value += " ({:.4g} to {:.4g})".format(*entry["interval"])
+        elif entry.get("standard_error") is not None:
             value += f" ± {entry['standard_error']:.2g}"
         unit = entry.get("unit", "1")
         rows.append(

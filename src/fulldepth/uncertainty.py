@@ -157,6 +157,32 @@ def bootstrap(
     return np.asarray(low), np.asarray(np.nanquantile(values, 0.975, axis=0, method="higher"))
 
 
+def crossing(sums: ArrayLike, weights: ArrayLike) -> tuple[int, int] | None:
+    """95 % interval of the first index at which a mean is at most 0, such as the first layer that is good enough.
+
+    From the first index whose mean is not above 0 by more than its error, to the first whose mean is below 0 by more
+    than its error. It holds the true index in 95 % of samples also where the means stay near 0 over many indices, where
+    a bootstrap does not (0.88 in simulations), because the first index that crosses by noise wins in every draw.
+
+    Args:
+        sums: per group, `[G, L]`.
+        weights: per group, `[G]`.
+
+    Returns:
+        Two indices in 0..L-1, the last one where no other index meets the condition; None for fewer than
+        `FEWEST_CLUSTERS` groups with data.
+
+    Source: Woodruff, "Confidence intervals for medians and other position measures" (1952).
+    """
+    s, w = np.asarray(sums, np.float64), np.asarray(weights, np.float64)[:, None]
+    error = error_of(ratio_influence(s, w))
+    if not np.isfinite(error).all():
+        return None
+    mean, far = s.sum(0) / w.sum(), quantile(int((w > 0).sum())) * error
+    low, high = (np.append(np.flatnonzero(bound <= 0), s.shape[1] - 1)[0] for bound in (mean - far, mean + far))
+    return int(low), int(high)
+
+
 def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
     """Which of several differences are measurable: more than 2 standard errors from 0 after Holm's correction.
 

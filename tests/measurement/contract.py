@@ -40,7 +40,7 @@ def rows(layers, measures, *, projections=(), attention=True, value=True, normed
         "cosine": [("residual", a, b, s, "1") for a, b in pairs for s in ("mean", "mean_raw")]
         + [("residual", n, layers, s, "1") for n in all_layers for s in ("p05", "p25", "p50", "p75", "p95")],
         "cka": [("residual", a, b, s, "1") for a, b in pairs for s in ("debiased", "biased")],
-        "norm_ratio": [("residual", n, None, "mean", "1") for n in inner],
+        "norm_ratio": [("residual", n, None, s, "1") for n in inner for s in ("mean", ERROR)],
         "lens_accuracy": [("residual", n, None, s, "1") for n in all_layers for s in ("mean", ERROR)],
         "lens_loss": [("residual", n, None, s, "nats") for n in all_layers for s in ("mean", ERROR)],
         "saturation": [
@@ -48,7 +48,7 @@ def rows(layers, measures, *, projections=(), attention=True, value=True, normed
             for n in inner
             for s, unit in (("count", "tokens"), ("share", "1"), ("cumulative", "1"))
         ]
-        + [("residual", None, None, s, "layers") for s in ("median", "standard_error_of_median")],
+        + [("residual", None, None, s, "layers") for s in ("median", "low_of_median", "high_of_median")],
         "effective_depth": [("residual", None, None, s, "layers") for s in ("eps=0.05", "relative_eps=0.05")],
         "nc1": [("residual", n, None, "value", "1") for n in all_layers],
         "renyi_entropy": [
@@ -76,7 +76,7 @@ def free(row):
     """Whether the documentation leaves it open which thresholds, presets and orders there are besides the named one."""
     measure, _, _, _, statistic, _ = row
     if measure == "effective_depth":
-        return re.fullmatch(r"(standard_error_of_)?(relative_)?eps=0\.\d+", statistic) is not None
+        return re.fullmatch(r"(low_of_|high_of_)?(relative_)?eps=0\.\d+", statistic) is not None
     return measure == "renyi_entropy" and re.fullmatch(r"(mean|standard_error):\w+:[\d.]+", statistic) is not None
 
 

@@ -113,7 +113,7 @@ def test_few_tokens_and_a_single_sequence(llama, text_file, tokenizer, corpus):
     assert of(one.meta["warnings"], "Only one token counts, fewer than 1,000")
     entry = one.headline["last_layer_displacement"]
     assert entry["standard_error"] is None
-    assert entry["no_standard_error"] == "it takes 2 sequences or more, there is 1"
+    assert entry["no_standard_error"] == "it takes 3 sequences or more, there is 1"
     many = measure(
         llama, [corpus], tokenizer=tokenizer, max_sequences=80, sequence_length=16, measures=["displacement"]
     )
@@ -129,8 +129,10 @@ def test_standard_errors_are_printed_and_on_the_page(main, checkpoint, text_file
     page = (out / "report.html").read_text()
     assert headline.pop("cosine_cka_order")["no_standard_error"]  # of pairs of layers, which are not independent
     for name, entry in headline.items():
-        assert entry["standard_error"] is not None, name
-        error = f"± {entry['standard_error']:.2g}"
+        if entry["unit"] == "layers":
+            error = "{:.4g} to {:.4g}".format(*entry["interval"])
+        else:
+            error = f"± {entry['standard_error']:.2g}"
         assert error in " ".join(outcome.out.split()), name
         assert f'"error":{json.dumps(error)}' in page, name
 

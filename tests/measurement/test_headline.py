@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fulldepth.measurement.headline import headline
+from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.metrics.jump_rate import describe_jump
 from fulldepth.results import tabulate
 from fulldepth.training.record import headline as training_headline
@@ -19,13 +19,13 @@ def numbers(sentence):
     return [float(found) for found in re.findall(r"\d+\.\d+", sentence)]
 
 
-def said(layers=4, sequences=8, **statistics):
+def said(layers=4, sequences=8, clusters=0, unit="sequence", **statistics):
     """The headline of a table of `measure__statistic=value` at the last layer (or at none)."""
     rows = []
     for name, (layer, value, unit) in statistics.items():
         measure, statistic = name.split("__")
         rows.append((measure, "residual", layer, None, statistic.replace("_EQ_", "="), value, 100, unit))
-    return headline(tabulate(rows), layers, sequences)
+    return headline(tabulate(rows), layers, Clusters(sequences, clusters or sequences, unit))
 
 
 @pytest.mark.parametrize("value", RATES)
@@ -74,14 +74,54 @@ def test_standard_errors_or_why_there_is_none():
     assert found["last_layer_displacement"].no_standard_error is None
     coherence = {"coherence__mean_corrected_of_layers": (None, 0.4, "1")}
     reasons = [
-        said(sequences=n, displacement__mean=(4, 0.25, "1"), **coherence)[name].no_standard_error
-        for n, name in ((1, "last_layer_displacement"), (2, "mean_coherence"), (5, "mean_coherence"))
+        said(sequences=9, clusters=n, unit=unit, **coherence)["mean_coherence"].no_standard_error
+        for n, unit in ((1, "row"), (2, "block of 4,096 tokens"), (5, "image"))
     ]
     assert reasons == [
-        "it takes 2 sequences or more, there is 1",
-        "it takes 3 sequences or more, there are 2",
-        "without one group of sequences the number is not defined",
+        "it takes 3 rows or more, there is 1",
+        "it takes 3 blocks of 4,096 tokens or more, there are 2",
+        "without one group of the data the number is not defined",
     ]
+    stated = Clusters(40, 40, "document", "the data are one document of 900 tokens").no_standard_error
+    assert stated == "the data are one document of 900 tokens"
+
+
+def test_few_documents_state_the_interval_of_student():
+    """Of 40 windows of 5 documents: t with 4 degrees of freedom, 2.776."""
+    numbers = {"displacement__mean": (4, 0.25, "1"), "displacement__standard_error": (4, 0.01, "1")}
+    few = said(sequences=40, clusters=5, unit="document", **numbers)["last_layer_displacement"].sentence
+    assert few.endswith(" Its 95 % interval is ± 0.028, by Student's t over 5 documents.")
+    assert "Student" not in said(sequences=40, clusters=8, **numbers)["last_layer_displacement"].sentence
+
+
+def test_a_jump_that_is_clamped_beyond_its_error_has_no_error():
+    falls = said(jump_rate__value=(4, 0.0, "%"), jump_rate__standard_error=(4, 0.0, "%"))["zeta_L"]
+    assert falls.standard_error is None
+    assert "less than the one before by more than the error" in falls.no_standard_error
+    near = said(jump_rate__value=(4, 0.0, "%"), jump_rate__standard_error=(4, 0.3, "%"))["zeta_L"]
+    assert near.standard_error == 0.3
+
+
+def test_layers_have_intervals_and_the_first_layer_beyond_its_error():
+    def step(value, low, high, name="effective_depth__relative_eps_EQ_0.05"):
+        measure, statistic = name.split("__")
+        rows = {name: value, f"{measure}__low_of_{statistic}": low, f"{measure}__high_of_{statistic}": high}
+        return said(30, **{key: (None, float(layer), "layers") for key, layer in rows.items()})[headlines[measure]]
+
+    headlines = {"effective_depth": "effective_depth", "saturation": "median_saturation"}
+    depth = step(27, 24, 29)
+    assert (depth.value, depth.interval, depth.standard_error) == (27, (24, 29), None)
+    assert depth.sentence == (
+        "Layer 27 of 30 already reaches 95 % of the last layer's accuracy (95 % interval 24 to 29); "
+        "layer 29 is the first above it by more than the error."
+    )
+    assert "none before the last is above it by more than the error" in step(27, 24, 30).sentence
+    assert step(30, 28, 30).sentence == (
+        "No layer before the last (layer 30) reaches 95 % of its accuracy (95 % interval 28 to 30)."
+    )
+    settled = step(12, 11, 14, "saturation__median")
+    assert settled.interval == (11, 14)
+    assert settled.sentence == "Half of the predictions are settled by layer 12 of 30 (95 % interval 11 to 14)."
 
 
 def test_no_sentence_says_nan():
@@ -113,6 +153,6 @@ def test_effective_depth_says_whether_a_layer_before_the_last_is_enough(relative
         ("effective_depth", "residual", None, None, statistic, float(value), 10, "layers")
         for statistic, value in (("relative_eps=0.05", relative), ("eps=0.05", absolute))
     ]
-    sentence = headline(tabulate(rows), 4, 8)["effective_depth"].sentence
+    sentence = headline(tabulate(rows), 4, Clusters(8, 8))["effective_depth"].sentence
     assert sentence.startswith(beginning)
     assert sentence.endswith(end)

@@ -1,5 +1,6 @@
 """A whole data set of invented activations: as plain float64 numbers for the oracles, in batches for the measures."""
 
+import re
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -249,11 +250,11 @@ def any_split(same_rows):
 def expect():
     """Asserts that `rows` holds exactly `expected`: {(site, layer, other, statistic): (value, count or None)}.
 
-    Standard errors have tests of their own (test_errors.py).
+    Standard errors and intervals have tests of their own (test_errors.py).
     """
 
     def check(rows, expected, rtol=1e-5, atol=1e-6):
-        rows = {key: row for key, row in rows.items() if "standard_error" not in key[3]}
+        rows = {key: row for key, row in rows.items() if not re.search("standard_error|(low|high)_of_", key[3])}
         assert rows.keys() == expected.keys(), rows.keys() ^ expected.keys()
         for key, (value, count) in expected.items():
             np.testing.assert_allclose(rows[key].value, value, rtol=rtol, atol=atol, err_msg=str(key))

@@ -20,6 +20,7 @@ WRITTEN = {
     Finding(None, "nats", "Unknown."): '{"value": null, "unit": "nats", "sentence": "Unknown."}',
     Finding(math.nan, "x", ""): '{"value": null, "unit": "x", "sentence": ""}',
     Finding(1.5, "%", "So much.", 0.25): '{"value": 1.5, "unit": "%", "standard_error": 0.25, "sentence": "So much."}',
+    Finding(29, "layers", interval=(24, 30)): '{"value": 29, "unit": "layers", "interval": [24, 30]}',
     Finding(1.5, sentence="So much.", no_standard_error="one sequence"): (
         '{"value": 1.5, "unit": "1", "standard_error": null, "sentence": "So much.", '
         '"no_standard_error": "one sequence"}'

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from fulldepth.errors import FulldepthError
+from fulldepth.measurement.headline import FEW_CLUSTERS, Clusters
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import Setup
 from fulldepth.metrics.cka import few_samples
+from fulldepth.uncertainty import quantile
 
 FEW_TOKENS = 1000
 """Number of counted tokens below which a warning is given."""
@@ -42,6 +44,7 @@ def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
     if setup.num_tokens < FEW_TOKENS:
         counted = "Only one token counts" if setup.num_tokens == 1 else f"Only {setup.num_tokens} tokens count"
         lines.append(f"{counted}, fewer than {FEW_TOKENS:,}: read every number with its standard error, if it has one.")
+    lines += [line for line in (few_clusters(Clusters.of(subject.sequences)),) if line]
     if "cka" in measured and few_samples(setup.reservoir_tokens, setup.width):
         lines.append(
             f"Biased CKA rests on {setup.reservoir_tokens} tokens, fewer than ten times the width ({setup.width}), and "
@@ -53,6 +56,18 @@ def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
             "mean_corrected."
         )
     return lines + gaps(table, setup.num_layers)
+
+
+def few_clusters(clusters: Clusters) -> str:
+    """A sentence on data of so few documents that errors are uncertain or unknown; empty otherwise."""
+    if reason := clusters.no_standard_error:
+        return f"No standard errors: {reason}."
+    if clusters.number >= FEW_CLUSTERS:
+        return ""
+    return (
+        f"Standard errors rest on {clusters.counted}: a 95 % interval is {quantile(clusters.number):.1f} standard "
+        "errors to either side (Student's t)."
+    )
 
 
 def refuse_nothing(table: pd.DataFrame, subject: Subject, setup: Setup) -> None:

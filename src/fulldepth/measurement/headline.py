@@ -3,62 +3,105 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pandas as pd
 import scipy.stats
 
+from fulldepth.data.sequences import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, size_of_jump
 from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE
+from fulldepth.uncertainty import FEWEST_CLUSTERS, GROUPS, SIGNIFICANT, quantile
 
 ERROR = "standard_error"
+FALLS = "every layer in the sum displaces less than the one before by more than the error, so the sum is 0"
 MONOTONE = 0.8
 """Kendall's tau from which two orders are called the same: at most one pair in ten is exchanged."""
 FEWEST_PAIRS = 3
 """Fewest pairs of layers whose order is stated."""
-SIGNIFICANT = 2.0
-"""Standard errors that a jump must exceed to be called one."""
+FEW_CLUSTERS = 8
+"""Clusters below which a sentence states the 95 % interval by Student's t."""
 
 
-def headline(table: pd.DataFrame, num_layers: int, sequences: int) -> dict[str, Finding]:
+@dataclass(frozen=True)
+class Clusters:
+    """What the standard errors of a sample rest on."""
+
+    sequences: int
+    """Sequences that were measured."""
+    number: int
+    """Independent units: documents, rows, images."""
+    unit: str = "sequence"
+    no_error: str | None = None
+    """Reason of the data for stating no standard error."""
+
+    @classmethod
+    def of(cls, sequences: Sequences) -> Clusters:
+        """Those of a data set."""
+        number = len(set(sequences.clusters)) or len(sequences)
+        return cls(len(sequences), number, sequences.unit, sequences.no_error)
+
+    @property
+    def counted(self) -> str:
+        """Their number in words: `5 documents`, `1 block of 4,096 tokens`."""
+        return f"{self.number} {self.unit if self.number == 1 else plural(self.unit)}"
+
+    @property
+    def no_standard_error(self) -> str | None:
+        """Reason why no number can have an error; None if it can."""
+        if self.no_error or self.number >= FEWEST_CLUSTERS:
+            return self.no_error
+        verb = "is" if self.number == 1 else "are"
+        return f"it takes {FEWEST_CLUSTERS} {plural(self.unit)} or more, there {verb} {self.number}"
+
+
+def plural(unit: str) -> str:
+    """`document` -> `documents`, `block of 4,096 tokens` -> `blocks of 4,096 tokens`."""
+    noun, _, rest = unit.partition(" ")
+    return f"{noun}s {rest}".strip()
+
+
+def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[str, Finding]:
     """The findings of a measurement by name, for measures with a finite value.
 
-    `standard_error` is over sequences, in the unit of the value (see `fulldepth.metrics.jackknife`). If it cannot be
-    estimated it is None, and `no_standard_error` states the reason.
+    `standard_error` is in the unit of the value (see `fulldepth.uncertainty`); layers have an `interval` instead. If
+    neither can be estimated, `no_standard_error` states the reason.
 
     Args:
         table: rows of one model.
         num_layers: L.
-        sequences: number of sequences measured.
+        clusters: of the sequences measured.
     """
     findings = {
         **_jumps(table, num_layers),
         "last_layer_displacement": _displacement(table, num_layers),
-        "mean_coherence": _coherence(table, sequences),
+        "mean_coherence": _coherence(table, clusters.sequences),
         "median_saturation": _saturation(table, num_layers),
         "effective_depth": _effective_depth(table, num_layers),
         "average_precision": _average_precision(table, num_layers),
         "cosine_cka_order": _order(table),
     }
     return {
-        name: _explained(name, finding, sequences)
+        name: _explained(finding, clusters)
         for name, finding in findings.items()
         if finding.value is not None and math.isfinite(finding.value)
     }
 
 
-def _explained(name: str, finding: Finding, sequences: int) -> Finding:
-    """The finding, with the reason if it has no standard error."""
-    if finding.no_standard_error:
+def _explained(finding: Finding, clusters: Clusters) -> Finding:
+    """The finding, with the reason if it has no error, or with its interval if that rests on few clusters."""
+    if finding.no_standard_error or finding.interval:
         return finding
-    if finding.standard_error is not None and math.isfinite(finding.standard_error):
+    error = finding.standard_error
+    if error is None or not math.isfinite(error):
+        reason = clusters.no_standard_error or "without one group of the data the number is not defined"
+        return replace(finding, standard_error=None, no_standard_error=reason)
+    if clusters.number >= FEW_CLUSTERS:
         return finding
-    fewest = 3 if name == "mean_coherence" else 2
-    reason = f"it takes {fewest} sequences or more, there {'is' if sequences == 1 else 'are'} {sequences}"
-    if sequences >= fewest:
-        reason = "without one group of sequences the number is not defined"
-    return replace(finding, standard_error=None, no_standard_error=reason)
+    far = quantile(min(clusters.number, GROUPS)) * error
+    extra = f"Its 95 % interval is ± {far:.2g}, by Student's t over {clusters.counted}."
+    return replace(finding, sentence=f"{finding.sentence} {extra}")
 
 
 def _value(
@@ -79,11 +122,12 @@ def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
         layer = num_layers - back
         value, error = (_value(table, "jump_rate", statistic, layer) for statistic in ("value", ERROR))
         noise = error if math.isfinite(error) else 0.0
+        reason = FALLS if value == error == 0 else None
         if 0 < value <= SIGNIFICANT * noise:
             sentence = _no_measurable_jump(value, noise, layer, back)
         else:
             sentence = describe_jump(value) if back == 0 else _growth(value, layer)
-        findings[name] = Finding(value, "%", sentence, error)
+        findings[name] = Finding(value, "%", sentence, None if reason else error, reason)
     return findings
 
 
@@ -124,9 +168,20 @@ def _coherence(table: pd.DataFrame, sequences: int) -> Finding:
 
 
 def _saturation(table: pd.DataFrame, num_layers: int) -> Finding:
-    value, error = (_value(table, "saturation", name) for name in ("median", "standard_error_of_median"))
-    sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers} and change no more."
-    return Finding(value, "layers", sentence, error)
+    value, interval = _step(table, "saturation", "median")
+    sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers}{_within(interval)}."
+    return Finding(value, "layers", sentence, interval=interval)
+
+
+def _step(table: pd.DataFrame, measure: str, statistic: str) -> tuple[float, tuple[float, float] | None]:
+    """A layer of the table, and its 95 % interval if it has one."""
+    value, low, high = (_value(table, measure, kind + statistic) for kind in ("", "low_of_", "high_of_"))
+    return value, (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+
+def _within(interval: tuple[float, float] | None) -> str:
+    """` (95 % interval 24 to 30)`; empty if it is not known."""
+    return " (95 % interval {:.0f} to {:.0f})".format(*interval) if interval else ""
 
 
 def _of_pairs(table: pd.DataFrame, measure: str, statistic: str) -> pd.Series:
@@ -155,17 +210,22 @@ def _order(table: pd.DataFrame) -> Finding:
 
 
 def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:
-    name = "relative_eps=0.05"
-    value, error = (_value(table, "effective_depth", statistic) for statistic in (name, f"standard_error_of_{name}"))
+    """Finding on the first layer with 95 % of the last one's accuracy, by its estimate and by more than its error."""
+    value, interval = _step(table, "effective_depth", "relative_eps=0.05")
     absolute = _value(table, "effective_depth", "eps=0.05")
     sentence = f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy"
     if value >= num_layers:
         sentence = f"No layer before the last (layer {num_layers}) reaches 95 % of its accuracy"
+    sentence += _within(interval)
+    if interval and value < num_layers:
+        sure = interval[1]
+        which = f"layer {sure:.0f} is the first" if sure < num_layers else "none before the last is"
+        sentence += f"; {which} above it by more than the error"
     if absolute < num_layers:
         sentence += f"; an accuracy of 95 % is reached at layer {absolute:.0f}"
     elif math.isfinite(absolute):
         sentence += "; none before the last reaches an accuracy of 95 %" if value < num_layers else ""
-    return Finding(value, "layers", f"{sentence}.", error)
+    return Finding(value, "layers", f"{sentence}.", interval=interval)
 
 
 def _average_precision(table: pd.DataFrame, num_layers: int) -> Finding:

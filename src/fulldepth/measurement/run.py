@@ -23,7 +23,7 @@ from fulldepth.hf import anatomy_candidates, evaluating, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
-from fulldepth.measurement.headline import headline
+from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.memory import check_memory
 from fulldepth.measurement.passes import Pass, run_pass, weigh
 from fulldepth.measurement.plan import Plan, make_plan
@@ -222,7 +222,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         sequence_length=max(lengths),
         counted_length=tokens.how_many(subject.policy, [max(lengths)], subject.leading),
         num_sequences=len(sequences),
-        clusters=tuple(sequences.clusters),
+        clusters=(0,) * len(sequences) if sequences.no_error else tuple(sequences.clusters),
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
         reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
@@ -310,7 +310,7 @@ def _document(
         "sampling": sampling(subject, settings, setup, table, data_pass.lens_error),
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
-        "headline": headline(table, setup.num_layers, setup.num_sequences),
+        "headline": headline(table, setup.num_layers, Clusters.of(subject.sequences)),
         "lens_grid": data_pass.grid,
         "router_tokens": data_pass.router_tokens,
     }

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import leave_one_out, standard_error
+from fulldepth.uncertainty import crossing
 
 EPSILONS = (0.01, 0.05, 0.1, 0.2)
 """Tolerances relative to perfect accuracy (Def. 1)."""
 RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
 """Tolerances relative to the last layer's accuracy."""
 STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
-ERROR_OF = "standard_error_of_"
+LOW_OF, HIGH_OF = "low_of_", "high_of_"
 
 
 def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bool = False) -> int:
@@ -52,12 +53,14 @@ def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bo
 class EffectiveDepth(Measure):
     """Effective depth for several tolerances, absolute (Def. 1) and relative to the last layer's accuracy.
 
-    NaN if no position has a target or, for the relative form, if the last layer is never correct. Each has a standard
-    error over sequences; it is 0 if every replicate gives the same layer.
+    NaN if no position has a target or, for the relative form, if the last layer is never correct. A depth is a step, so
+    it has a 95 % interval instead of a standard error (see `uncertainty.crossing`): `low_of_` is the first layer whose
+    accuracy is not below the threshold by more than the error of the (paired) difference, `high_of_` the first whose
+    accuracy is above it by more than that error.
     """
 
     name = "effective_depth"
-    units = dict.fromkeys((*STATISTICS, *(ERROR_OF + statistic for statistic in STATISTICS)), "layers")
+    units = dict.fromkeys((kind + statistic for kind in ("", LOW_OF, HIGH_OF) for statistic in STATISTICS), "layers")
     needs = frozenset({"targets"})
     correct: Tensor
     count: Tensor
@@ -75,27 +78,21 @@ class EffectiveDepth(Measure):
         self.count += group.bincount(minlength=len(self.count))
 
     def compute(self) -> tuple[dict[str, float], int]:
-        """Statistic -> value (depths and their standard errors), and the number of positions."""
-        depths = _depths(self.correct.sum(0), self.count.sum(0))
-        without = torch.stack(
-            [_depths(*sums) for sums in zip(leave_one_out(self.correct), leave_one_out(self.count), strict=True)]
-        )
-        errors = standard_error(without)
-        named = dict(zip(STATISTICS, depths.tolist(), strict=True))
-        named |= {ERROR_OF + name: error for name, error in zip(STATISTICS, errors.tolist(), strict=True)}
-        return named, int(self.count.sum())
+        """Statistic -> value (depths, and the intervals that are known), and the number of positions."""
+        count = int(self.count.sum())
+        accuracy = self.correct.sum(0).cpu() / count
+        named: dict[str, float] = {}
+        for name, eps in zip(STATISTICS, (*EPSILONS, *RELATIVE_EPSILONS), strict=True):
+            relative = name.startswith("relative")
+            if not count or (relative and not accuracy[-1] > 0):
+                named[name] = math.nan
+                continue
+            named[name] = float(effective_depth(accuracy, eps, relative))
+            target = (1 - eps) * (self.correct[:, -1:] if relative else self.count[:, None])
+            if interval := crossing((target - self.correct).cpu().numpy(), self.count.cpu().numpy()):
+                named |= {LOW_OF + name: interval[0] + 1.0, HIGH_OF + name: interval[1] + 1.0}
+        return named, count
 
     def rows(self) -> list[Row]:
-        """One row for each tolerance and one for its standard error if it is known; `layer` is None."""
+        """One row for each tolerance, and two for its interval if it is known; `layer` is None."""
         return self.rows_of(*self.compute())
-
-
-def _depths(correct: Tensor, count: Tensor) -> Tensor:
-    """[S] the depths of `STATISTICS`, from correct predictions `[L]` and the number of positions."""
-    accuracy = correct / count
-    if not count:
-        return torch.full((len(STATISTICS),), torch.nan, dtype=torch.float64)
-    depths = [float(effective_depth(accuracy, eps)) for eps in EPSILONS]
-    right = bool(accuracy[-1] > 0)
-    depths += [float(effective_depth(accuracy, eps, True)) if right else torch.nan for eps in RELATIVE_EPSILONS]
-    return torch.tensor(depths, dtype=torch.float64)

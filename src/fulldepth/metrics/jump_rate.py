@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fulldepth.metrics.angle import angular
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import error_of, jackknife_influence, leave_one_out
+from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.thresholds import LARGE_JUMP
+from fulldepth.uncertainty import quantile
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -55,7 +56,11 @@ def describe_jump(value: float) -> str:
 
 
 class JumpRate(Measure):
-    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error."""
+    """zeta_l for every layer l = 2..L, from the mean displacements of the residual stream, with its standard error.
+
+    The error is that of the sum of the differences that are not below 0 by more than their own error. A jackknife of
+    the clamped sum would be 0, or nearly so, where a difference is below 0 by chance.
+    """
 
     name = "jump_rate"
     units = dict.fromkeys(("value", "standard_error"), "%")
@@ -82,8 +87,11 @@ class JumpRate(Measure):
 
     def _influence(self) -> Tensor:
         """[G, L-1] influences on zeta_2..zeta_L."""
-        psi = leave_one_out(self.sums) / leave_one_out(self.counts)  # [G, L]
-        return jackknife_influence(torch.stack([_rates(without) for without in psi]))
+        psi = ratio_influence(self.sums, self.counts)  # [G, L]
+        steps = psi.diff(dim=1)
+        far = quantile(int(psi[:, -1].isfinite().sum())) * error_of(steps)
+        rises = (self.sums.sum(0) / self.counts.sum(0)).cpu().diff() + far > 0  # [L-1]
+        return 100 * (steps * rises).flip(1).cumsum(1).flip(1)
 
     def influences(self) -> list[Influence]:
         """On the value of every layer 2..L."""

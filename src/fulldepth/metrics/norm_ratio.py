@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.jackknife import error_of, ratio_influence
 
 
 def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
@@ -38,17 +39,19 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
 
 
 class NormRatio(Measure):
-    """Mean norm ratio of every layer over tokens; tokens whose update is exactly zero are excluded."""
+    """Mean norm ratio of every layer over tokens, with its standard error; tokens whose update is exactly zero are
+    excluded.
+    """
 
     name = "norm_ratio"
-    units = dict.fromkeys(("mean",), "1")
+    units = dict.fromkeys(("mean", "standard_error"), "1")
     sums: Tensor
     counts: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.add_sum("sums", setup.num_layers, 2)
-        self.add_sum("counts", setup.num_layers, 2)
+        self.add_grouped("sums", setup.num_layers, 2)
+        self.add_grouped("counts", setup.num_layers, 2)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -57,19 +60,35 @@ class NormRatio(Measure):
         ratio = torch.stack([norm_ratio(h_in, h_out) for h_in, h_out in pairwise(tokens)])
         ratio = ratio.double().to(self.sums.device)
         valid = ratio.isfinite()
-        weights = observation.view_weights.to(ratio.device)
-        self.sums += ratio.where(valid, 0.0) @ weights
-        self.counts += valid.double() @ weights
+        by_group = observation.weights_by_group(self.setup).flatten(1).to(ratio.device)  # [N, G * 2]
+        self.sums += (ratio.where(valid, 0.0) @ by_group).view(len(ratio), -1, 2).movedim(1, 0)
+        self.counts += (valid.double() @ by_group).view(len(ratio), -1, 2).movedim(1, 0)
 
     def compute(self) -> dict[str, Tensor]:
-        """`mean` and `count`, each `[L, 2]`: layers 1..L; all tokens, and without first tokens."""
-        return {"mean": self.sums / self.counts, "count": self.counts.clone()}
+        """`mean`, `standard_error` and `count`, each `[L, 2]`: layers 1..L; all tokens, and without first tokens."""
+        count = self.counts.sum(0)
+        error = error_of(ratio_influence(self.sums, self.counts))
+        return {"mean": self.sums.sum(0) / count, "standard_error": error, "count": count}
+
+    def influences(self) -> list[Influence]:
+        """On the mean of every layer and view."""
+        values = ratio_influence(self.sums, self.counts)
+        return [
+            self.influence("mean" + suffix, values[:, layer, view], layer + 1)
+            for layer in range(self.setup.num_layers)
+            for view, suffix in enumerate(self.setup.views)
+        ]
 
     def rows(self) -> list[Row]:
-        """One row for each layer and view."""
+        """Two rows for each layer and view; no standard error for fewer than three clusters."""
         values = self.compute()
         return [
-            self.row("mean" + suffix, mean[view], count[view], layer)
-            for layer, (mean, count) in enumerate(zip(values["mean"], values["count"], strict=True), start=1)
+            row
+            for index in range(self.setup.num_layers)
             for view, suffix in enumerate(self.setup.views)
+            for row in self.rows_of(
+                {name + suffix: float(values[name][index, view]) for name in ("mean", "standard_error")},
+                int(values["count"][index, view]),
+                index + 1,
+            )
         ]

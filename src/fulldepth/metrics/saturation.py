@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import leave_one_out, ratio_influence, standard_error
+from fulldepth.metrics.jackknife import ratio_influence
+from fulldepth.uncertainty import crossing
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
@@ -41,14 +42,14 @@ def _first_settled(agrees: Tensor) -> Tensor:
 class Saturation(Measure):
     """Number and share of positions that settle at each layer 1..L, the cumulative share, and the median layer.
 
-    Over the positions that have a target, as for the layer-wise accuracy. The median has a standard error over
-    sequences; it is 0 if every replicate has the same median layer.
+    Over the positions that have a target, as for the layer-wise accuracy. The median is a step, so it has a 95 %
+    interval (`low_of_median`, `high_of_median`; see `uncertainty.crossing`) instead of a standard error.
     """
 
     name = "saturation"
     units: ClassVar[dict[str, str]] = {
         **{"count": "tokens", "share": "1", "cumulative": "1"},
-        **{"median": "layers", "standard_error_of_median": "layers"},
+        **dict.fromkeys(("median", "low_of_median", "high_of_median"), "layers"),
     }
     needs = frozenset({"targets"})
     histogram: Tensor
@@ -64,11 +65,18 @@ class Saturation(Measure):
         cells = observation.lens_groups(self.setup) * depth + layers - 1
         self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
 
-    def compute(self) -> tuple[list[int], float, float]:
-        """Positions that settle at layers 1..L; the median layer and its standard error, NaN without positions."""
+    def compute(self) -> tuple[list[int], dict[str, float]]:
+        """Positions that settle at layers 1..L; the median layer and its interval, without those that are unknown."""
         counts = self.histogram.sum(0)
-        error = standard_error(_median(leave_one_out(self.histogram)))
-        return counts.tolist(), float(_median(counts)), float(error)
+        total = int(counts.sum())
+        if not total:
+            return counts.tolist(), {}
+        named = {"median": float((2 * counts.cumsum(0) >= total).long().argmax()) + 1}
+        by_group = self.histogram.cumsum(1).cpu().numpy()  # [G, L]
+        settled = by_group[:, -1:] - 2 * by_group  # above 0 while less than half have settled
+        if interval := crossing(settled, by_group[:, -1]):
+            named |= {"low_of_median": interval[0] + 1.0, "high_of_median": interval[1] + 1.0}
+        return counts.tolist(), named
 
     def influences(self) -> list[Influence]:
         """On the cumulative share of every layer 1..L."""
@@ -76,8 +84,8 @@ class Saturation(Measure):
         return [self.influence("cumulative", each, layer) for layer, each in enumerate(values.T, start=1)]
 
     def rows(self) -> list[Row]:
-        """Three rows for each layer 1..L, and two for the median."""
-        counted, median, error = self.compute()
+        """Three rows for each layer 1..L, and three for the median."""
+        counted, median = self.compute()
         counts = torch.tensor(counted, dtype=torch.int64)
         total = int(counts.sum())
         statistics = {
@@ -90,11 +98,4 @@ class Saturation(Measure):
             for layer in range(1, len(counts) + 1)
             for statistic, values in statistics.items()
         ]
-        return rows + (self.rows_of({"median": median, "standard_error_of_median": error}, total) if total else [])
-
-
-def _median(counts: Tensor) -> Tensor:
-    """[...] float64: the first layer by which half of the positions have settled, from `counts [..., L]`."""
-    reached = 2 * counts.cumsum(-1) >= counts.sum(-1, keepdim=True)
-    layer = reached.long().argmax(-1) + 1
-    return layer.double().where(counts.sum(-1) > 0, torch.nan)
+        return rows + self.rows_of(median, total)

@@ -60,7 +60,9 @@ def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str
 
 
 def plus_minus(entry: Mapping[str, Any]) -> str:
-    """The standard error of a headline's number, `± 0.0043`; empty if there is none."""
+    """The standard error of a headline's number, `± 0.0043`, or its interval, `24 to 30`; empty if there is none."""
+    if interval := entry.get("interval"):
+        return "{:.4g} to {:.4g}".format(*interval)
     error = entry.get("standard_error")
     return f"± {error:.2g}" if isinstance(error, int | float) and math.isfinite(error) else ""
 

@@ -188,15 +188,21 @@ ABOUT_EXITS = (
 )
 STANDARD_ERRORS = Method(
     "Standard errors (±)",
-    ("displacement", "jump_rate", "coherence", "lens_accuracy", "lens_loss", "saturation", "effective_depth"),
     (
-        "How much a number would vary over other samples of sequences: a jackknife that leaves out each of up to "
-        "sixteen groups of sequences. Windows cut from one document depend on each other, which this does not see; "
-        "the true error is then larger. For a median layer or an effective depth, 0 says that no group of sequences "
-        "decides the layer."
+        *("displacement", "jump_rate", "coherence", "norm_ratio"),
+        "lens_accuracy",
+        "lens_loss",
+        "saturation",
+        "effective_depth",
     ),
-    source="Busing, Meijer and van der Leeden, <cite>Delete-m jackknife for unequal m</cite>, "
-    "Statistics and Computing 9.",
+    (
+        "How much a number would vary over other samples of documents, rows or images. All windows of a document stay "
+        "together in one of up to 32 groups, and the error comes from the scatter of the groups. A median layer or an "
+        "effective depth is a step and has a 95 % interval instead: from the first layer that may be the one sought "
+        "within the error, to the first that is good enough beyond its error."
+    ),
+    source="Cochran, <cite>Sampling Techniques</cite>, 6.3; Woodruff, <cite>Confidence intervals for medians and "
+    "other position measures</cite>, JASA 47.",
 )
 OF_SHARED_NOTES = {SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS}
 """Kinds of results with the same notes."""

@@ -26,7 +26,9 @@ class Finding:
     standard_error: Number | None = None
     """Standard error, in the unit of the value."""
     no_standard_error: str | None = None
-    """Reason for a missing standard error, for numbers that usually have one."""
+    """Reason for a missing standard error or interval, for numbers that usually have one."""
+    interval: tuple[Number, Number] | None = None
+    """Ends of the 95 % interval of a step (a layer, a threshold), which has no standard error."""
 
     def document(self) -> dict[str, Any]:
         """The JSON object: `value`, `unit` and the entries that are not None.
@@ -34,7 +36,9 @@ class Finding:
         `standard_error` is null where `no_standard_error` gives the reason.
         """
         entries: dict[str, Any] = {"value": self.value, "unit": self.unit}
-        if self.standard_error is not None or self.no_standard_error is not None:
+        if self.interval is not None:
+            entries["interval"] = list(self.interval)
+        elif self.standard_error is not None or self.no_standard_error is not None:
             entries["standard_error"] = self.standard_error
         texts = {"sentence": self.sentence, "no_standard_error": self.no_standard_error}
         return entries | {name: text for name, text in texts.items() if text is not None}

@@ -6,7 +6,7 @@ function drawVerdict() {
   drawStory();
   drawProfile();
   byId("sentences").replaceChildren(...now.sentences.map((sentence) => el("p", {}, isolated(sentence))));
-  const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), ...(one.error ? [el("span", { class: "error", title: "Standard error over sequences" }, one.error)] : []), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
+  const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), ...(one.error ? [el("span", { class: "error", title: "Standard error (±), or 95 % interval" }, one.error)] : []), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
   const parts = now.cards.length ? [el("ul", { class: "cards" }, ...now.cards.map(card))] : [];
   byId("cards").replaceChildren(...parts, ...(DATA.models ? [scrollingTable({ title: "Models side by side", ...DATA.models }), el("p", { class: "subtitle" }, DATA.models.note || "")] : []), ...inWords(now.more_sentences));
   const title = now.step == null ? "Verdict" : `Verdict at step ${counted(now.step)}`;
