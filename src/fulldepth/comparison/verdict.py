@@ -107,8 +107,8 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
         yield _greatest(change[greatest], None, f"{layers[greatest]} of {of}", pair)
         return
     if not differs.any():
-        bound = f"no difference above {PRINTED} x 10^-2 at any of {len(change)} layers"
-        if known:
+        bound = f"no difference at any of {len(change)} layers"
+        if known and change.any():
             most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
             bound = f"no measurable difference at any of {len(change)} layers ({test}, at most {most:.2g} x 10^-2)"
         yield "redundancy_change", Finding(median, "x 10^-2", f"{both}: {bound}.")
@@ -122,7 +122,7 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     )
     yield "redundancy_change", Finding(median, "x 10^-2", sentence)
     greatest = int(np.where(differs, np.abs(change), 0).argmax())
-    yield _greatest(change[greatest], error[greatest], f"{layers[greatest]} of {of}", pair)
+    yield _greatest(change[greatest], error[greatest], f"{layers[greatest]} of {of}", f"{pair} ({test})")
 
 
 def _greatest(peak: float, error: float | None, layer: str, pair: str) -> tuple[str, Finding]:
@@ -158,7 +158,8 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
             f"{number.title}: {_amount(own, model)} in {model['label']} against {_amount(base, baseline)} in "
             f"{baseline['label']}; {said}."
         )
-        yield name, Finding(difference, own.get("unit", "1"), sentence, error)
+        ends = (interval.low, interval.high) if interval else None
+        yield name, Finding(difference, own.get("unit", "1"), sentence, error, interval=ends)
 
 
 def _at(rows: pd.DataFrame, model: Entry, number: Number) -> pd.Series | None:
@@ -192,6 +193,8 @@ def _amount(entry: Entry, model: Entry) -> str:
     number, unit = f"{entry['value']:.3g}", entry.get("unit", "1")
     if entry.get("standard_error") is not None:
         number += f" ± {entry['standard_error']:.2g}"
+    if entry.get("interval"):
+        number += " ({:g} to {:g})".format(*entry["interval"])
     if unit == "layers":
         return f"{number} of {model['model']['num_layers']} layers"
     return number if unit == "1" else f"{number} {unit}"
@@ -213,6 +216,8 @@ def _between(difference: float, interval: Interval) -> str:
     """A difference of steps with its interval."""
     test = "paired" if interval.paired else "unpaired"
     low, high = (f"{end:+.3g}" if end else "0" for end in interval[:2])
+    if not any((difference, interval.low, interval.high)):
+        return "no difference"
     if interval.low <= 0 <= interval.high:
         return f"no measurable difference ({test}, 95 % interval {low} to {high})"
     return f"{test} difference {difference:+.3g} (95 % interval {low} to {high})"

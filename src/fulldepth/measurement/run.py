@@ -193,7 +193,9 @@ def measure_subject(
     refuse_nothing(table, subject, setup)
     data_pass.clock.seconds["load"] = loaded
     data_pass.clock.seconds["total"] = time.perf_counter() - start
-    return Results(table, _document(subject, settings, plan, data_pass, table), influences)
+    return Results(
+        table, _document(subject, settings, plan, data_pass, table), None if subject.sequences.no_error else influences
+    )
 
 
 def share(subject: Subject, settings: MeasureSettings, process: Processes, together: int = 1) -> int:
@@ -275,7 +277,14 @@ def _tables(plan: Plan, data_pass: Pass, *, by_name: bool) -> tuple[pd.DataFrame
         if not measured:
             plan.left_out.append({"measure": name, "reason": reason})
         rows += measured
-    return tabulate(rows), gathered(influences)
+    return tabulate(rows), gathered(influences, plan.setup.groups)
+
+
+def _groups(sequences: Sequences) -> dict[str, Any]:
+    """The entry `groups`; numbers of sequences identify clusters only within one text."""
+    if sequences.clusters:
+        return groups_entry(sequences.clusters, sequences.unit)
+    return groups_entry(range(len(sequences)), sequences.unit, sequences.text_hash or sequences.hash)
 
 
 def _document(
@@ -288,11 +297,7 @@ def _document(
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.describe(),
-        "groups": groups_entry(
-            sequences.clusters or range(len(sequences)),
-            sequences.unit,
-            "" if sequences.clusters else sequences.text_hash or sequences.hash,
-        ),
+        "groups": None if sequences.no_error else _groups(sequences),
         "data": data
         | {
             "tokens": data["tokens"] or setup.num_sequences * setup.sequence_length,  # of images, those the model makes

@@ -29,10 +29,14 @@ def groups_of(influences: pd.DataFrame) -> list[str]:
     return [name for name in influences.columns if name not in (*KEYS, "step")]
 
 
-def gathered(entries: Iterable[tuple[Any, ...]]) -> pd.DataFrame | None:
-    """Entries (tuples in the order of `KEYS`, then the influences `[G]`) as a table; None without entries.
+def gathered(entries: Iterable[tuple[Any, ...]], groups: int) -> pd.DataFrame | None:
+    """Entries (tuples in the order of `KEYS`, then influences) as a table; None without entries.
 
     Influences are kept in float32, which is precise to 1e-7 of an influence.
+
+    Args:
+        entries: their influences are those of the first groups, for measures that have fewer; the rest becomes NaN.
+        groups: G.
     """
     entries = list(entries)
     if not entries:
@@ -40,24 +44,26 @@ def gathered(entries: Iterable[tuple[Any, ...]]) -> pd.DataFrame | None:
     frame = pd.DataFrame([entry[:-1] for entry in entries], columns=KEYS)
     for column in ("layer", "other"):
         frame[column] = frame[column].astype("Int64")
-    values = np.asarray([entry[-1] for entry in entries], dtype=np.float32)  # [rows, G]
-    return frame.join(pd.DataFrame(values, columns=[f"group_{group}" for group in range(values.shape[1])]))
+    values = np.full((len(entries), groups), np.nan, dtype=np.float32)
+    for row, entry in zip(values, entries, strict=True):
+        row[: len(entry[-1])] = entry[-1]
+    return frame.join(pd.DataFrame(values, columns=[f"group_{group}" for group in range(groups)]))
 
 
-def groups_entry(clusters: Collection[int], unit: str, texts: str) -> dict[str, Any]:
+def groups_entry(clusters: Collection[int], unit: str, text: str = "") -> dict[str, Any]:
     """The entry `groups` of a document.
 
     Args:
-        clusters: identity of the cluster of each sequence, or their numbers where each sequence is its own.
+        clusters: identity of the cluster of each sequence.
         unit: what a cluster is.
-        texts: hash of the text where `clusters` are numbers, which every text has; else empty.
+        text: hash of the text, if identities are unique within a text only.
 
     Returns:
         `count` (number of groups), `unit`, `clusters` (their number), and `hash`: equal for two results whose clusters
         are the same, and which therefore have the same groups.
     """
     present = np.unique(np.asarray(list(clusters), dtype=np.uint64))
-    digest = hashlib.sha256(texts.encode() + present.astype("<u8").tobytes()).hexdigest()
+    digest = hashlib.sha256(text.encode() + present.astype("<u8").tobytes()).hexdigest()
     return {"count": min(len(present), GROUPS), "unit": unit, "clusters": len(present), "hash": f"sha256:{digest}"}
 
 
