@@ -62,8 +62,7 @@ def test_the_redundancy_change_of_two_models_by_hand() -> None:
     assert change["value"] == pytest.approx(-2.0)  # the median: layer 3 alone would make the mean -9
     assert change["unit"] == "x 10^-2"
     assert change["sentence"] == (
-        "Displacement is larger in jreg than in plain at 1 of 3 layers and smaller at 2; the median change is "
-        "-2.00 x 10^-2."
+        "Displacement in jreg and plain: the median change is -2.00 x 10^-2 (no standard error is known)."
     )
     assert greatest["value"] == pytest.approx(-30.0)
     assert greatest["sentence"] == (
@@ -179,7 +178,7 @@ def test_a_model_differs_from_itself_by_nothing(values: list[float]) -> None:
         found = compare([one, one], depth=depth)
         assert found.meta["models"][1]["label"] == "toy (2)"
         np.testing.assert_array_equal(differences(found, "toy (2)"), 0.0)
-        assert "No measurable difference" in found.headline["redundancy_change:toy (2)"]["sentence"]
+        assert "no difference at any of" in found.headline["redundancy_change:toy (2)"]["sentence"]
 
 
 def test_headline_numbers_become_differences_with_a_sentence() -> None:
@@ -194,9 +193,12 @@ def test_headline_numbers_become_differences_with_a_sentence() -> None:
     b = measurement(8, displacements([0.1] * 8), headline=numbers(4.25, 7))
     found = compare([a, b], names=["a", "b"]).headline
     assert found["zeta_L:b"]["value"] == -8.25
-    assert found["zeta_L:b"]["sentence"] == "Jump of the last layer (zeta_L): 4.25 % in b against 12.5 % in a (-8.25)."
-    assert (
-        found["effective_depth:b"]["sentence"] == "Effective depth: 7 of 8 layers in b against 3 of 4 layers in a (+4)."
+    assert found["zeta_L:b"]["sentence"] == (
+        "Jump of the last layer (zeta_L): 4.25 % in b against 12.5 % in a; difference -8.25 (no standard error is "
+        "known)."
+    )
+    assert found["effective_depth:b"]["sentence"] == (
+        "Effective depth: 7 of 8 layers in b against 3 of 4 layers in a; difference +4 (no standard error is known)."
     )
     assert "mean_coherence:b" not in found
 
@@ -258,8 +260,9 @@ def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: flo
     def entry(value):
         return {"last_layer_displacement": {"value": value, "unit": "1", "standard_error": 0.0123, "sentence": "..."}}
 
-    a = measurement(2, displacements([0.3, 0.4]), headline=entry(0.4))
-    b = measurement(2, displacements([0.3, 0.4 + shift]), headline=entry(0.4 + shift))
+    noise = displacements([0.0123, 0.0123], "standard_error")
+    a = measurement(2, displacements([0.3, 0.4]) + noise, headline=entry(0.4))
+    b = measurement(2, displacements([0.3, 0.4 + shift]) + noise, headline=entry(0.4 + shift))
     found = compare([a, b], names=["a", "b"]).headline
     change, greatest, number = (
         found.get(f"{name}:b", {}).get("sentence", "")
@@ -267,19 +270,19 @@ def test_sentences_hold_for_every_sign_and_for_what_rounds_to_nothing(shift: flo
     )
     assert not any(zero in change + greatest for zero in ("+0.00", "-0.00"))
     if abs(shift) < 1e-4:
-        assert change.startswith("No measurable difference: at none of 2 layers")
+        assert "no measurable difference at any of 2 layers (unpaired, at most 3.5 x 10^-2)" in change
         assert not greatest
     else:
         assert ("at 1 of 2 layers and smaller at 0" if shift > 0 else "at 0 of 2 layers and smaller at 1") in change
         assert "no measurable difference at 1" in change
-        assert f"20.00 x 10^-2 {'larger' if shift > 0 else 'smaller'} in b" in greatest
+        assert f"20.00 ± 1.7 x 10^-2 {'larger' if shift > 0 else 'smaller'} in b" in greatest
     assert "0.4 ± 0.012 in a" in number
     if abs(shift) < 1e-9:
-        assert number.endswith("(no difference).")
+        assert number.endswith("; no difference.")
     elif abs(shift) < 2 * 2**0.5 * 0.0123:
-        assert number.endswith("(no measurable difference).")
+        assert number.endswith(f"; no measurable difference (unpaired, at most {abs(shift) + 8**0.5 * 0.0123:.2g}).")
     else:
-        assert number.endswith(f"({shift:+.3g}).")
+        assert number.endswith(f"; unpaired difference {shift:+.3g} ± 0.017.")
 
 
 def test_a_series_enters_with_its_last_step() -> None:
@@ -313,7 +316,7 @@ def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
     again = Results.load(found.save(tmp_path / "out"))
     pd.testing.assert_frame_equal(again.table, found.table)
     assert again.meta == json.loads(json.dumps(found.meta))
-    assert set(again.table.columns) == {*a.table.columns, "model", "difference"}
+    assert set(again.table.columns) == {*a.table.columns, "model", "difference", "difference_error"}
     with pytest.raises(FulldepthError, match=r"out is a comparison already"):
         compare([tmp_path / "out", folders[0]])
 
@@ -363,8 +366,8 @@ def test_a_layer_counts_where_its_difference_is_larger_than_its_noise() -> None:
     a, b = (measurement(4, displacements(means) + noise) for means in (plain, changed))
     found = compare([a, b], names=["a", "b"]).headline
     assert found["redundancy_change:b"]["sentence"] == (
-        "Displacement is larger in b than in a at 1 of 4 layers and smaller at 1, with no measurable difference at 2; "
-        "the median change is +1.50 x 10^-2."
+        "Displacement is larger in b than in a at 1 of 4 layers and smaller at 1, with no measurable difference at 2 "
+        "(unpaired). The median change is +1.50 x 10^-2."
     )
     greatest = found["greatest_redundancy_change:b"]
     assert greatest["value"] == pytest.approx(-10.0)

@@ -195,7 +195,7 @@ def _changes(
         if (
             not failed
             and "--overwrite" in argv
-            and Path(name).name in ("results.json", "results.parquet", "report.html")
+            and Path(name).name in ("results.json", "results.parquet", "groups.parquet", "report.html")
         ):
             continue
         outcome = "failure" if failed else "success"

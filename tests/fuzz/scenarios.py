@@ -26,7 +26,7 @@ class Scenario:
 
 
 PAGE = ("*/report.html",)
-TABLE = ("*/results.json", "*/results.parquet", "*/report.html")
+TABLE = ("*/results.json", "*/results.parquet", "*/groups.parquet", "*/report.html")
 RUN = (
     "run-part/checkpoint-4/*",
     "run-part/results.*",

@@ -364,7 +364,12 @@ def test_a_crash_while_saving_leaves_no_half_results(wrong, main, model, text_fi
         wrong(says=["No space left on device", str(output)])
     outcome = main("measure", model, "--data", text_file, "--output", output, *FEW)
     assert outcome.code == 0, outcome.err
-    assert sorted(path.name for path in output.glob("[!.]*")) == ["report.html", "results.json", "results.parquet"]
+    assert sorted(path.name for path in output.glob("[!.]*")) == [
+        "groups.parquet",
+        "report.html",
+        "results.json",
+        "results.parquet",
+    ]
 
 
 def test_debug_shows_where_an_error_came_from(main, model, tmp_path, output, monkeypatch, text_file):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +17,17 @@ import pytest
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json
-from fulldepth.results import DOCUMENT, TABLE, Results, TableMismatchError, holder, tabulate
+from fulldepth.results import (
+    DOCUMENT,
+    GROUPS,
+    TABLE,
+    Results,
+    TableMismatchError,
+    gathered,
+    groups_entry,
+    holder,
+    tabulate,
+)
 from fulldepth.results import table as table_room
 
 OPERATIONS = ("mkdir", "open", "replace", "unlink", "fsync")
@@ -225,3 +237,107 @@ def test_whose_a_folder_is(tmp_path: Path) -> None:
     assert holder(tmp_path) == "a plan of fulldepth skip"
     (tmp_path / "settings.yaml").touch()
     assert holder(tmp_path) == "a training run"
+
+
+def grouped(value: float, groups: int = 4) -> Results:
+    """Results with influences of every row."""
+    rows = [("displacement", "residual", n, None, "mean", value, 10, "1") for n in range(1, 4)]
+    entries = [(*row[:5], np.arange(groups) * value) for row in rows]
+    model = {"name": f"model-{value}", "num_layers": 3}
+    meta = {"kind": "measure", "model": model, "headline": {}, "groups": groups_entry(range(groups), "row", "text")}
+    return Results(tabulate(rows), meta, gathered(entries, groups))
+
+
+def accepted(folder: Path) -> Path:
+    """The folder with a document that states the hash of its present files."""
+    document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+    frame = (folder / GROUPS).read_bytes()
+    document["influences"] = {"sha256": hashlib.sha256(frame).hexdigest(), "bytes": len(frame)}
+    (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    one = grouped(0.5)
+    again = Results.load(one.save(tmp_path, page=False))
+    assert again.influences is not None
+    pd.testing.assert_frame_equal(again.influences, one.influences, check_dtype=False)
+    np.testing.assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])
+    assert again.meta["groups"] == one.meta["groups"]
+    assert "influences" not in again.meta
+    assert gathered([], 4) is None
+    shorter = gathered([("cka", "residual", 1, 2, "debiased", [1.0, 2.0])], 3)
+    assert shorter is not None
+    assert np.isnan(shorter["group_2"][0])
+
+
+def test_results_without_influences_leave_none_behind(tmp_path: Path) -> None:
+    grouped(0.5).save(tmp_path, page=False)
+    one = grouped(1.0)
+    one.influences = None
+    assert Results.load(one.save(tmp_path, page=False)).influences is None
+    assert not (tmp_path / GROUPS).exists()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_kill_never_mixes_the_influences_of_two_results(tmp_path: Path) -> None:
+    refused = 0
+    for number in range(1, 60):
+        folder = grouped(1.0).save(tmp_path / str(number), page=False)
+        died = killed_at(number, lambda folder=folder: grouped(2.0).save(folder, page=False))  # type: ignore[misc]
+        try:
+            found = Results.load(folder)
+        except TableMismatchError:
+            refused += 1
+        else:
+            assert found.influences is not None
+            values = {found.meta["model"]["name"], f"model-{found.table['value'][0]}"}
+            assert values == {f"model-{found.influences['group_1'][0]}"}
+        grouped(3.0).save(folder, page=False)
+        assert sorted(os.listdir(folder)) == sorted([DOCUMENT, TABLE, GROUPS]), "leftovers are gone"
+        if not died:
+            break
+    assert not died
+    assert refused >= 2, "between the three renames"
+
+
+def test_a_changed_or_missing_file_is_refused(tmp_path: Path) -> None:
+    folder = grouped(1.0).save(tmp_path, page=False)
+    grouped(2.0).influences.to_parquet(folder / GROUPS)  # type: ignore[union-attr]
+    with pytest.raises(
+        TableMismatchError, match=r"groups\.parquet is not the file that results\.json was written with"
+    ):
+        Results.load(folder)
+    (folder / GROUPS).unlink()
+    with pytest.raises(TableMismatchError, match=r"groups\.parquet"):
+        Results.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda table: table.drop_columns(["statistic"]), "lacks the columns statistic"),
+        (lambda table: table.drop_columns(["group_1"]), "expected columns group_0, group_1"),
+        (lambda table: table.drop_columns(["group_3"]), "of 3 groups, the document states 4"),
+        (column("more", [1.0, 2.0, 3.0]), "expected columns group_0"),
+        (column("group_2", ["a", "b", "c"]), "group_2 is not of floating-point numbers"),
+        (column("group_2", [1, 2, 3]), "group_2 is not of floating-point numbers"),
+        (column("layer", [1, 2, 2]), "several entries for one number"),
+        (column("layer", [1, 2, 900]), "layer 900 of a model of 3 layers"),
+        (column("layer", [1, 2, -9]), "column layer holds -9"),
+        (column("measure", ["a", None, "b"]), "column measure has missing values"),
+        (column("group_1", pa.array([[1.0]] * 3)), "expected numbers or text"),
+    ],
+)
+def test_malformed_influences_are_refused_in_one_sentence(
+    tmp_path: Path, change: Callable[[pa.Table], pa.Table], words: str
+) -> None:
+    folder = grouped(1.0).save(tmp_path, page=False)
+    pq.write_table(change(pq.read_table(folder / GROUPS)), folder / GROUPS)
+    with pytest.raises(FulldepthError, match=words) as caught:
+        Results.load(accepted(folder))
+    assert str(folder) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    (folder / GROUPS).write_bytes(b"PAR1")
+    with pytest.raises(FulldepthError, match="Cannot read"):
+        Results.load(accepted(folder))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.comparison import early_exit, training, verdict
+from fulldepth.comparison import early_exit, paired, training, verdict
 from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite, provenance
@@ -41,8 +41,10 @@ def compare(
 
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
-    which is positive where a layer does more than in the baseline. Training runs keep their column `step` and are
-    compared at equal steps: see `fulldepth.comparison.training.compare_runs`.
+    which is positive where a layer does more than in the baseline. The column `difference_error` is the standard error
+    of the difference, which is paired where both results are of the same clusters of the same text (the entry `paired`
+    of a model, see `fulldepth.comparison.paired`). Training runs keep their column `step` and are compared at equal
+    steps: see `fulldepth.comparison.training.compare_runs`.
 
     Args:
         results: two or more result folders, or `Results`. Of a series of checkpoints, the last step is compared.
@@ -90,23 +92,28 @@ def _side_by_side(
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table and the entries of the document for results of models, not of training runs."""
     table = _table(measured, labels, first, depth)
-    models = [
-        _entry(results.meta, label, label == labels[first]) for results, label in zip(measured, labels, strict=True)
-    ]
-    texts = {"headline": verdict.headline(table, models), "warnings": verdict.warnings(table, models)}
+    models: list[verdict.Entry] = []
+    intervals: dict[tuple[str, str], paired.Interval | None] = {}
+    for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
+        models.append(_entry(one.meta, label, index == first))
+        if index != first:
+            models[-1]["paired"] = paired.is_paired(one, measured[first])
+            intervals |= {(name, label): paired.step_interval(name, one, measured[first]) for name in paired.STEPS}
+    texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
     entries = {"models": models, **texts}
     kind = measured[0].meta["kind"]
     return table, entries | (early_exit.entries(kind, measured, entries) if kind in early_exit.KINDS else {})
 
 
 def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
-    """The rows of all models, with the columns `model` and `difference`."""
+    """The rows of all models, with the columns `model`, `difference` and `difference_error`."""
     baseline = measured[first]
     tables = []
     for index, (results, label) in enumerate(zip(measured, labels, strict=True)):
-        table = results.table[COLUMNS].assign(model=label, difference=float("nan"))
+        table = results.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
         if index != first:
             table["difference"] = differences(table, _depth(results), baseline.table, _depth(baseline), depth)
+            table["difference_error"] = paired.difference_errors(results, baseline, depth)
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
@@ -160,7 +167,10 @@ def _last_step(series: Results) -> Results:
     stated = {key: value for key, value in last.items() if value is not None}
     stated["model"] = series.meta["model"] | {k: v for k, v in stated.get("model", {}).items() if v is not None}
     meta = {**series.meta, **stated, "warnings": [*(series.meta.get("warnings") or []), note]}
-    return Results(series.table[series.table["step"] == step], meta)
+    rows, influences = series.table, series.influences
+    return Results(
+        rows[rows["step"] == step], meta, None if influences is None else influences[influences["step"] == step]
+    )
 
 
 def _labels(results: Sequence[Results | str | Path], names: list[str] | None) -> list[str]:

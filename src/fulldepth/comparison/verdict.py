@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from fulldepth.comparison.paired import Interval
 from fulldepth.results import Finding
+from fulldepth.uncertainty import SIGNIFICANT, measurable
+
+
+class Number(NamedTuple):
+    """A headline number of a measurement that is compared."""
+
+    title: str
+    measure: str
+    statistic: str
+    back: int | None = 0
+    """Layers from the last one to its row of the table; None for rows without a layer."""
+
 
 NUMBERS = {
-    "zeta_L": "Jump of the last layer (zeta_L)",
-    "zeta_L-1": "Jump of the last two layers (zeta_L-1)",
-    "zeta_L-2": "Jump of the last three layers (zeta_L-2)",
-    "last_layer_displacement": "Displacement of the last layer",
-    "mean_coherence": "Mean coherence",
-    "median_saturation": "Median saturation layer",
-    "effective_depth": "Effective depth",
+    "zeta_L": Number("Jump of the last layer (zeta_L)", "jump_rate", "value"),
+    "zeta_L-1": Number("Jump of the last two layers (zeta_L-1)", "jump_rate", "value", 1),
+    "zeta_L-2": Number("Jump of the last three layers (zeta_L-2)", "jump_rate", "value", 2),
+    "last_layer_displacement": Number("Displacement of the last layer", "displacement", "mean"),
+    "mean_coherence": Number("Mean coherence", "coherence", "mean_corrected_of_layers", None),
+    "last_layer_accuracy": Number("Accuracy of the last layer", "lens_accuracy", "mean"),
+    "last_layer_loss": Number("Loss of the last layer", "lens_loss", "mean"),
+    "median_saturation": Number("Median saturation layer", "saturation", "median", None),
+    "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
 }
-"""Headline number of a measurement -> its name in sentences."""
-
-
-SIGNIFICANT = 2.0
-"""Standard errors that a difference must exceed to be called one."""
+"""Name -> number of a measurement's headline, or of its last layer's predictions."""
+PREDICTIONS = ("lens_accuracy", "lens_loss")
 PRINTED = 0.005
 """Smallest change, times 10^-2, that does not print as zero."""
 
@@ -50,105 +62,165 @@ OTHER_REASONS = (
 """Other differences that affect the numbers of a measurement."""
 Entry = dict[str, Any]
 """Entry of a model in a comparison's document."""
+Intervals = Mapping[tuple[str, str], Interval | None]
+"""(name, label) -> interval of the difference of a number that has no standard error; None = not known."""
 
 
-def headline(table: pd.DataFrame, models: list[Entry]) -> dict[str, Finding]:
+def headline(table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
     Args:
         table: the comparison's table.
         models: the entries of `meta["models"]`.
+        intervals: of steps.
     """
     baseline, others = baseline_of(models)
     return {
         f"{name}:{model['label']}": finding
         for model in others
-        for name, finding in (*_redundancy(table, model, baseline), *_numbers(model, baseline))
+        for name, finding in (*_redundancy(table, model, baseline), *_numbers(table, model, baseline, intervals or {}))
     }
 
 
 def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
-    """The redundancy change (JREG, Eq. 7): in how many layers displacement differs, by which median, and where most.
+    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, by which median, and where most.
 
-    A layer counts where the difference is larger than `SIGNIFICANT` standard errors and than the printed precision.
-    The errors of both models are taken as independent, which overstates them where both read the same text.
+    A layer counts where the difference is measurable (`uncertainty.measurable`, over all layers) and larger than the
+    printed precision. Without standard errors no layer is called different.
     """
-    change = 100 * _displacements(table, model, "mean", "difference")
-    change = change[np.isfinite(change.to_numpy(np.float64))]
-    if change.empty:
+    rows = _rows(table, model, "displacement", "mean")
+    rows = rows[np.isfinite(rows["difference"].to_numpy(np.float64))]
+    if rows.empty:
         return
-    error = 100 * np.hypot(*(_errors(table, model, entry, change.index) for entry in (model, baseline)))
-    limit = np.maximum(SIGNIFICANT * error, PRINTED)
-    larger, smaller = int((change > limit).sum()), int((change < -limit).sum())
-    layers, median = len(change), float(change.median())
-    labels = f"{model['label']} than in {baseline['label']}"
-    if not larger + smaller:
-        sentence = (
-            f"No measurable difference: at none of {layers} layers do the displacements of {model['label']} and "
-            f"{baseline['label']} differ by more than their noise."
-        )
-        yield "redundancy_change", Finding(median, "x 10^-2", sentence)
-        return
-    rest = layers - larger - smaller
-    counts = f"at {larger} of {layers} layers and smaller at {smaller}"
-    counts += f", with no measurable difference at {rest}" if rest else ""
-    sentence = f"Displacement is larger in {labels} {counts}; the median change is {signed(median)} x 10^-2."
-    yield "redundancy_change", Finding(median, "x 10^-2", sentence)
-    peaks = change[change.abs() > limit]
-    layer = int(peaks.index[int(peaks.abs().argmax())])
-    peak = float(change[layer])
-    sentence = (
-        f"Displacement changes most at layer {layer} of {model['model']['num_layers']}: it is {abs(peak):.2f} x 10^-2 "
-        f"{'larger' if peak > 0 else 'smaller'} in {labels}."
+    change, error = (
+        100 * rows[column].to_numpy(np.float64) if column in rows.columns else np.full(len(rows), np.nan)
+        for column in ("difference", "difference_error")  # training runs state no errors
     )
-    yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, float(error[change.index.get_loc(layer)]))
+    layers, of = rows["layer"].astype(int).to_list(), model["model"]["num_layers"]
+    median, greatest = float(np.median(change)), int(np.abs(change).argmax())
+    pair, test = f"{model['label']} than in {baseline['label']}", "paired" if model.get("paired") else "unpaired"
+    both = f"Displacement in {model['label']} and {baseline['label']}"
+    known, differs = bool(np.isfinite(error).any()), measurable(change, error) & (np.abs(change) > PRINTED)
+    if not known and np.abs(change[greatest]) > PRINTED:
+        sentence = f"{both}: the median change is {signed(median)} x 10^-2 (no standard error is known)."
+        yield "redundancy_change", Finding(median, "x 10^-2", sentence)
+        yield _greatest(change[greatest], None, f"{layers[greatest]} of {of}", pair)
+        return
+    if not differs.any():
+        bound = f"no difference at any of {len(change)} layers"
+        if known and change.any():
+            most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
+            bound = f"no measurable difference at any of {len(change)} layers ({test}, at most {most:.2g} x 10^-2)"
+        yield "redundancy_change", Finding(median, "x 10^-2", f"{both}: {bound}.")
+        return
+    larger, smaller = int((differs & (change > 0)).sum()), int((differs & (change < 0)).sum())
+    rest = len(change) - larger - smaller
+    sentence = (
+        f"Displacement is larger in {pair} at {larger} of {len(change)} layers and smaller at {smaller}"
+        f"{f', with no measurable difference at {rest}' if rest else ''} ({test}). The median change is "
+        f"{signed(median)} x 10^-2."
+    )
+    yield "redundancy_change", Finding(median, "x 10^-2", sentence)
+    greatest = int(np.where(differs, np.abs(change), 0).argmax())
+    yield _greatest(change[greatest], error[greatest], f"{layers[greatest]} of {of}", f"{pair} ({test})")
 
 
-def _displacements(table: pd.DataFrame, model: Entry, statistic: str, column: str) -> pd.Series:
-    """A statistic of a model's displacement by layer."""
-    rows = table[(table.model == model["label"]) & (table.measure == "displacement") & (table.site == "residual")]
-    return rows[rows.statistic == statistic].set_index("layer")[column].astype("float64")
+def _greatest(peak: float, error: float | None, layer: str, pair: str) -> tuple[str, Finding]:
+    """Name and finding of the layer at which displacement changes most."""
+    spread = "" if error is None else f" ± {error:.2g}"
+    sentence = (
+        f"Displacement changes most at layer {layer}: it is {abs(peak):.2f}{spread} x 10^-2 "
+        f"{'larger' if peak > 0 else 'smaller'} in {pair}."
+    )
+    return "greatest_redundancy_change", Finding(float(peak), "x 10^-2", sentence, error and float(error))
 
 
-def _errors(table: pd.DataFrame, model: Entry, entry: Entry, layers: pd.Index) -> np.ndarray[Any, Any]:
-    """Standard errors of the mean displacement of `entry` at the depths of the layers of `model`; 0 if unknown."""
-    errors = _displacements(table, entry, "standard_error", "value")
-    depth, depth_of_entry = (one["model"]["num_layers"] for one in (model, entry))
-    same = depth == depth_of_entry
-    at = [int(layer) if same else max(1, round(layer * depth_of_entry / depth)) for layer in layers]
-    return errors.reindex(at).fillna(0.0).to_numpy(np.float64)
+def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:
+    """The rows of a model's statistic of the residual stream, by layer."""
+    rows = table[(table.model == model["label"]) & (table.measure == measure) & (table.statistic == statistic)]
+    return rows[rows.site == "residual"]
 
 
-def _numbers(model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
-    """Differences of the headline numbers that both measurements have."""
-    for name, title in NUMBERS.items():
-        finding, base = (entry["headline"].get(name) or {} for entry in (model, baseline))
-        if finding.get("value") is None or base.get("value") is None:
+def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals) -> Iterator[tuple[str, Finding]]:
+    """Differences of the headline numbers that both measurements have, and of the last layer's predictions."""
+    for name, number in NUMBERS.items():
+        own, base = (_entry(table, entry, name, number) for entry in (model, baseline))
+        if own.get("value") is None or base.get("value") is None:
             continue
-        difference = float(finding["value"]) - float(base["value"])
-        errors = [float(e) for one in (finding, base) if (e := one.get("standard_error")) is not None]
-        error = math.hypot(*errors) if len(errors) == 2 else None
+        difference = float(own["value"]) - float(base["value"])
+        error, paired = _error(table, model, number), bool(model.get("paired"))
+        interval = intervals.get((name, model["label"]))
+        if error is None and interval is None:
+            errors = [float(e) for one in (own, base) if (e := one.get("standard_error")) is not None]
+            error, paired = math.hypot(*errors) if len(errors) == 2 else None, False
+        said = _bounded(difference, own["value"], error, paired) if interval is None else _between(difference, interval)
         sentence = (
-            f"{title}: {_amount(finding, model)} in {model['label']} against {_amount(base, baseline)} in "
-            f"{baseline['label']} ({_difference(difference, finding['value'], error)})."
+            f"{number.title}: {_amount(own, model)} in {model['label']} against {_amount(base, baseline)} in "
+            f"{baseline['label']}; {said}."
         )
-        yield name, Finding(difference, finding.get("unit", "1"), sentence, error)
+        ends = (interval.low, interval.high) if interval else None
+        yield name, Finding(difference, own.get("unit", "1"), sentence, error, interval=ends)
+
+
+def _at(rows: pd.DataFrame, model: Entry, number: Number) -> pd.Series | None:
+    """The row of a number's layer; None if there is none."""
+    if number.back is None:
+        rows = rows[rows["layer"].isna()]
+    else:
+        rows = rows[(rows["layer"] == model["model"]["num_layers"] - number.back).fillna(False).astype(bool)]
+    return rows.iloc[0] if len(rows) else None
+
+
+def _entry(table: pd.DataFrame, model: Entry, name: str, number: Number) -> Entry:
+    """A headline number of a model; where its headline has none, the row of the last layer's predictions."""
+    if name in model["headline"] or number.measure not in PREDICTIONS:
+        return model["headline"].get(name) or {}
+    row = _at(_rows(table, model, number.measure, number.statistic), model, number)
+    error = _at(_rows(table, model, number.measure, "standard_error"), model, number)
+    if row is None or error is None or not math.isfinite(row["value"]):
+        return {}
+    return {"value": row["value"], "unit": row["unit"], "standard_error": float(error["value"])}
+
+
+def _error(table: pd.DataFrame, model: Entry, number: Number) -> float | None:
+    """The standard error of the difference of a number's row; None if it is not known."""
+    row = _at(_rows(table, model, number.measure, number.statistic), model, number)
+    error = None if row is None else row.get("difference_error")
+    return float(error) if error is not None and math.isfinite(error) else None
 
 
 def _amount(entry: Entry, model: Entry) -> str:
     number, unit = f"{entry['value']:.3g}", entry.get("unit", "1")
     if entry.get("standard_error") is not None:
         number += f" ± {entry['standard_error']:.2g}"
+    if entry.get("interval"):
+        number += " ({:g} to {:g})".format(*entry["interval"])
     if unit == "layers":
         return f"{number} of {model['model']['num_layers']} layers"
     return number if unit == "1" else f"{number} {unit}"
 
 
-def _difference(value: float, of: float, error: float | None) -> str:
-    """A difference with its sign, if it is larger than its noise and than rounding errors."""
-    if abs(value) <= 1e-9 * abs(of):
+def _bounded(difference: float, of: float, error: float | None, paired: bool) -> str:
+    """A difference with its error, or its bound where it is not measurable."""
+    test = "paired" if paired else "unpaired"
+    if abs(difference) <= 1e-9 * abs(of):
         return "no difference"
-    return "no measurable difference" if error is not None and abs(value) <= SIGNIFICANT * error else f"{value:+.3g}"
+    if error is None:
+        return f"difference {difference:+.3g} (no standard error is known)"
+    if not measurable([difference], [error])[0]:
+        return f"no measurable difference ({test}, at most {abs(difference) + SIGNIFICANT * error:.2g})"
+    return f"{test} difference {difference:+.3g} ± {error:.2g}"
+
+
+def _between(difference: float, interval: Interval) -> str:
+    """A difference of steps with its interval."""
+    test = "paired" if interval.paired else "unpaired"
+    low, high = (f"{end:+.3g}" if end else "0" for end in interval[:2])
+    if not any((difference, interval.low, interval.high)):
+        return "no difference"
+    if interval.low <= 0 <= interval.high:
+        return f"no measurable difference ({test}, 95 % interval {low} to {high})"
+    return f"{test} difference {difference:+.3g} (95 % interval {low} to {high})"
 
 
 def signed(value: float, digits: int = 2) -> str:

@@ -10,6 +10,8 @@ from fulldepth.figures.draw import add_level, line, set_first_apart
 from fulldepth.figures.record import Quantity, Source, readings
 from fulldepth.figures.style import Figures, axis, extremes, figure, layer_axis
 
+ERROR = "difference_error"
+
 
 def overlays(source: Source, quantities: Iterable[Quantity], column: str = "value") -> Figures:
     """Figures of quantities, one line per model; differences from the baseline if `column` is `difference`."""
@@ -23,7 +25,12 @@ def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | Non
     form = f"+{quantity.form}" if difference else quantity.form
     for run in source.compared if difference else source.runs:
         if values := quantity.curve(run.table, run.layers, column):
-            traces.append(line(values, run.name, form=form, depth=run.layers if relative else None, **run.style))
+            trace = line(values, run.name, form=form, depth=run.layers if relative else None, **run.style)
+            if difference and ERROR in run.table.columns:
+                errors = [error or 0.0 for error in quantity.curve(run.table, run.layers, ERROR).values]
+                if any(errors):
+                    trace.error_y = {"array": [2 * error for error in errors], "thickness": 1, "width": 3}
+            traces.append(trace)
             words.append(extremes(run.name, values.layers, values.values))
     if not traces:
         return None
@@ -35,7 +42,7 @@ def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | Non
     drawn = figure(
         traces,
         title=f"{quantity.title}: difference from {source.baseline}" if difference else f"{quantity.title} per layer",
-        subtitle="Value minus the baseline’s at the same depth" if difference else "One line a model",
+        subtitle=_subtitle(traces) if difference else "One line a model",
         alt=" ".join(words),
         xaxis=layer_axis(depth, first=first, relative=relative),
         yaxis=axis(f"Δ {quantity.axis}" if difference else quantity.axis, **settings),
@@ -46,3 +53,8 @@ def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | Non
     if not relative:
         drawn = set_first_apart(drawn, [run.name for run in source.runs])
     return add_level(drawn, 0) if difference else drawn
+
+
+def _subtitle(traces: list[go.Scatter]) -> str:
+    bars = "; bars: two standard errors of the difference" if any(trace.error_y.array for trace in traces) else ""
+    return f"Value minus the baseline’s at the same depth{bars}"

@@ -13,14 +13,14 @@ from fulldepth import __version__
 from fulldepth.data import Sequences, Source, content_hash
 from fulldepth.files import reading
 from fulldepth.hf import packaged
-from fulldepth.results import DOCUMENT, PAGE, TABLE
+from fulldepth.results import DOCUMENT, GROUPS, PAGE, TABLE
 from fulldepth.settings.measure import MeasureSettings
 
 SPEED_ONLY = {"batch_size", "device", "device_map"}
 """Settings that do not affect the results."""
 NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
 """Suffixes of pickled weights, optimiser states and notes, which are never read."""
-RESULT_FILES = {DOCUMENT, TABLE, PAGE}
+RESULT_FILES = {DOCUMENT, TABLE, GROUPS, PAGE}
 """Files of results, which may be written into the model's own folder."""
 TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
 """Files of a tokenizer."""

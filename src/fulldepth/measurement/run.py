@@ -36,7 +36,7 @@ from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.metrics import SetLoss, Setup
 from fulldepth.metrics.cross import SITE
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, finite, provenance, tabulate
+from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import open_checkpoint, prove, small_batch
@@ -183,7 +183,8 @@ def measure_subject(
     weigh(subject, plan, process, data_pass.clock)
     if process.is_main:
         data_pass.router_tokens = nearest_tokens(subject)
-    table, unfit = subject.fitting(_table(plan, data_pass, by_name=settings.measures is not None))
+    table, influences = _tables(plan, data_pass, by_name=settings.measures is not None)
+    table, unfit = subject.fitting(table)
     plan.left_out += unfit
     if settings.probe_data is not None:
         with data_pass.clock("probe_accuracy"):
@@ -192,7 +193,9 @@ def measure_subject(
     refuse_nothing(table, subject, setup)
     data_pass.clock.seconds["load"] = loaded
     data_pass.clock.seconds["total"] = time.perf_counter() - start
-    return Results(table, _document(subject, settings, plan, data_pass, table))
+    return Results(
+        table, _document(subject, settings, plan, data_pass, table), None if subject.sequences.no_error else influences
+    )
 
 
 def share(subject: Subject, settings: MeasureSettings, process: Processes, together: int = 1) -> int:
@@ -253,18 +256,20 @@ def _reference(subject: Subject, settings: MeasureSettings, process: Processes) 
     return verified
 
 
-def _table(plan: Plan, data_pass: Pass, *, by_name: bool) -> pd.DataFrame:
-    """The rows of all accumulators; a measure without rows is listed in `plan.left_out` with a reason.
+def _tables(plan: Plan, data_pass: Pass, *, by_name: bool) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """The rows and influences of all accumulators; measures without rows are listed in `plan.left_out` with a reason.
 
     Raises:
         FulldepthError: if such a measure was requested by name.
     """
-    rows = []
+    rows, influences = [], []
     for name, accumulator in plan.measures.items():
         with data_pass.clock(name), warnings.catch_warnings():
             # a process may have had no batches; the results of the others are merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             measured = accumulator.rows()
+            with accumulator.sync_context():  # sums over processes, as `rows` has them
+                influences += accumulator.influences() if measured else []
         reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
         if not measured and by_name:
             words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
@@ -272,18 +277,27 @@ def _table(plan: Plan, data_pass: Pass, *, by_name: bool) -> pd.DataFrame:
         if not measured:
             plan.left_out.append({"measure": name, "reason": reason})
         rows += measured
-    return tabulate(rows)
+    return tabulate(rows), gathered(influences, plan.setup.groups)
+
+
+def _groups(sequences: Sequences) -> dict[str, Any]:
+    """The entry `groups`; numbers of sequences identify clusters only within one text."""
+    if sequences.clusters:
+        return groups_entry(sequences.clusters, sequences.unit)
+    return groups_entry(range(len(sequences)), sequences.unit, sequences.text_hash or sequences.hash)
 
 
 def _document(
     subject: Subject, settings: MeasureSettings, plan: Plan, data_pass: Pass, table: pd.DataFrame
 ) -> dict[str, Any]:
     """Content of `results.json`."""
-    data, setup = subject.sequences.describe(), plan.setup
+    sequences, setup = subject.sequences, plan.setup
+    data = sequences.describe()
     seconds = {name: round(value, 4) for name, value in data_pass.clock.seconds.items()}
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.describe(),
+        "groups": None if sequences.no_error else _groups(sequences),
         "data": data
         | {
             "tokens": data["tokens"] or setup.num_sequences * setup.sequence_length,  # of images, those the model makes

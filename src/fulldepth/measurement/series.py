@@ -17,7 +17,7 @@ from fulldepth.hf import find_checkpoints, has_weights, is_sharded, trained_step
 from fulldepth.measurement.fingerprint import contents, fingerprints
 from fulldepth.measurement.run import measure_with
 from fulldepth.progress import Watcher, without_repeats
-from fulldepth.results import COLUMNS, Results
+from fulldepth.results import COLUMNS, Results, joined
 from fulldepth.settings.measure import MeasureSettings
 
 STEPS = "steps"
@@ -196,6 +196,10 @@ def combine(parts: Sequence[tuple[Point, Results]]) -> Results:
     if len({part.meta["data"]["hash"] for _, part in parts}) > 1:
         raise FulldepthError("The checkpoints turned the data into different tokens; their numbers cannot be compared.")
     table = pd.concat([part.table.assign(step=point.step) for point, part in parts], ignore_index=True)
+    influences = joined(
+        (part.meta, None if part.influences is None else part.influences.assign(step=point.step))
+        for point, part in parts
+    )
     last = parts[-1][1].meta
     keys = ("model", "headline", "lens_grid", "left_out", "fingerprint")
     steps = [
@@ -205,4 +209,4 @@ def combine(parts: Sequence[tuple[Point, Results]]) -> Results:
         key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")
     }
     timings["measures"] = last["timings"]["measures"]
-    return Results(table, {**last, "timings": timings, "steps": steps})
+    return Results(table, {**last, "timings": timings, "steps": steps}, influences)

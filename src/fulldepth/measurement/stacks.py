@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.results import Results
+from fulldepth.results import Results, joined
 
 RESIDUAL = "residual"
 
@@ -30,17 +30,22 @@ def site_of(stack: str, site: str | None) -> str:
 def combine_stacks(stacks: Sequence[Stack], further: pd.DataFrame | None = None) -> Results:
     """One table and document: sites and findings carry the stacks' names; times are summed.
 
+    Influences are kept where all stacks have the same clusters.
+
     Args:
         stacks: in the order of the model's description.
         further: rows across stacks.
     """
-    tables = [
-        stack.results.table.assign(site=[site_of(stack.name, site) for site in stack.results.table.site])
-        for stack in stacks
-    ]
+    tables: list[Any] = [_named(stack, stack.results.table) for stack in stacks]
     table = pd.concat([*tables, *([] if further is None else [further])], ignore_index=True)
     metas = {stack.name: stack.results.meta for stack in stacks}
-    return Results(table, _document(metas))
+    influences = joined((stack.results.meta, _named(stack, stack.results.influences)) for stack in stacks)
+    return Results(table, _document(metas), influences)
+
+
+def _named(stack: Stack, rows: pd.DataFrame | None) -> pd.DataFrame | None:
+    """Rows with the sites that they have in the common table."""
+    return None if rows is None else rows.assign(site=[site_of(stack.name, site) for site in rows["site"]])
 
 
 def _document(metas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

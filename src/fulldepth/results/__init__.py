@@ -1,8 +1,9 @@
-"""Reads and writes the result folder: one tidy table, one JSON document, one page. Needs no torch."""
+"""Reads and writes the result folder: tables, one JSON document, one page. Needs no torch."""
 
 from fulldepth.results.document import SCHEMA_VERSION, is_picture
 from fulldepth.results.finding import Finding
-from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.folder import DOCUMENT, GROUPS, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
@@ -10,6 +11,7 @@ __all__ = [
     "COLUMNS",
     "DOCUMENT",
     "FRAMEWORKS",
+    "GROUPS",
     "PAGE",
     "SCHEMA_VERSION",
     "TABLE",
@@ -17,8 +19,12 @@ __all__ = [
     "Results",
     "TableMismatchError",
     "finite",
+    "gathered",
+    "groups_entry",
+    "groups_of",
     "holder",
     "is_picture",
+    "joined",
     "provenance",
     "tabulate",
     "versions",

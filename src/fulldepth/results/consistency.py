@@ -10,6 +10,7 @@ import pandas as pd
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.figures.skip_results import TOGETHER
+from fulldepth.results import influences
 
 NEEDED = {"training": ("step",), "comparison": ("model", "difference")}
 """Kind of results -> required columns beside those of every table."""
@@ -17,14 +18,20 @@ EXITS = ("exit", "generation", "evaluation")
 """Kinds of results about a model that stops early."""
 
 
-def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
-    """Refuse a folder whose document and table contradict each other.
+def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame, groups: pd.DataFrame | None = None) -> None:
+    """Refuse a folder whose document and tables contradict each other.
 
     Raises:
-        FulldepthError: if the kind is not that of a result folder, a required column or entry is missing, or the table
-            has more layers than the model.
+        FulldepthError: if the kind is not that of a result folder, a required column or entry is missing, the table
+            has more layers than the model, or the influences `groups` are of another number of groups.
     """
     kind = str(meta.get("kind"))
+    stated = (meta.get("groups") or {}).get("count")
+    if groups is not None and len(influences.groups_of(groups)) != stated:
+        raise FulldepthError(
+            f"Cannot read {folder}: the influences are of {len(influences.groups_of(groups))} groups, the document "
+            f"states {stated}."
+        )
     if kind == TOGETHER:
         raise FulldepthError(f"Cannot read {folder}: {TOGETHER!r} is the kind of a page, not of a result folder.")
     if missing := [name for name in NEEDED.get(kind, ()) if name not in table.columns]:
@@ -35,7 +42,8 @@ def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
         raise FulldepthError(f"Cannot read {folder}: results of kind {one_line(kind, 60)} have the entry `models`.")
     elif kind in ("measure", "training", *EXITS):
         layers = (meta.get("model") or {}).get("num_layers")
-        deepest = table[["layer", "other"]].max().max()
+        places = [frame[["layer", "other"]] for frame in (table, groups) if frame is not None]
+        deepest = pd.concat(places).max().max()
         if layers is not None and not pd.isna(deepest) and deepest > layers:
             raise FulldepthError(f"Cannot read {folder}: the table has layer {deepest} of a model of {layers} layers.")
         if kind in EXITS:

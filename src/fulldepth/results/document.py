@@ -78,6 +78,15 @@ class Data(Part):
     heldout: Split | None = None
 
 
+class Groups(Part):
+    """Clusters of the data, and the groups that they were dealt to (`fulldepth.uncertainty`)."""
+
+    count: Whole | None = None
+    unit: str | None = None
+    clusters: Whole | None = None
+    hash: str | None = None
+
+
 class Policy(Part):
     """The token policy."""
 
@@ -320,6 +329,8 @@ class Compared(Plan):
 
     label: str | None = None
     baseline: bool | None = None
+    paired: bool | None = None
+    """Whether differences to the baseline are paired; null for the baseline."""
     token_policy: Policy | None = None
     headline: dict[str, Finding] | None = None
     lens_grid: LensGrid | None = None
@@ -346,6 +357,7 @@ class Document(Part):
     settings: RunSettings | None = None
     model: Model | None = None
     data: Data | None = None
+    groups: Groups | None = None
     token_policy: Policy | None = None
     versions: Mapping | None = None
     timings: Timings | None = None

@@ -7,6 +7,7 @@ import json
 import tempfile
 import webbrowser
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -18,16 +19,16 @@ from fulldepth import figures, pages
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, reading, remove_leftovers
 from fulldepth.notebook import notebook_display
-from fulldepth.results import consistency, document, summary, table
+from fulldepth.results import consistency, document, influences, summary, table
 from fulldepth.results.finding import Finding
 from fulldepth.results.selection import select
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-DOCUMENT, TABLE, PAGE = "results.json", "results.parquet", "report.html"
-STORED = "table"
-"""Entry of the stored document: `sha256` and `bytes` of the table that belongs to it. Not part of `Results.meta`."""
+DOCUMENT, TABLE, GROUPS, PAGE = "results.json", "results.parquet", "groups.parquet", "report.html"
+STORED = {"table": TABLE, "influences": GROUPS}
+"""Entry of the stored document -> file whose `sha256` and `bytes` it states. Not part of `Results.meta`."""
 HELD = {
     "settings.yaml": "a training run",
     "plan.json": "a plan of fulldepth skip",
@@ -37,16 +38,17 @@ HELD = {
 
 
 class TableMismatchError(FulldepthError):
-    """The table of a folder is not the one that its document was written with.
+    """A data file of a folder is missing, or is not the one that its document was written with.
 
     Args:
         folder: the result folder.
         meta: the document.
+        name: of the file.
     """
 
-    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, meta: dict[str, Any], name: str) -> None:
         super().__init__(
-            f"The results in {folder} do not belong together: {TABLE} is not the table that {DOCUMENT} was written "
+            f"The results in {folder} do not belong together: {name} is not the file that {DOCUMENT} was written "
             "with. The folder was interrupted while it was written, is being written now, or a file was changed. Make "
             "the results again."
         )
@@ -68,11 +70,15 @@ class Framed:
 class Results:
     """Results of a verb: `table` (tidy, one row per statistic) and `meta` (settings, model, data, headline, ...).
 
+    `influences` has what each group of clusters adds to the deviation of a value (`fulldepth.results.influences`); None
+    for results that do not state it.
+
     In a notebook they are displayed as findings and one figure.
     """
 
     table: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
+    influences: pd.DataFrame | None = None
 
     @property
     def headline(self) -> dict[str, dict[str, Any]]:
@@ -136,7 +142,8 @@ class Results:
     def save(self, directory: str | Path, *, page: bool = True) -> Path:
         """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 
-        The document states the sha256 of the table, so that a folder of an interrupted write is refused.
+        Influences are written to `groups.parquet`. The document states the sha256 of both tables, so that a folder of
+        an interrupted write is refused.
 
         Args:
             directory: the result folder.
@@ -151,14 +158,20 @@ class Results:
         folder = Path(directory)
         meta = {"schema_version": document.SCHEMA_VERSION, **self.meta}
         try:
-            rows = self.table.to_parquet(index=False)
-            stamp = {"sha256": hashlib.sha256(rows).hexdigest(), "bytes": len(rows)}
-            text = json.dumps(meta | {STORED: stamp}, indent=1, allow_nan=False, default=str)
+            tables = {"table": self.table, "influences": self.influences}
+            files = {name: frame.to_parquet(index=False) for name, frame in tables.items() if frame is not None}
+            stamps = {
+                name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+                for name, content in files.items()
+            }
+            text = json.dumps(meta | stamps, indent=1, allow_nan=False, default=str)
             folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder)
-            with atomic(folder / DOCUMENT) as document_part, atomic(folder / TABLE) as table_part:
-                document_part.write_text(text, encoding="utf-8")
-                table_part.write_bytes(rows)
+            with ExitStack() as renamed_in_reverse:
+                for name, content in {DOCUMENT: text.encode(), **{STORED[key]: files[key] for key in files}}.items():
+                    renamed_in_reverse.enter_context(atomic(folder / name)).write_bytes(content)
+            if self.influences is None:
+                (folder / GROUPS).unlink(missing_ok=True)  # of earlier results; the new document does not name it
             if page:
                 with atomic(folder / PAGE) as part:
                     part.write_text(pages.render(self), encoding="utf-8")
@@ -171,7 +184,7 @@ class Results:
         """Read a result folder.
 
         Raises:
-            TableMismatchError: if the table is not the one that the document was written with.
+            TableMismatchError: if a data file is not the one that the document was written with.
             FulldepthError: if a file is missing, broken or too large, was written by a newer version, or holds values
                 of the wrong type or out of range.
         """
@@ -180,16 +193,20 @@ class Results:
             if not (folder / name).is_file():
                 raise FulldepthError(f"{folder} is not a result folder: it has no {name}.")
         meta = document.read(folder / DOCUMENT)
-        stored = meta.pop(STORED, None)
-        if stored is not None and stored != _stamp(folder / TABLE):
-            raise TableMismatchError(folder, meta)
+        stamps = {name: stamp for name in STORED if (stamp := meta.pop(name, None)) is not None}
+        for name, stamp in stamps.items():
+            if stamp != _stamp(folder / STORED[name]):
+                raise TableMismatchError(folder, meta, STORED[name])
         rows = table.read(folder / TABLE)
-        consistency.check(folder, meta, rows)
-        return cls(rows, meta)
+        groups = influences.read(folder / GROUPS) if "influences" in stamps else None
+        consistency.check(folder, meta, rows, groups)
+        return cls(rows, meta, groups)
 
 
-def _stamp(path: Path) -> dict[str, Any]:
-    """sha256 and size of a table's file."""
+def _stamp(path: Path) -> dict[str, Any] | None:
+    """sha256 and size of a file; None if there is none."""
+    if not path.is_file():
+        return None
     with reading(path), path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
 

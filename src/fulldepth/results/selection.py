@@ -9,7 +9,7 @@ import pandas as pd
 
 from fulldepth.errors import FulldepthError, names_of, one_line, unknown
 
-NOT_KEYS = {"measure", "statistic", "layer", "value", "count", "unit", "difference"}
+NOT_KEYS = {"measure", "statistic", "layer", "value", "count", "unit", "difference", "difference_error"}
 """Columns that do not distinguish rows of one statistic; all others do."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from fulldepth.files import reading
 from fulldepth.results.document import MOST_LAYERS
 
 COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
-"""Columns of every table. A series adds `step`; a comparison adds `model` and `difference`."""
+"""Columns of every table. A series adds `step`; a comparison adds `model`, `difference` and `difference_error`."""
 TEXT = {"measure", "site", "statistic", "unit", "model", "state", "folder"}
-REAL = {"value", "difference"}
+REAL = {"value", "difference", "difference_error"}
 WHOLE = {
     **dict.fromkeys(("layer", "other", "removed"), MOST_LAYERS),
     **dict.fromkeys(("count", "batch", "context"), (1 << 63) - 1),
@@ -45,8 +46,12 @@ def tabulate(rows: list[Any], **extra: Any) -> pd.DataFrame:
     return table
 
 
-def read(path: Path) -> pd.DataFrame:
+def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The table in a parquet file.
+
+    Args:
+        path: the file.
+        required: columns that it must have.
 
     Raises:
         FulldepthError: if it cannot be read, is larger than the limits of this module, lacks a column, or a column
@@ -61,7 +66,7 @@ def read(path: Path) -> pd.DataFrame:
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         size = sum(group.total_byte_size for group in groups)
     with file:
-        _check_shape(path, names, file.metadata.num_rows, size)
+        _check_shape(path, names, required, file.metadata.num_rows, size)
         for name, kind in fields.items():
             _check_type(path, name, kind, file.metadata.num_rows)
         with reading(path):
@@ -75,9 +80,9 @@ def read(path: Path) -> pd.DataFrame:
     return table
 
 
-def _check_shape(path: Path, names: list[str], rows: int, size: int) -> None:
+def _check_shape(path: Path, names: list[str], required: Sequence[str], rows: int, size: int) -> None:
     """Refuse a table that lacks columns or exceeds the limits."""
-    if missing := [column for column in COLUMNS if column not in names]:
+    if missing := [column for column in required if column not in names]:
         raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
     if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
         raise FulldepthError(f"Cannot read {path}: it has {len(names):,} columns, or one of them twice.")
