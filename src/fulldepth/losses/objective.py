@@ -116,7 +116,7 @@ class Objective:
             batch: inputs of the model; `attention_mask` marks the tokens that count, `aligned` reads `labels`.
             portion: for accumulated or distributed steps; `DepthTrainer` fills it in.
 
-        Returns:
+        Returns (where gradients are disabled, the model's own loss without penalties):
             The loss, and `{"ce": ..., term: ...}`: detached, unweighted, in the order of the terms; `auxiliary` is the
             part of the model's loss that is no cross-entropy, with the model's own factor.
 
@@ -132,6 +132,9 @@ class Objective:
                 "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "
                 "pass the model's output instead of its loss."
             )
+        if not torch.is_grad_enabled():
+            self._activations.clear()
+            return total, {"ce": total if auxiliary is None else total - auxiliary.to(total.device)}
         cross_entropy = total if auxiliary is None else total - auxiliary.to(total.device)
         return self.combine(cross_entropy, auxiliary, batch, portion)
 
@@ -170,6 +173,13 @@ class Objective:
         loss = cross_entropy if scaled else _times(portion.of_targets(self.task, batch), cross_entropy)
         if self._activations is not None:
             options = (portion, self.step, self.energy_warmup, self._classifier)
+            if self.terms and self._activations.repeated:
+                self._activations.clear()
+                raise FulldepthError(
+                    "The model ran several times since the objective was called, so its states are not known to belong "
+                    "to this loss. Call the objective after each forward pass; run passes that are not trained under "
+                    "torch.no_grad()."
+                )
             try:
                 context = Context(self._activations, self.task, batch, *options)
                 for term in self.terms.values():
