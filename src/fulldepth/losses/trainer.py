@@ -116,8 +116,10 @@ class ObjectiveMixin(AnyTrainer):
         if self.task.auxiliary_weight is not None:
             model.register_forward_hook(self._note_auxiliary)
         self.model_accepts_loss_kwargs = False  # micro-batches are weighted here, see `_portion`
-        if (replaced := self.depth_objective.replaces) and (self._own_loss or vars(model).get("_loss_function")):
-            what = "label_smoothing_factor" if self.label_smoother is not None else "a loss function of its own"
+        if (replaced := self.depth_objective.replaces) and (
+            self._own_loss or vars(model).get("_loss_function") or getattr(self.args, "loss_type", "nll") != "nll"
+        ):
+            what = "label_smoothing_factor" if self.label_smoother is not None else "another loss function"
             raise FulldepthError(
                 f"{replaced[0]} replaces the cross-entropy, and {what} changes it. Leave one of the two out."
             )
