@@ -1,4 +1,4 @@
-"""Cross-entropy as a quantity of its own: balancing losses of experts stay, counts of targets are one for all classes."""
+"""Cross-entropy as a quantity of its own: balancing losses of experts stay, one count of targets for all classes."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def test_micro_batches_add_up_to_one_large_batch(make, aligned, tmp_path):
     for part in order:
         hidden = []
         hooks = [
-            layer.register_forward_hook(lambda _, args, out: hidden.append(out if torch.is_tensor(out) else out[0]))
+            layer.register_forward_hook(
+                lambda _, args, out, kept=hidden: kept.append(out if torch.is_tensor(out) else out[0])
+            )
             for layer in (before.transformer.h if make is gpt2 else _layers(before))
         ]
         output = before(**part)
@@ -199,7 +201,7 @@ def test_evaluation_reports_the_cross_entropy(tmp_path):
     trainer = _trainer(tmp_path, Objective())
     rows = {name: value[:1] for name, value in batch(2, 5).items()}
     logits = trainer.model(**rows).logits[:, :-1].flatten(0, 1)
-    expected = float(cross_entropy(logits, rows["labels"][:, 1:].flatten()))
+    expected = cross_entropy(logits, rows["labels"][:, 1:].flatten()).item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 

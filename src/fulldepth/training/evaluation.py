@@ -104,8 +104,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
-    """[2 L + 4]: sum of displacements and number of defined ones by layer; then tokens, sums of cross-entropy and of the
-    rest of the loss, targets.
+    """[2 L + 4]: sum of displacements and number of defined ones by layer; then tokens, sum of cross-entropy, sum of
+    the rest of the loss, targets.
     """
     loss, targets = task.loss(outputs), task.targets(batch)
     auxiliary = task.auxiliary(outputs)
