@@ -53,11 +53,14 @@ class Activations:
         self._seen: dict[tuple[str, int], Tensor] = {}
         self._turns: Counter[tuple[str, int]] = Counter()
         self._versions: dict[tuple[str, int], int] = {}
+        self.repeated = False
+        """Whether states of one pass replaced those of another one since `clear`."""
         self.stacks = Stacks({}, torch.device("cpu"))
 
     def clear(self, *, keep_stacks: bool = True) -> None:
         """Drop all states before the next pass; with `keep_stacks` it overwrites the tensors of `stacked`."""
         self._seen.clear()
+        self.repeated = False
         self.stacks.clear(keep=keep_stacks)
 
     def begin(self) -> None:
@@ -84,6 +87,7 @@ class Activations:
         """Store one state of a 1-based layer."""
         if self.stacks.put((site, layer), state):
             return
+        self.repeated |= (site, layer) in self._seen
         self._seen[site, layer] = state
         self._versions[site, layer] = 0 if state.is_inference() else state._version
 
@@ -377,10 +381,31 @@ def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: b
     if grad:  # torch.compile must not trace the hook
         record = torch.compiler.disable(record)
     if point.before:
-        return point.module.register_forward_pre_hook(
-            lambda _, args, kwargs: record(args[0] if args else _hidden(kwargs)), with_kwargs=True
-        )
-    return point.module.register_forward_hook(lambda _, args, output: record(output))
+        return point.module.register_forward_pre_hook(_Recorder(record, before=True), with_kwargs=True)
+    return point.module.register_forward_hook(_Recorder(record, before=False))
+
+
+class _Recorder:
+    """Hook that hands a module's input or output on; pickles and copies of a hooked model record nothing."""
+
+    def __init__(self, record: Callable[[Any], None], *, before: bool) -> None:
+        self.record, self.before = record, before
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> None:
+        """Record: `last` is the keyword arguments before a module, else its output."""
+        self.record((args[0] if args else _hidden(last)) if self.before else last)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _inert, ()
+
+
+def _inert() -> Callable[..., None]:
+    """A hook that does nothing."""
+    return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def _hidden(kwargs: dict[str, Any]) -> Any:

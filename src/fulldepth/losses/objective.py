@@ -26,6 +26,7 @@ class Objective:
         L = L_ce + sum_i weight_i * penalty_i
 
     `aligned` and `multi_exit` replace `L_ce` on the steps on which they are active: `L = weight * L_aligned + ...`.
+    Auxiliary losses of the model (balance of experts) stay in every step.
     CR's energy penalty is active while the 1-based optimiser step is at most `energy_warmup`.
 
     In a hand-written loop::
@@ -115,8 +116,9 @@ class Objective:
             batch: inputs of the model; `attention_mask` marks the tokens that count, `aligned` reads `labels`.
             portion: for accumulated or distributed steps; `DepthTrainer` fills it in.
 
-        Returns:
-            The loss, and `{"ce": ..., term: ...}`: detached, unweighted, in the order of the terms.
+        Returns (where gradients are disabled, the model's own loss without penalties):
+            The loss, and `{"ce": ..., term: ...}`: detached, unweighted, in the order of the terms; `auxiliary` is the
+            part of the model's loss that is no cross-entropy, with the model's own factor.
 
         Raises:
             FulldepthError: if the objective is not attached, the loss or labels are missing, or a term cannot be
@@ -124,24 +126,71 @@ class Objective:
         """
         if self._activations is None or self.task is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
-        loss = self.task.loss(outputs)
-        parts = {"ce": loss.detach()}
-        try:
-            context = Context(
-                self._activations,
-                self.task,
-                batch,
-                portion or Portion(),
-                self.step,
-                self.energy_warmup,
-                self._classifier,
+        total, auxiliary = self.task.loss(outputs), self.task.auxiliary(outputs)
+        if isinstance(outputs, Tensor) and self.replaces and self._balances:
+            raise FulldepthError(
+                "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "
+                "pass the model's output instead of its loss."
             )
-            for term in self.terms.values():
-                loss, value = term.apply(loss, context)
-                if value is not None:
-                    parts[term.name] = value
-        finally:
+        if not torch.is_grad_enabled():
             self._activations.clear()
+            return total, {"ce": total if auxiliary is None else total - auxiliary.to(total.device)}
+        cross_entropy = total if auxiliary is None else total - auxiliary.to(total.device)
+        return self.combine(cross_entropy, auxiliary, batch, portion)
+
+    @property
+    def replaces(self) -> list[str]:
+        """Names of the terms that take the place of the cross-entropy."""
+        return [name for name, term in self.terms.items() if isinstance(term, LayerwiseLoss)]
+
+    @property
+    def _balances(self) -> bool:
+        """Whether the model adds a balancing loss of its experts."""
+        config: Any = getattr(self.anatomy.model, "config", None) if self.anatomy else None
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return bool(getattr(text, "output_router_logits", False))
+
+    def combine(
+        self,
+        cross_entropy: Tensor,
+        auxiliary: Tensor | None,
+        batch: Mapping[str, Any],
+        portion: Portion | None = None,
+        *,
+        scaled: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`__call__` from the two parts of the model's loss; without terms the objective need not be attached.
+
+        Args:
+            cross_entropy: mean over the batch's targets.
+            auxiliary: the rest of the model's loss, with its factor.
+            batch: inputs of the model.
+            portion: as there.
+            scaled: whether the cross-entropy is divided by the targets of the whole step already.
+        """
+        assert self.task is not None
+        portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
+        loss = cross_entropy if scaled else _times(portion.of_targets(self.task, batch), cross_entropy)
+        if self._activations is not None:
+            options = (portion, self.step, self.energy_warmup, self._classifier)
+            if self.terms and self._activations.repeated:
+                self._activations.clear()
+                raise FulldepthError(
+                    "The model ran several times since the objective was called, so its states are not known to belong "
+                    "to this loss. Call the objective after each forward pass; run passes that are not trained under "
+                    "torch.no_grad()."
+                )
+            try:
+                context = Context(self._activations, self.task, batch, *options)
+                for term in self.terms.values():
+                    loss, value = term.apply(loss, context)
+                    if value is not None:
+                        parts[term.name] = value
+            finally:
+                self._activations.clear()
+        if auxiliary is not None:
+            parts["auxiliary"] = auxiliary.detach()
+            loss = loss + _times(portion.share, auxiliary).to(loss.device)
         if self._counting and torch.is_grad_enabled():
             self.step += 1
         return loss, parts
@@ -175,6 +224,12 @@ class Objective:
             else:
                 total += term.flops(text, sequence_length)
         return total
+
+
+def _times(factor: Tensor | float, value: Tensor) -> Tensor:
+    """The product; a mean over nothing (NaN) times a share of 0 is 0."""
+    product = factor * value
+    return product.where(torch.as_tensor(factor, device=value.device) != 0, 0.0)
 
 
 class _Counter:

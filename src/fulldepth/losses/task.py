@@ -28,6 +28,8 @@ class Task:
 
     name: str
     """causal-lm, masked-lm, text-classification, image-classification, detection or representation."""
+    auxiliary_weight: float | None = None
+    """Factor of the auxiliary loss (balance of experts) in the model's loss; None if the model names none."""
     handles: ClassVar[str | None] = None
     """The task that a subclass is for."""
 
@@ -40,7 +42,7 @@ class Task:
             model = unwrapped(model)
         name = task_of(model)
         kind = next((each for each in cls.__subclasses__() if each.handles == name), cls)
-        return kind(name)
+        return kind(name, _auxiliary_weight(model))
 
     @property
     def shifts(self) -> bool:
@@ -53,7 +55,7 @@ class Task:
         return self.name.endswith("-classification")
 
     def loss(self, outputs: Any) -> Tensor:
-        """The model's own loss, a mean over targets.
+        """The model's own loss: a mean over targets, and the `auxiliary` loss, if there is one.
 
         Args:
             outputs: output of the model, called with `labels`; or its loss.
@@ -67,6 +69,22 @@ class Task:
         if not isinstance(loss, Tensor) or loss.ndim:
             raise FulldepthError("The model gave no loss; call it with `labels`, or pass the loss itself as a scalar.")
         return loss
+
+    def auxiliary(self, outputs: Any) -> Tensor | None:
+        """The part of the model's own loss that is no cross-entropy, as experts' balancing losses; None if it has none.
+
+        Args:
+            outputs: output of the model, called with `labels`.
+
+        Raises:
+            FulldepthError: if the output has an auxiliary loss, and its factor in the model's loss is not known.
+        """
+        value = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
+        if not isinstance(value, Tensor):
+            return None
+        if self.auxiliary_weight is None:
+            raise FulldepthError("The model has an auxiliary loss, and its configuration names no factor of it.")
+        return self.auxiliary_weight * value
 
     def labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Labels aligned with the positions that predict them, `IGNORE` for positions without a target; None without
@@ -125,3 +143,12 @@ class Task:
             return mask.sum()
         entries = (batch.get(name) for name in INPUTS[:2])
         return next((value.shape[0] * value.shape[1] for value in entries if isinstance(value, Tensor)), None)
+
+
+def _auxiliary_weight(model: Any) -> float | None:
+    """The factor of the auxiliary loss that a model of transformers adds to its own, by attribute or configuration."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else None
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = (getattr(holder, name, None) for holder in (model, text) for name in names)
+    return next((float(value) for value in found if isinstance(value, int | float)), None)

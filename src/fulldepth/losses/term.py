@@ -37,6 +37,11 @@ class Portion:
     targets: Tensor | None = None
     """Positions of the step that have a label, per process (their mean over processes)."""
 
+    def of_targets(self, task: Task, batch: Mapping[str, Any]) -> Tensor | float:
+        """Scale factor of a mean over a batch's targets."""
+        count = task.targets(batch)
+        return 1.0 if self.targets is None or count is None else _share(count, self.targets)
+
 
 @dataclass(frozen=True)
 class Context:
@@ -69,8 +74,7 @@ class Context:
 
     def target_share(self) -> Tensor | float:
         """Scale factor of a mean over this batch's targets (see `Portion`)."""
-        count = self.task.targets(self.batch)
-        return 1.0 if self.portion.targets is None or count is None else _share(count, self.portion.targets)
+        return self.portion.of_targets(self.task, self.batch)
 
 
 class Term(pydantic.BaseModel, ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import getsource
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,12 +59,14 @@ class Tally:
 class ObjectiveMixin(AnyTrainer):
     """Put before a Trainer class to give it `objective=`: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`.
 
-    The cross-entropy is the Trainer's own; the objective adds its penalties and counts optimiser steps. Accumulated
-    micro-batches and processes are weighted by their share of the step's tokens (for images, of its images), so that
-    the gradient is that of one large batch (except that the batch means of CR and orthogonality are per micro-batch,
-    those of CR over all processes). With these two terms, a shorter last batch of an epoch is dropped, on any number of
-    processes. For model classes that accept `num_items_in_batch` but return a mean all the same, the cross-entropy is
-    the mean over micro-batches; the stock Trainer would sum these means.
+    The cross-entropy is the model's own; the objective adds its penalties and counts optimiser steps. Accumulated
+    micro-batches and processes are weighted by their share of the step's targets (penalties of its tokens, for images
+    of its images; auxiliary losses of its sequences), so that the gradient is that of one large batch (except that the
+    batch means of CR and orthogonality are per micro-batch, those of CR over all processes). With these two terms, a
+    shorter last batch of an epoch is dropped, on any number of processes. Unlike in the stock Trainer no model class
+    receives `num_items_in_batch`: there is one count for all of them, that of `Task.targets`.
+
+    Evaluation reports the cross-entropy, without auxiliary losses.
 
     A step whose loss or gradient is not finite does not change the weights and ends the run. Fused optimisers on
     accelerators skip it by a flag on the device, which is read while the next step runs, without synchronisation.
@@ -78,10 +79,12 @@ class ObjectiveMixin(AnyTrainer):
     Raises:
         FulldepthError: for `group_options` if the model's class has no `parameter_groups`; in training, if the loss or
             a gradient is not finite (with the step, the term and the layer), or the data contain no whole batch for a
-            term that needs one.
+            term that needs one; for label smoothing or a `compute_loss_func` beside a term that replaces the
+            cross-entropy they would change.
     """
 
     optimizer_cls_and_kwargs: Any
+    loss_is_scaled_for_ga: Any
 
     def __init__(
         self,
@@ -103,14 +106,23 @@ class ObjectiveMixin(AnyTrainer):
         self._step_counts: dict[str, Tensor] = {}
         self._examples = 0
         model = self.accelerator.unwrap_model(self.model)
-        self.task = Task.of(model)
+        self.task = self.depth_objective.task = Task.of(model)
         self.group_options = dict(group_options or {})
         if self.group_options and not hasattr(model, "parameter_groups"):
             raise FulldepthError(
                 f"{type(model).__name__} has no parameter groups of its own, which group_options are for."
             )
-        if not _passes_items_on(model):
-            self.model_accepts_loss_kwargs = False
+        self._auxiliary: Tensor | None = None
+        if self.task.auxiliary_weight is not None:
+            model.register_forward_hook(self._note_auxiliary)
+        self.model_accepts_loss_kwargs = False  # micro-batches are weighted here, see `_portion`
+        if (replaced := self.depth_objective.replaces) and (
+            self._own_loss or vars(model).get("_loss_function") or getattr(self.args, "loss_type", "nll") != "nll"
+        ):
+            what = "label_smoothing_factor" if self.label_smoother is not None else "another loss function"
+            raise FulldepthError(
+                f"{replaced[0]} replaces the cross-entropy, and {what} changes it. Leave one of the two out."
+            )
         self.guard = StepGuard(lambda: self.accelerator.unwrap_model(self.model))
         """Stops the run at a loss or gradient that is not finite."""
         self.args.logging_nan_inf_filter = False  # it would read every loss, which the guard already checks
@@ -190,7 +202,7 @@ class ObjectiveMixin(AnyTrainer):
             samples, items = [], None
         if whole and not samples and not self.state.global_step:
             raise FulldepthError(self._too_few(self._examples, self._train_batch_size * num_batches))
-        self._step_counts = self._count(samples, device) if self.depth_objective.terms else {}
+        self._step_counts = self._count(samples, device)
         return samples, items
 
     def _is_whole(self, batch: Any) -> bool:
@@ -223,38 +235,42 @@ class ObjectiveMixin(AnyTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's loss plus the objective's penalties (in evaluation, the Trainer's loss alone)."""
+        """The Trainer's loss plus the objective's penalties (in evaluation, the cross-entropy alone)."""
         batch = dict(inputs)  # some Trainers remove entries
+        items = num_items_in_batch if self.compute_loss_func is not None else None
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=items)
+        base, outputs = found if return_outputs else (found, None)
+        auxiliary, self._auxiliary = None if self._own_loss else self._auxiliary, None
+        cross_entropy = base if auxiliary is None else base - auxiliary.to(base.device)
         if return_outputs or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+            return (cross_entropy, outputs) if return_outputs else cross_entropy
         step = self.depth_objective.step = self.state.global_step + 1
-        base = super().compute_loss(model, inputs, False, num_items_in_batch=num_items_in_batch)
-        scaled = self._is_scaled(num_items_in_batch)
-        if self.depth_objective.terms:
-            loss, parts = self.depth_objective(base, batch, self._portion(batch, scaled))
-        else:
-            loss, parts = base, {"ce": base.detach()}
+        portion, scaled = self._portion(batch), items is not None
+        self.loss_is_scaled_for_ga = scaled or portion.targets is not None
+        loss, parts = self.depth_objective.combine(cross_entropy, auxiliary, batch, portion, scaled=scaled)
         self.guard.add(loss, parts, batch)
         if self.is_deepspeed_enabled or "lomo" in self.args.optim:  # the backward pass takes the step
             self.guard.check_losses(step)
-        self._note(parts, batch, num_items_in_batch if scaled else None)
+        self._note(parts, batch, items)
         return loss
 
-    def _is_scaled(self, items: Any) -> bool:
-        """Whether the Trainer's loss is divided by the step's `items`; if not, the Trainer divides loss and penalties
+    def _note_auxiliary(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Keep the auxiliary loss of a forward pass; not all Trainers hand the output on."""
+        self._auxiliary = self.task.auxiliary(output)
+
+    @property
+    def _own_loss(self) -> bool:
+        """Whether the Trainer computes the loss in place of the model."""
+        return self.label_smoother is not None or self.compute_loss_func is not None
+
+    def _portion(self, inputs: dict[str, Any]) -> Portion:
+        """This micro-batch's fraction of the step. Without a count of targets (detection) the Trainer divides the loss
         by the number of micro-batches.
         """
-        scaled = self.loss_is_scaled_for_ga
-        if scaled is None:
-            scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
-        return bool(scaled) and items is not None
-
-    def _portion(self, inputs: dict[str, Any], scaled: bool) -> Portion:
-        """This micro-batch's fraction of the step."""
         counts = self._step_counts
         if not counts:
             return Portion()
-        divided = 1 if scaled else self.current_gradient_accumulation_steps
+        divided = 1 if "targets" in counts or self.compute_loss_func else self.current_gradient_accumulation_steps
         share: Any = divided / self.current_gradient_accumulation_steps
         if "sequences" in counts:
             share = divided * self.task.sequences(inputs) / counts["sequences"]  # type: ignore[operator]
@@ -338,17 +354,3 @@ class ObjectiveMixin(AnyTrainer):
 
 class DepthTrainer(ObjectiveMixin, Trainer):
     """transformers' `Trainer` with `objective=`."""
-
-
-def _passes_items_on(model: Any) -> bool:
-    """Whether a model's loss is divided by the `num_items_in_batch` that its forward accepts.
-
-    Some classes of transformers accept it as a keyword argument but return a mean all the same; the Trainer would then
-    sum the means of accumulated micro-batches and multiply them by the number of processes.
-    """
-    forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
-    try:
-        sources = [getsource(forward) for forward in forwards]
-    except (OSError, TypeError):  # defined at run time
-        return True
-    return any("loss_function(" in source or "num_items_in_batch" in source for source in sources)

@@ -35,6 +35,8 @@ class Evaluation:
     """Share of the rows whose top class is their label; None for other tasks than classification."""
     lens_accuracy: list[float] = field(default_factory=list)
     """The same by the last layer's classifier on layers 0..L (aligned training, Eq. 2)."""
+    auxiliary: float | None = None
+    """Mean of the rest of the model's loss (balance of experts), with the model's factor; None if it has none."""
     unit: str = "nats"
     """Of the loss."""
     rows: list[Row] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Evaluator:
         device = next(model.parameters()).device
         task = Task.of(model)
         classifies = task.name.endswith("-classification")
-        size = 2 * anatomy.num_layers + 3 + (anatomy.num_layers + 2 if classifies else 0)
+        size = 2 * anatomy.num_layers + 4 + (anatomy.num_layers + 2 if classifies else 0)
         sums = torch.zeros(size, dtype=torch.float64, device=device)
         training = model.training
         model.eval()
@@ -80,7 +82,7 @@ class Evaluator:
         finally:
             model.train(training)
         add_up(sums)
-        return _evaluation(sums.tolist(), anatomy.num_layers)
+        return _evaluation(sums.tolist(), anatomy.num_layers, task)
 
     def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
         """This process's batches, and whether each counts: with sharding all processes must run equally many."""
@@ -102,8 +104,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
-    """[2 L + 3]: sum of displacements and number of defined ones by layer; then tokens, loss sum, targets."""
+    """[2 L + 4]: sum of displacements and number of defined ones by layer; then tokens, sum of cross-entropy, sum of
+    the rest of the loss, targets.
+    """
     loss, targets = task.loss(outputs), task.targets(batch)
+    auxiliary = task.auxiliary(outputs)
+    rest = torch.zeros_like(loss) if auxiliary is None else auxiliary.to(loss.device)
     assert targets is not None
     device = states[-1].device
     counted = task.counted(batch, states[-1])
@@ -111,8 +117,8 @@ def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Te
     undefined = [psi.isnan() for psi in profile]  # at zero vectors; excluded, as in every measure
     sums = [psi.masked_fill(out, 0.0).sum() for psi, out in zip(profile, undefined, strict=True)]
     counts = [(~out).sum() for out in undefined]
-    total = torch.where(targets > 0, loss.double() * targets, 0.0)  # a mean over no target is NaN
-    totals = [counted.sum(), total, targets]
+    total = torch.where(targets > 0, (loss.double() - rest) * targets, 0.0)  # a mean over no target is NaN
+    totals = [counted.sum(), total, rest.double() * targets, targets]
     return torch.stack([value.to(loss.device, torch.float64) for value in (*sums, *counts, *totals)])
 
 
@@ -126,13 +132,20 @@ def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Ten
     return torch.cat([own.view(1).double(), read.correct.to(own.device).double().sum(1)])
 
 
-def _evaluation(sums: list[float], num_layers: int) -> Evaluation:
+def _evaluation(sums: list[float], num_layers: int, task: Task) -> Evaluation:
     totals, counts = sums[:num_layers], sums[num_layers : 2 * num_layers]
-    tokens, loss, targets, *correct = sums[2 * num_layers :]
+    tokens, loss, rest, targets, *correct = sums[2 * num_layers :]
     psi = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
     starts = range(-1, -min(3, len(psi) - 1) - 1, -1)
     rates = [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
     shares = [number / targets for number in correct]
     return Evaluation(
-        loss / targets, round(targets), psi, round(tokens), rates, shares[0] if shares else None, shares[1:]
+        loss / targets,
+        round(targets),
+        psi,
+        round(tokens),
+        rates,
+        shares[0] if shares else None,
+        shares[1:],
+        rest / targets if rest and task.auxiliary_weight is not None else None,
     )

@@ -17,6 +17,9 @@ from fulldepth.training.card import card_of
 from fulldepth.training.evaluation import Evaluation
 from fulldepth.training.resume import RECORD, read_rows, step_of
 
+OF_MODEL = {"ce": ("train_loss", "model"), "auxiliary": ("auxiliary_loss", "model")}
+"""Part of the model's own loss -> measure and site; other parts are penalties."""
+
 
 @dataclass
 class Record:
@@ -59,14 +62,17 @@ class Record:
         rows: list[Any] = [
             ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, evaluation.unit)
         ]
+        if evaluation.auxiliary is not None:
+            value, targets = evaluation.auxiliary, evaluation.targets
+            rows.append(("validation_auxiliary_loss", "model", None, None, "mean", value, targets, "1"))
         if evaluation.accuracy is not None:
             value, targets = evaluation.accuracy, evaluation.targets
             rows.append(("validation_accuracy", "model", None, None, "mean", value, targets, "1"))
         for layer, value in enumerate(evaluation.lens_accuracy):
             rows.append(("lens_accuracy", "residual", layer, None, "mean", value, evaluation.targets, "1"))
         for name, (total, count) in means.items():
-            measure, site = ("train_loss", "model") if name == "ce" else ("penalty", name)
-            unit = evaluation.unit if name in ("ce", "aligned") else TERMS[name].unit
+            measure, site = OF_MODEL.get(name, ("penalty", name))
+            unit = evaluation.unit if name in ("ce", "aligned") else TERMS[name].unit if name in TERMS else "1"
             rows.append((measure, site, None, None, "mean", total / count, count, unit))
         rows += evaluation.rows
         for layer, value in enumerate(evaluation.displacement, start=1):
