@@ -117,7 +117,7 @@ def test_models_side_by_side_are_the_rows(every):
         said = [float(one) for one in re.findall(r"[\d.]+", rows["fast"][f"{phase.capitalize()} time"])]
         assert said == pytest.approx([ratio["median"], ratio["low"], ratio["high"]], abs=6e-4)
         # 1.01 times the original's, 0.98 to 1.03: not told apart
-        assert rows["folded"][f"{phase.capitalize()} time"] == "no measurable difference (0.980 to 1.030)"
+        assert rows["folded"][f"{phase.capitalize()} time"] == "≈ 1× (0.980 to 1.030)"
     assert number(rows["fast"]["Held-out loss"]) == pytest.approx(plan["healed_loss"], abs=6e-5)
     assert number(rows["fast"]["Added"]) == pytest.approx(plan["healed_loss"] - plan["losses"][0], abs=6e-5)
     assert (rows["fast"]["Weights"], rows["fast"]["Cache per token"]) == ("0.90×", "0.67×")
@@ -183,6 +183,18 @@ def test_what_is_said_first(every):
     assert about["Measured"] == "2026-11-21T08:00:00Z to 2026-11-21T09:00:00Z"
     assert every["remarks"]["warnings"][0] == "The machine was busy."
     assert any("other is not known" in text for text in every["remarks"]["warnings"])
+
+
+def test_a_busy_machine_is_no_quantised_model():
+    results = folders.quantised()
+    sentence = "The machine was busy: other programs used 35% of its processor. Times are not compared."
+    results.meta["headline"]["times"] = {"value": None, "unit": "1", "sentence": sentence}
+    results.table = results.table[results.table.measure != "time_ratio"]
+    made = payload(results)
+    (view,) = made["views"]
+    assert sentence in [*view["sentences"], *view["more_sentences"]]
+    assert "Times" not in {card["name"] for card in view["cards"]}
+    assert {name.partition(":")[0] for name in made["figures"]}.isdisjoint({"pareto_prefill", "pareto_decode"})
 
 
 def test_rows_of_all_folders_keep_their_types(every, root):

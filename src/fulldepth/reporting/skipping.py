@@ -29,6 +29,8 @@ CARDS = {
 QUANTISED = "quantised"
 """Placeholder for the name of a model of a quantisation."""
 TIMES = ("prefill_time_ratio", "decode_time_ratio")
+BUSY = "times"
+"""Finding in place of comparisons of times if the machine was busy."""
 LATER = ("mmd", "spectral_norm", QUANTISED)
 """Findings whose sentences are marked as later."""
 ORDER = (
@@ -85,7 +87,7 @@ def _headlines(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Entry]]:
     for part in parts:
         for name, entry in (part.meta.get("headline") or {}).items():
             base, _, model_label = str(name).partition(" ") if part.kind == "bench" else (str(name), "", "")
-            if part.kind == "quantise" and base != "order":
+            if part.kind == "quantise" and base not in ("order", BUSY):
                 base, model_label = QUANTISED, base
             yield part, base, model_label, entry
 

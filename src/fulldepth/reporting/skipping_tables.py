@@ -17,7 +17,8 @@ from fulldepth.reporting.phrases import NOTHING, scaled, seconds, short, size
 from fulldepth.reporting.tables import Table, by_subject, settings_table
 
 RATIOS = (
-    "Times over the original’s are medians of the rounds’ ratios, in brackets the 95 % interval (from 9 rounds on)."
+    "Times over the original’s are medians of the rounds’ ratios, in brackets the 95 % interval (from 9 rounds on). "
+    "≈ 1×: no measurable difference."
 )
 UNITS = (" %", "×", " ms", " s")
 """Units written once if all numbers of a cell have them."""
@@ -191,7 +192,7 @@ def _ratio(model: BenchmarkedModel, phase: str, cell: Cell = WHOLE) -> str:
     if ratio.low == ratio.high:
         return f"{ratio.value:.3f}× (no interval)"
     text = f"{ratio.low:.3f} to {ratio.high:.3f}"
-    return f"no measurable difference ({text})" if ratio.decided == 1 else f"{ratio.value:.3f}× ({text})"
+    return f"≈ 1× ({text})" if ratio.decided == 1 else f"{ratio.value:.3f}× ({text})"
 
 
 def _absolute(model: BenchmarkedModel, phase: str) -> str:
