@@ -27,15 +27,15 @@ class Clock:
     def __init__(self, kind: str, rounds: int, seed: int) -> None:
         self.kind, self.rng, self.done = kind, np.random.default_rng(seed), 0
         self.runs = 2 * rounds
-        self.slow = self.rng.integers(rounds)
+        self.slow = self.rng.integers(self.runs)
 
     def seconds(self) -> float:
         """Of the next run of a model that takes 1 s on a quiet machine."""
         factor = {
             "noise": 1.0,
             "drift": 1 + 0.5 * self.done / self.runs,
-            "slow round": 4.0 if self.done // 2 == self.slow else 1.0,
-            "load in the middle": 1.6 if self.done > self.runs // 2 else 1.0,
+            "slow run": 4.0 if self.done == self.slow else 1.0,
+            "load in the middle": 1.6 if self.done >= self.runs // 2 else 1.0,
         }[self.kind]
         self.done += 1
         return factor * float(self.rng.lognormal(0, 0.03))
@@ -75,7 +75,7 @@ def quiet(monkeypatch) -> None:
 
 @pytest.mark.parametrize("draws", [200, pytest.param(3000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("rounds", [9, 15])
-@pytest.mark.parametrize("kind", ["noise", "drift", "slow round", "load in the middle"])
+@pytest.mark.parametrize("kind", ["noise", "drift", "slow run", "load in the middle"])
 def test_equal_models_do_not_differ_and_ten_per_cent_are_found(kind, rounds, draws, quiet) -> None:
     same, slower = 0, 0
     for seed in range(draws):
@@ -155,7 +155,7 @@ def test_headline_table_and_figure_show_one_number(monkeypatch, quiet, grid) -> 
         figure = figures.build(results.table, results.meta)[f"pareto_{phase}"]
         (point,) = [one for one in figure.data if one.mode == "markers" and one.name == label]
         assert [f"{number:.3f}" for number in (point.x[0], *point.customdata[0])] == shown
-        if len(grid["contexts"]) == 1:  # by hand, from the printed formula
+        if len(grid["contexts"]) == 1:  # the place and the whole grid are one
             keep = (results.table.measure == "time_ratio") & (results.table.site == phase)
             middle = results.table[keep & (results.table.statistic == "median")].value
             assert set(middle) == {finding["value"]}
