@@ -6,3 +6,5 @@ COPY, NOISE = 0.7, 0.3
 """Mean coherence above which a sub-layer mostly copies its input, and below which its output is mostly noise."""
 IDLE = 0.02
 """Mean displacement below which a layer is said to do little: it turns the stream by less than about 16 degrees."""
+BUSY = 0.1
+"""Largest share of the machine's processor time that other programs may use for times and memory to be compared."""

@@ -144,14 +144,21 @@ def curve(blocks: tuple[int, ...] = FARTHER, at: int | None = 5, layers: int | N
     return Results(table[[*COLUMNS, "removed"]], document("curve", planned, layers, headline=headline))
 
 
+def ratio_rows(phase: str, ratio: float) -> list[tuple[Any, ...]]:
+    """The time over the original's with its interval, of nine rounds."""
+    ends = (("median", 1.0), ("low", 0.97), ("high", 1.02))
+    return [("time_ratio", phase, None, None, name, ratio * by, 9, "1") for name, by in ends]
+
+
 def bench(planned: dict[str, Any] | None = None, cells: tuple[tuple[int, int], ...] = CELLS, **more: Any) -> Results:
     """Kind `bench`: a folded export, a fast one, and a checkpoint of which nothing is known."""
     planned = planned or plan()
     models = {"base": (1.0, None), "folded": (1.01, []), "fast": (0.8, sorted(planned["blocks"])), "other": (0.7, None)}
     tables = []
-    for label, (factor, missing) in models.items():
+    for label, (factor, _) in models.items():
         size = [("parameter_bytes", "model", None, None, "value", 4e7 * (0.9 if label == "fast" else 1), None, "bytes")]
-        tables.append(tabulate(size, model=label, batch=None, context=None))
+        whole = [row for phase in ("prefill", "decode") if label != "base" for row in ratio_rows(phase, factor)]
+        tables.append(tabulate([*size, *whole], model=label, batch=None, context=None))
         for batch, context in cells:
             wobble = 1 + 0.02 * math.sin(batch + context + len(label))
             held = 3072.0 * (2 / 3 if label == "fast" else 1)
@@ -163,25 +170,14 @@ def bench(planned: dict[str, Any] | None = None, cells: tuple[tuple[int, int], .
                 share = factor if label == "base" else factor * wobble
                 times = (("median", 1.0), ("min", 0.97), ("max", 1.09))
                 rows += [(f"{phase}_time", phase, None, None, s, second * share * by, 5, "s") for s, by in times]
-                if label == "base":
-                    rows += [("attention_share", phase, None, None, s, 0.4 * by, 5, "1") for s, by in times]
-                    continue
-                saved = 1 - share
-                spread = (("median", 0.0), ("min", -0.02), ("max", 0.03))
-                rows += [("time_saved", phase, None, None, s, saved + by, 5, "1") for s, by in spread]
-                if missing is None:
-                    continue
-                for how, guess in (("toggled", 0.21 * wobble), ("flops", 0.18)):
-                    guess = guess if missing else 0.0
-                    rows.append(("predicted_time_saved", phase, None, None, how, guess, 5, "1"))
-                    if guess:
-                        rows.append(("time_saved_ratio", phase, None, None, how, saved / guess, 5, "1"))
+                if label != "base":
+                    rows += ratio_rows(phase, share)
             tables.append(tabulate(rows, model=label, batch=batch, context=context))
     table = pd.concat([one.astype({"batch": "Int64", "context": "Int64"}) for one in tables], ignore_index=True)
     table["difference"] = math.nan
     headline = {
-        f"{phase}_time_saved {label}": {
-            "value": 1 - factor, "unit": "1", "sentence": f"{label}: {phase} takes {1 - factor:.1%} less time."
+        f"{phase}_time_ratio {label}": {
+            "value": factor, "unit": "1", "sentence": f"{label}, {phase} time: {factor:.3f} times the original's."
         }
         for label, (factor, _) in list(models.items())[1:]
         for phase in ("prefill", "decode")
@@ -198,7 +194,7 @@ def bench(planned: dict[str, Any] | None = None, cells: tuple[tuple[int, int], .
     ]  # fmt: skip
     meta = {
         "schema_version": 1, "kind": "bench", "created": "2026-11-21T09:00:00Z", "complete": True, "baseline": "base",
-        "settings": {"batches": [1, 4], "contexts": [128, 512], "new_tokens": 16, "repeats": 5, "warmup": 1,
+        "settings": {"batches": [1, 4], "contexts": [128, 512], "new_tokens": 16, "repeats": 9, "warmup": 1,
                      "dtype": "auto"},
         "model": entries[0]["model"], "models": entries, "versions": VERSIONS, "seed": 0,
         "machine": {"device": "cpu", "name": "x86_64", "threads": 4},
@@ -218,6 +214,8 @@ def quantised() -> Results:
         for phase, second in (("prefill", 0.02 * prefill), ("decode", 0.004 * decode)):
             times = (("median", 1.0), ("min", 0.95), ("max", 1.1))
             rows += [(f"{phase}_time", phase, None, None, name, second * by, 5, "s") for name, by in times]
+            if label != "original":
+                rows += ratio_rows(phase, {"prefill": prefill, "decode": decode}[phase])
         tables.append(tabulate(rows, model=label))
     table = pd.concat(tables, ignore_index=True)
     table["difference"] = math.nan

@@ -162,32 +162,33 @@ def test_states_and_weights_are_the_rows() -> None:
     assert drawn(removed, "spectral_norm").layout.meta["variant"] == "mlp"  # what went comes first
 
 
-def share(results: Results, model: str, phase: str, original: str) -> pd.Series:
-    """Time as a multiple of the original's in each cell, by hand."""
-    medians = rows(results, f"{phase}_time", "median")
-    keys = [key for key in ("batch", "context") if key in medians.columns]
-    own, base = (medians[medians.model == name] for name in (model, original))
-    if not keys:
-        return pd.Series([own.value.item() / base.value.item()])
-    return own.set_index(keys).value / base.set_index(keys).value
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_quality_against_time_is_the_median_over_the_grid(phase) -> None:
-    results = folders.bench()
+def test_quality_against_time_shows_the_ratios_of_the_table(phase) -> None:
+    results, plan = folders.bench(), folders.plan()
+    whole = results.table[results.table.batch.isna()]
     figure = drawn(results, f"pareto_{phase}")
-    plan = folders.plan()
-    for model, loss in (("folded", plan["healed_loss"]), ("fast", plan["healed_loss"]), ("base", plan["losses"][0])):
-        point, times = trace(figure, model), share(results, model, phase, "base")
-        assert point.x[0] == pytest.approx(times.median())
-        assert list(point.customdata[0]) == pytest.approx([times.min(), times.max()])
-        assert point.y[0] == loss
+    for model in ("folded", "fast"):
+        point = trace(figure, model)
+        keep = (whole.measure == "time_ratio") & (whole.site == phase) & (whole.model == model)
+        ratio = whole[keep].set_index("statistic").value
+        assert (point.x[0], *point.customdata[0]) == (ratio["median"], ratio["low"], ratio["high"])
+        assert point.y[0] == plan["healed_loss"]
+    base = trace(figure, "base")
+    assert (base.x[0], base.y[0]) == (1, plan["losses"][0])
     assert not any(str(one.name).startswith("other") for one in figure.data)  # its loss is not known
     cell = drawn(results, f"pareto_{phase}::4:512")
-    scale = 1000 if "(ms)" in cell.layout.xaxis.title.text else 1
-    times = rows(results, f"{phase}_time", model="fast", batch=4, context=512).set_index("statistic").value
-    assert trace(cell, "fast").x[0] == pytest.approx(scale * times["median"])
-    assert list(trace(cell, "fast").customdata[0]) == pytest.approx([scale * times["min"], scale * times["max"]])
+    ratio = rows(results, "time_ratio", site=phase, model="fast", batch=4, context=512).set_index("statistic").value
+    point = trace(cell, "fast")
+    assert (point.x[0], *point.customdata[0]) == (ratio["median"], ratio["low"], ratio["high"])
+
+
+def test_a_time_that_is_not_told_apart_is_no_advantage() -> None:
+    results = folders.bench()
+    faster = results.table.model.eq("folded") & results.table.measure.eq("time_ratio")
+    results.table.loc[faster, "value"] -= 0.02  # 0.99 times the original's, 0.96 to 1.01
+    figure = drawn(results, "pareto_prefill")
+    assert trace(figure, "folded").marker.symbol.endswith("open")
+    assert not trace(figure, "base").marker.symbol.endswith("open")
 
 
 def test_an_export_that_is_not_healed_has_the_last_loss() -> None:
@@ -235,19 +236,6 @@ def test_the_frontier_is_what_an_exhaustive_comparison_leaves(points) -> None:
     found = frontier(points)
     assert sorted(found) == [at for at, point in enumerate(points) if not beaten(point, points)]
     assert [points[at][0] for at in found] == sorted(points[at][0] for at in found)
-
-
-def test_time_saved_over_what_was_predicted() -> None:
-    results = folders.bench()
-    for how, name in (("toggled", "time_saved_prefill"), ("flops", "time_saved_prefill:flops")):
-        figure = drawn(results, name)
-        assert [one.name for one in figure.data] == ["As predicted", "fast"]  # only of it was anything predicted
-        keep = {"site": "prefill", "model": "fast"}
-        np.testing.assert_array_equal(figure.data[1].x, rows(results, "predicted_time_saved", how, **keep).value)
-        saved = {name: rows(results, "time_saved", name, **keep).value.to_numpy() for name in ("median", "min", "max")}
-        np.testing.assert_array_equal(figure.data[1].y, saved["median"])
-        np.testing.assert_allclose(figure.data[1].error_y.array, saved["max"] - saved["median"])
-        np.testing.assert_allclose(figure.data[1].error_y.arrayminus, saved["median"] - saved["min"])
 
 
 def test_names_that_two_folders_share_are_told_apart() -> None:

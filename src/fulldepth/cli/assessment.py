@@ -92,10 +92,11 @@ def bench_command(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
-    """Time exports beside their original: prefill and decode separately, memory, cache; measured and predicted.
+    """Time exports beside their original: prefill and decode separately, memory, cache.
 
-    All models run in turn, in rounds, so that other load on the machine affects all of them alike. With data, the loss
-    of every model is measured on the same held-out tokens.
+    All models run in turn, in rounds, so that other load on the machine affects all of them alike. Times are compared
+    by the median of the rounds' ratios, with its 95 % interval. With data, the loss of every model is measured on the
+    same held-out tokens.
 
     Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
     """
@@ -144,7 +145,7 @@ def quantise_command(
     batch: Annotated[int, typer.Option(help="Batch size.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
-    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 9,
     trust_remote_code: RemoteCode = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted second search.")] = False,
 ) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from fulldepth.comparison import verdict
 from fulldepth.comparison.verdict import Entry
 from fulldepth.results import Finding
+from fulldepth.thresholds import BUSY
 
 LEVEL = {"nats": 0.0005, "%": 0.05}
 """Differences below this are omitted because they would print as zero."""
 COSTS = {"time_per_step": "Time per step", "peak_memory": "Peak memory"}
-
-IDLE = 0.1
-"""Largest share of the machine's CPU time that other programs may use for times and memory to be compared."""
 
 NOT_COMPARABLE = (
     verdict.DATA,
@@ -107,7 +105,7 @@ def _busy(model: Entry) -> str:
     load = _value(model, "other_load")
     if load is None:
         return f"it is not recorded how busy the machine of {model['label']} was"
-    return f"other programs used {load:.0%} of its CPU during {model['label']}" if load > IDLE else ""
+    return f"other programs used {load:.0%} of its CPU during {model['label']}" if load > BUSY else ""
 
 
 def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Finding]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.execution.load import OtherLoad
 from fulldepth.hf import Anatomy
 
 PHASES = ("prefill", "decode")
@@ -32,6 +33,15 @@ class Trial(NamedTuple):
     """The model's cache after all tokens."""
     logits: Tensor
     """[B, V] of the last step."""
+
+
+class Rounds(NamedTuple):
+    """Times of several models that took turns."""
+
+    seconds: dict[tuple[str, str], list[float]]
+    """(name, phase) -> the time of each round."""
+    other_load: float
+    """Share of the processor that other programs used meanwhile, see `OtherLoad`."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -113,7 +123,7 @@ def time_in_rounds(
     warmup: int,
     seed: int,
     advance: Callable[[int], None],
-) -> dict[tuple[str, str], list[float]]:
+) -> Rounds:
     """Time every model once per round, in changing order, so that background load affects all of them equally.
 
     Args:
@@ -124,13 +134,12 @@ def time_in_rounds(
         warmup: number of untimed rounds before them.
         seed: of the order.
         advance: called after each run with 1.
-
-    Returns:
-        (name, phase) -> `repeats` times in seconds.
     """
     names = list(runs)
     times: dict[tuple[str, str], list[float]] = {(name, phase): [] for name in names for phase in PHASES}
+    load = OtherLoad()
     for number in range(-warmup, repeats):
+        load = OtherLoad() if number == 0 else load
         for index in order(len(names), number, seed):
             runner, modified = runs[names[index]]
             with modified():
@@ -138,7 +147,7 @@ def time_in_rounds(
             for phase in PHASES if number >= 0 else ():
                 times[names[index], phase].append(getattr(trial, phase))
             advance(1)
-    return times
+    return Rounds(times, load.share())
 
 
 def order(count: int, number: int, seed: int) -> list[int]:

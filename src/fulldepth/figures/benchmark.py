@@ -32,12 +32,21 @@ class Cell(NamedTuple):
         return f"batch {self.batch or '?'}, context {self.context or '?'}"
 
 
+WHOLE = Cell(None, None)
+"""Stands for the whole grid."""
+
+
 class Spread(NamedTuple):
     """A number with its range."""
 
     value: float
     low: float
     high: float
+
+    @property
+    def decided(self) -> float:
+        """The value; 1 if the range holds 1 (of a ratio: no measurable difference)."""
+        return 1.0 if self.low <= 1 <= self.high else self.value
 
 
 LOSS = ("loss", "model", "mean")
@@ -74,29 +83,18 @@ class BenchmarkedModel:
         """Seconds in one cell: median, minimum and maximum over the rounds."""
         return _spread(self.numbers, f"{phase}_time", phase, cell)
 
-    def relative(self, phase: str) -> Spread | None:
-        """Time as a multiple of the original's: median, minimum and maximum over the grid.
+    def relative(self, phase: str, cell: Cell = WHOLE) -> Spread | None:
+        """Time over the original's in one cell, or over the whole grid: median over the rounds with its 95 % interval.
 
-        With a single cell the range is over the rounds.
+        Without an interval, both ends are the median.
         """
-        ratios = []
-        for cell in self.cells:
-            time, base = self.time(phase, cell), _spread(self.original, f"{phase}_time", phase, cell)
-            if time is not None and base is not None and base.value > 0:
-                ratios.append(Spread(*(value / base.value for value in time)))
-        return ratios[0] if len(ratios) == 1 else _over([ratio.value for ratio in ratios])
-
-    def over_grid(self, measure: str, statistic: str, phase: str) -> Spread | None:
-        """A number of each cell: median, minimum and maximum over the grid."""
-        return _over(list(self.numbers.get((measure, phase, statistic), {}).values()))
+        if self.baseline:
+            return Spread(1.0, 1.0, 1.0) if self.cells else None
+        return _spread(self.numbers, "time_ratio", phase, cell, ends=("low", "high"))
 
     def in_cell(self, measure: str, statistic: str, site: str, cell: Cell) -> float | None:
         """A number of one cell."""
         return self.numbers.get((measure, site, statistic), {}).get(cell)
-
-    def saved(self, phase: str, cell: Cell) -> Spread | None:
-        """Time saved in one cell as a share of the original's."""
-        return _spread(self.numbers, "time_saved", phase, cell)
 
     def single(self, measure: str) -> float | None:
         """A number of the whole model, or its median over the grid."""
@@ -182,13 +180,11 @@ def _single(numbers: Numbers, measure: str) -> float | None:
     return median(values_of_measure) if values_of_measure else None
 
 
-def _over(values: list[float]) -> Spread | None:
-    return Spread(median(values), min(values), max(values)) if values else None
-
-
-def _spread(numbers: Numbers, measure: str, site: str, cell: Cell) -> Spread | None:
-    """Median, minimum and maximum; a missing end of the range is the median."""
-    middle, low, high = (numbers.get((measure, site, name), {}).get(cell) for name in ("median", "min", "max"))
+def _spread(
+    numbers: Numbers, measure: str, site: str, cell: Cell, ends: tuple[str, str] = ("min", "max")
+) -> Spread | None:
+    """The median with the ends of a range; a missing end is the median."""
+    middle, low, high = (numbers.get((measure, site, name), {}).get(cell) for name in ("median", *ends))
     if middle is None:
         return None
     return Spread(middle, middle if low is None else low, middle if high is None else high)

@@ -22,13 +22,15 @@ CARDS = {
     "break_point": "Break point",
     "mmd": "Distance from the original",
     "spectral_norm": "Weights, removed over kept",
-    "prefill_time_saved": "Prefill time saved",
-    "decode_time_saved": "Decode time saved",
+    "prefill_time_ratio": "Prefill time",
+    "decode_time_ratio": "Decode time",
 }
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card."""
 QUANTISED = "quantised"
 """Placeholder for the name of a model of a quantisation."""
-TIMES = ("prefill_time_saved", "decode_time_saved")
+TIMES = ("prefill_time_ratio", "decode_time_ratio")
+BUSY = "times"
+"""Finding in place of comparisons of times if the machine was busy."""
 LATER = ("mmd", "spectral_norm", QUANTISED)
 """Findings whose sentences are marked as later."""
 ORDER = (
@@ -61,11 +63,11 @@ def byline(source: Source) -> str:
 
 
 def findings(_: Meta, source: Source) -> list[Shown]:
-    """The findings of all folders; for benchmarks, only exports that skip blocks have cards."""
+    """The findings of all folders; of a benchmark, exports that skip blocks and whose time differs have cards."""
     return [
         Shown(
             entry,
-            _card(part, name, model_label, entry, source.parts),
+            _card(source, part, name, model_label, entry),
             name in LATER or (name in TIMES and not _lacks_blocks(part, model_label)),
             f"{several}: " if (several := _if_several(part, source.parts)) else "",
         )
@@ -73,21 +75,27 @@ def findings(_: Meta, source: Source) -> list[Shown]:
     ]
 
 
+def _same_time(source: Source, part: Part, name: str, label: str) -> bool:
+    """Whether a finding is a time without a measurable difference from the original's."""
+    models = (model for model in source.benchmarked if model.part is part and model.entry.get("label") == label)
+    ratios = (model.relative(name.partition("_")[0]) for model in models if name in TIMES)
+    return any(ratio is not None and ratio.decided == 1 for ratio in ratios)
+
+
 def _headlines(parts: Sequence[Part]) -> Iterator[tuple[Part, str, str, Entry]]:
     """(folder, name, model, entry) of every finding; the name of a quantised model is `QUANTISED`."""
     for part in parts:
         for name, entry in (part.meta.get("headline") or {}).items():
             base, _, model_label = str(name).partition(" ") if part.kind == "bench" else (str(name), "", "")
-            if part.kind == "quantise" and base != "order":
+            if part.kind == "quantise" and base not in ("order", BUSY):
                 base, model_label = QUANTISED, base
             yield part, base, model_label, entry
 
 
-def _card(
-    part: Part, name: str, model_label: str, entry: Entry, parts: Sequence[Part]
-) -> tuple[str, str, str, str] | None:
+def _card(source: Source, part: Part, name: str, model_label: str, entry: Entry) -> tuple[str, str, str, str] | None:
     """Name, symbol, digits and unit of a finding; None if the table of models or another card shows it."""
-    if name in TIMES and not _lacks_blocks(part, model_label):
+    parts = source.parts
+    if name in TIMES and (not _lacks_blocks(part, model_label) or _same_time(source, part, name, model_label)):
         return None
     if name == "loss_added" and part.kind == "curve" and any(other.kind == "skip" for other in parts):
         return None  # the plan's loss has a card; the curve shows the cost of removing more
@@ -106,7 +114,7 @@ def _card(
 
 def _digits(name: str, value: float, entry: Entry) -> tuple[str, str]:
     if name in TIMES:
-        return minus(100 * value, ".1f"), "%"
+        return f"{value:.3f}", "×"
     if name == "break_point":
         return f"{value:.0f}", "blocks"
     if name == "mmd":

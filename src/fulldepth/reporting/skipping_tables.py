@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from fulldepth.figures.benchmark import PHASES, BenchmarkedModel, Spread, agree, frontier
+from fulldepth.figures.benchmark import PHASES, WHOLE, BenchmarkedModel, Cell, Spread, agree, frontier
 from fulldepth.figures.curves import curve
 from fulldepth.figures.healing import groups, removed
 from fulldepth.figures.pareto import model_name, placed
@@ -16,14 +16,20 @@ from fulldepth.figures.style import minus
 from fulldepth.reporting.phrases import NOTHING, scaled, seconds, short, size
 from fulldepth.reporting.tables import Table, by_subject, settings_table
 
+RATIOS = (
+    "Times over the original’s are medians of the rounds’ ratios, in brackets the 95 % interval (from 9 rounds on). "
+    "≈ 1×: no measurable difference."
+)
 UNITS = (" %", "×", " ms", " s")
 """Units written once if all numbers of a cell have them."""
 Columns = dict[str, Callable[[BenchmarkedModel], str]]
 
 
 def _added(model: BenchmarkedModel) -> str:
-    has_losses = not model.baseline and model.loss is not None and model.base is not None
-    return minus((model.loss or 0.0) - (model.base or 0.0), "+.4f") if has_losses else NOTHING
+    if model.baseline or model.loss is None or model.base is None:
+        return NOTHING
+    error = None if model.stated else model.in_cell("loss", "difference_stderr", "model", WHOLE)
+    return minus(model.loss - model.base, "+.4f") + ("" if error is None else f" ± {error:.4f}")
 
 
 LOSSES: Columns = {
@@ -38,7 +44,7 @@ def tables(source: Source) -> dict[str, Sequence[Table]]:
     timed, quantised = ([model for model in models if model.part.kind == kind] for kind in ("bench", "quantise"))
     return {
         "states": [_norms(part, parts) for part in parts if part.kind == "skip"],
-        "cost": [*(_saved_over_grid(timed, phase) for phase in PHASES), _memory(timed), _grid(timed)],
+        "cost": [_memory(timed), _grid(timed)],
         "quantise": [_orders(quantised)],
         "settings": [_settings(part) for part in parts],
     }
@@ -55,17 +61,15 @@ def side_by_side(source: Source) -> Table | None:
     best = {phase: _unbeaten(models, phase) for phase in PHASES}
     columns: Columns = {
         **LOSSES,
-        "Prefill time": lambda model: _times(model, "prefill"),
-        "Decode time": lambda model: _times(model, "decode"),
+        "Prefill time": lambda model: _ratio(model, "prefill"),
+        "Decode time": lambda model: _ratio(model, "decode"),
         "Weights": lambda model: _multiple(model, "parameter_bytes"),
         "Cache per token": lambda model: _multiple(model, "kv_bytes_per_token"),
         "On the frontier": lambda model: ", ".join(phase for phase in PHASES if model in best[phase]) or NOTHING,
     }
     note = (
-        f"{_source(models)}Times are multiples of the original’s, with the least "
-        "and the most over the grid (over the rounds where there is one place only); weights and cache per token are "
-        "multiples of the original’s bytes. On the frontier: no other model here is as good and faster, or as fast and "
-        "better."
+        f"{_source(models)}{RATIOS} ± is the standard error over documents. Weights and cache per token are multiples "
+        "of the original’s bytes. On the frontier: no other model here is as good and faster, or as fast and better."
     )
     return _by_model("Models side by side", columns, models, note)
 
@@ -79,33 +83,12 @@ def _source(models: Sequence[BenchmarkedModel]) -> str:
 
 
 def _unbeaten(models: Sequence[BenchmarkedModel], phase: str) -> list[BenchmarkedModel]:
-    points = placed(models, phase, None)
-    return [points[at][0] for at in frontier([(time.value, loss) for _, time, loss in points])]
+    points = placed(models, phase, WHOLE)
+    return [points[at][0] for at in frontier([(time.decided, loss) for _, time, loss in points])]
 
 
 def _by_model(title: str, columns: Columns, models: Sequence[BenchmarkedModel], note: str = "") -> Table:
     return by_subject(title, "Model", [(model_name(model, short, 60), model) for model in models], columns, note)
-
-
-def _saved_over_grid(models: Sequence[BenchmarkedModel], phase: str) -> Table:
-    """Time saved in a phase, measured and predicted: medians over the grid."""
-    columns: Columns = {
-        "Time saved": _over("time_saved", "median", phase, _percent),
-        "Predicted, in place": _over("predicted_time_saved", "toggled", phase, _percent),
-        "Predicted, operations": _over("predicted_time_saved", "flops", phase, _percent),
-        "Saved over predicted": _over("time_saved_ratio", "toggled", phase, lambda value: minus(value, ".2f")),
-        "Saved by each block": _over("time_saved_per_block", "median", phase, _percent),
-    }
-    shares = [model.over_grid("attention_share", "median", phase) for model in models if model.baseline]
-    attention = (
-        f" Attention takes {_spread(shares[0], _percent)} of it in the original." if shares and shares[0] else ""
-    )
-    note = (
-        "Medians over the grid, in brackets the least and the most. In place: the original with the same blocks "
-        f"skipped, timed in the same rounds; operations: what both multiply. Saved over predicted: in place.{attention}"
-    )
-    exports = [model for model in models if not model.baseline]
-    return _by_model(f"{phase.capitalize()} time saved", columns, exports, note)
 
 
 def _memory(models: Sequence[BenchmarkedModel]) -> Table:
@@ -128,8 +111,7 @@ def _grid(models: Sequence[BenchmarkedModel]) -> Table:
     """All numbers in every cell of the grid."""
     columns = [
         *(f"{phase.capitalize()}" for phase in PHASES),
-        *(f"{phase.capitalize()} saved" for phase in PHASES),
-        *(f"{phase.capitalize()} predicted" for phase in PHASES),
+        *(f"{phase.capitalize()} over the original’s" for phase in PHASES),
         "Peak memory",
         "KV cache per token",
     ]
@@ -137,19 +119,16 @@ def _grid(models: Sequence[BenchmarkedModel]) -> Table:
     places = list(dict.fromkeys(cell for model in models for cell in model.cells))
     for cell in places:
         for model in (model for model in models if cell in model.cells):
-            saved = [model.saved(phase, cell) for phase in PHASES]
-            guessed = [model.in_cell("predicted_time_saved", "toggled", phase, cell) for phase in PHASES]
             held = [model.in_cell(name, "value", "model", cell) for name in ("peak_memory", "kv_bytes_per_token")]
             rows.append(
                 [
                     f"{cell.name[:1].upper()}{cell.name[1:]}: {model_name(model, short, 60)}",
                     *(_spread(model.time(phase, cell), seconds) for phase in PHASES),
-                    *(_spread(share, _percent) for share in saved),
-                    *(NOTHING if share is None else _percent(share) for share in guessed),
+                    *(_ratio(model, phase, cell) for phase in PHASES),
                     *(NOTHING if count is None else _size(count) for count in held),
                 ]
             )
-    note = "Times are medians over the rounds, in brackets the fastest and the slowest. Predicted: skipped in place."
+    note = f"Times are medians over the rounds, in brackets the fastest and the slowest. {RATIOS}"
     return Table("Every place of the grid", columns, rows, "Where", note, folded=True)
 
 
@@ -159,9 +138,11 @@ def _orders(models: Sequence[BenchmarkedModel]) -> Table:
         **LOSSES,
         "Weights": _bytes("parameter_bytes"),
         "Prefill": lambda model: _absolute(model, "prefill"),
+        "Prefill over the original’s": lambda model: _ratio(model, "prefill"),
         "Decode of a token": lambda model: _absolute(model, "decode"),
+        "Decode over the original’s": lambda model: _ratio(model, "decode"),
     }
-    note = "Times are medians over the rounds, in brackets the fastest and the slowest."
+    note = f"Times are medians over the rounds, in brackets the fastest and the slowest. {RATIOS}"
     return _by_model("All corners", columns, models, note)
 
 
@@ -191,10 +172,6 @@ def _settings(part: Part) -> Table:
     return settings_table(title, part.meta.get("settings"))
 
 
-def _percent(share: float) -> str:
-    return f"{minus(100 * share, '.1f')} %"
-
-
 def _spread(spread: Spread | None, written: Callable[[float], str]) -> str:
     if spread is None:
         return NOTHING
@@ -205,22 +182,21 @@ def _spread(spread: Spread | None, written: Callable[[float], str]) -> str:
     return f"{middle} ({low.removesuffix(unit)} to {high.removesuffix(unit)})"
 
 
-def _times(model: BenchmarkedModel, phase: str) -> str:
-    """Times as multiples of the original's."""
+def _ratio(model: BenchmarkedModel, phase: str, cell: Cell = WHOLE) -> str:
+    """The time over the original's, with its interval."""
+    ratio = model.relative(phase, cell)
+    if ratio is None:
+        return NOTHING
     if model.baseline:
-        return NOTHING if model.relative(phase) is None else "1×"
-    return _spread(model.relative(phase), lambda value: f"{value:.2f}×")
+        return "1×"
+    if ratio.low == ratio.high:
+        return f"{ratio.value:.3f}× (no interval)"
+    text = f"{ratio.low:.3f} to {ratio.high:.3f}"
+    return f"≈ 1× ({text})" if ratio.decided == 1 else f"{ratio.value:.3f}× ({text})"
 
 
 def _absolute(model: BenchmarkedModel, phase: str) -> str:
-    cells = model.cells
-    return _spread(model.time(phase, cells[0]), seconds) if len(cells) == 1 else _times(model, phase)
-
-
-def _over(
-    measure: str, statistic: str, phase: str, written: Callable[[float], str]
-) -> Callable[[BenchmarkedModel], str]:
-    return lambda model: _spread(model.over_grid(measure, statistic, phase), written)
+    return _spread(model.time(phase, model.cells[0]) if model.cells else None, seconds)
 
 
 def _bytes(measure: str) -> Callable[[BenchmarkedModel], str]:

@@ -29,8 +29,8 @@ class BenchSettings(ReadingSettings):
     shortened to the model's positions."""
     new_tokens: Length = 16
     """Tokens decoded after the prompt, one at a time, while the cache grows."""
-    repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 5
-    """Rounds; every model is timed once in each."""
+    repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 9
+    """Rounds; every model is timed once in each. Ratios of times have an interval from 9 rounds on."""
     warmup: Rounds = 1
     """Runs of every model before the first round, not counted."""
     tasks: list[str] | None = None

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
+from fulldepth.skip.in_sample import decided
 from fulldepth.skip.plan import Plan
-
-UNSEEING = ("given", "random", "last")
-"""Searches that choose blocks without data."""
 
 
 def stopped_rounds(plan: Plan) -> list[str]:
     """`round 2: stopped by budget after 48 of 160 sequences`, for each round of the search that a budget ended."""
     rounds = plan.cost.get("stopped_by_budget")
     return [line for line in rounds if isinstance(line, str) and ": " in line] if isinstance(rounds, list) else []
-
-
-def optimism(plan: Plan) -> str | None:
-    """The reason why a plan's losses are optimistic: decisions that used the same held-out sequences.
-
-    Returns:
-        `blocks were chosen and the training of scalars was stopped on the same sequences`, one of the two, or None.
-    """
-    decided = [] if plan.search in UNSEEING else ["blocks were chosen"]
-    if plan.healed_loss is not None:
-        decided.append("the training of scalars was stopped")
-    return f"{' and '.join(decided)} on the same sequences" if decided else None
 
 
 def _kept(plan: Plan, fit: str) -> str:
@@ -47,8 +33,8 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
         control = plan.control_loss.scalars_only
         remark = f"{control - base:+.4f}{_kept(plan, 'control')}"
         rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", remark))
-    if why := optimism(plan):
-        rows.append(("optimistic", why, "skip bench --heldout reads others"))
+    if decision := decided(plan):
+        rows.append(("in-sample", f"these rows {decision}", "skip bench --heldout reads others"))
     share = plan.cost.get("share_of_plain")
     if isinstance(share, float):
         rows.append(("forward FLOPs", f"{plan.cost['flops']:.3g}", f"{share:.0%} of the plain loop's"))

@@ -179,9 +179,9 @@ def test_what_is_refused_and_what_is_warned_of(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("search", "healed", "words"),
     [
-        ("greedy", True, "blocks were chosen and the training of scalars was stopped"),
-        ("greedy", False, "blocks were chosen"),
-        ("given", True, "the training of scalars was stopped"),
+        ("greedy", True, "chose the blocks and stopped the training of scalars"),
+        ("greedy", False, "chose the blocks"),
+        ("given", True, "stopped the training of scalars"),
         ("given", False, None),
     ],
 )
@@ -190,6 +190,6 @@ def test_losses_say_what_was_decided_on_their_sequences(search, healed, words) -
     made = planned.plan(model, [2], values="fitted" if healed else None, search=search, data=EXAMPLES.meta)
     sentence = analyse(model, made, EXAMPLES).headline["loss_added"]["sentence"]
     told = [name for name, _, _ in lines(made)]
-    assert ("optimistic" in told) == (words is not None)
-    ending = f"Optimistic: {words} on the same sequences."
-    assert sentence.endswith(ending) if words else "Optimistic" not in sentence
+    assert ("in-sample" in told) == (words is not None)
+    ending = f"Measured on the text that {words}; expect slightly more loss on other text."
+    assert sentence.endswith(ending) if words else "Measured on" not in sentence

@@ -196,9 +196,9 @@ def test_one_table_with_every_corner(tmp_path) -> None:
             assert set(rows["count"]) == {2}
             assert set(rows.site) == {phase}
     base = table[table.model == "original"].set_index(["measure", "site", "statistic"]).value
-    for row in table.itertuples():
+    for row in table[table.measure != "time_ratio"].itertuples():
         assert row.difference == row.value - base[row.measure, row.site, row.statistic]
-    assert set(results.headline) == {"order", *CORNERS[1:]}
+    assert set(results.headline) - {"times"} == {"order", *CORNERS[1:]}  # the machine may be busy
     assert [entry["label"] for entry in results.meta["models"]] == CORNERS
     assert any("healed loss" in line for line in results.meta["warnings"])  # the plan's was made up
     assert Results.load(tmp_path / "out").meta["method"] == "int8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -13,9 +13,15 @@ from transformers import PreTrainedModel
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import open_model, pick_dtype
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.assessment.bench_table import SkippedBlocks
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
+
+
+class SkippedBlocks(NamedTuple):
+    """Blocks of the original that a model does not compute."""
+
+    granularity: str
+    layers: frozenset[int]
 
 
 @dataclass

@@ -1,15 +1,15 @@
-r"""Losses of several models on the same held-out sequences, and standard errors of their differences.
+"""Losses of several models on the same held-out sequences, and standard errors of their differences.
 
 The loss of a model is the mean of `-log q(token)` over all labelled tokens, in nats. Differences to the first model are
-computed on the same tokens; the standard error sums by document (`selection/elimination.py`), as an
-estimate for any such data.
+paired, on the same tokens; the cluster of their standard error is the document (`uncertainty.ratio_error`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,37 @@ from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.hf import device_of
 from fulldepth.progress import Watcher
 from fulldepth.skip.scored_batches import make_batches
-from fulldepth.skip.selection.elimination import Difference, compare
+from fulldepth.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT, quantile, ratio_error
+
+FEW_DOCUMENTS = 8
+"""Documents below which Student's t replaces `SIGNIFICANT` standard errors."""
+
+
+class AddedLoss(NamedTuple):
+    """Loss of a model minus that of the original, on the same tokens."""
+
+    mean: float
+    """In nats per token."""
+    error: float
+    """Standard error over documents; NaN for fewer than `FEWEST_CLUSTERS` documents."""
+    documents: int
+
+    @property
+    def least(self) -> float:
+        """The smallest difference that is measurable, in nats."""
+        return self.error * (SIGNIFICANT if self.documents >= FEW_DOCUMENTS else quantile(self.documents))
+
+    def text(self, original: str) -> str:
+        """The difference as a part of a sentence."""
+        if not math.isfinite(self.error):
+            few = f"an error takes {FEWEST_CLUSTERS} documents, these are {self.documents}"
+            return f"{self.mean:+.4f} against {original} ({few})"
+        if abs(self.mean) <= self.least:
+            return f"no measurable difference from {original} (at most {abs(self.mean) + self.least:.4f} nats)"
+        error = f"standard error {self.error:.4f}, {self.documents} documents"
+        if self.documents < FEW_DOCUMENTS:
+            error += f", measurable from {self.least / self.error:.1f} standard errors"
+        return f"{self.mean:+.4f} against {original} ({error})"
 
 
 @dataclass(frozen=True)
@@ -45,10 +75,12 @@ class HeldoutLosses:
         """Nats per token."""
         return float(self.sums[label].sum()) / self.count
 
-    def added(self, label: str) -> Difference:
-        """Loss of a model minus that of the first, in nats per token."""
-        first = next(iter(self.sums.values()))
-        return compare(self.sums[label] - first, self.tokens, self.documents, len(self.tokens))
+    def added(self, label: str) -> AddedLoss:
+        """Loss of a model minus that of the first."""
+        gaps = self.sums[label] - next(iter(self.sums.values()))
+        names, at = np.unique(self.documents, return_inverse=True)
+        error = ratio_error(np.bincount(at, weights=gaps), np.bincount(at, weights=self.tokens))
+        return AddedLoss(float(gaps.sum()) / self.count, float(error), len(names))
 
 
 def heldout_losses(

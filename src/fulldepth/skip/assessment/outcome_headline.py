@@ -6,8 +6,9 @@ import pandas as pd
 
 from fulldepth.hf import Anatomy
 from fulldepth.results import Finding
+from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.summary import optimism, stopped_rounds
+from fulldepth.skip.summary import stopped_rounds
 
 PARTS = {
     "attention": ("attention", "attention_norm", "attention_branch"),
@@ -57,8 +58,8 @@ def _added(plan: Plan, depth: int) -> Finding:
     )
     if stopped := stopped_rounds(plan):
         sentence += f" The search was cut short ({'; '.join(stopped)})."
-    if why := optimism(plan):
-        sentence += f" Optimistic: {why}."
+    if caveat := in_sample(plan):
+        sentence += f" {caveat}"
     return Finding(last - base, "nats", sentence)
 
 

@@ -7,7 +7,8 @@ the quantised models as checkpoints (`saved.py`).
 
 Rows, with the columns `model` and `difference` (the value minus the original's): `loss` (mean nats over held-out
 tokens, healed if the plan is), `parameter_bytes` (in memory, without skipped parts, with scalars), `prefill_time` and
-`decode_time` (of one token; median, min, max, s), measured in rounds, each model once per round, in changing order.
+`decode_time` (of one token; median, min, max, s), measured in rounds, each model once per round, in changing order, and
+`time_ratio` and `other_load` as of `bench`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def quantise(
     batch: int = 1,
     context: int = 128,
     new_tokens: int = 16,
-    repeats: int = 5,
+    repeats: int = 9,
     resume: bool = False,
     watcher: Watcher | None = None,
     **options: Any,
@@ -220,10 +221,11 @@ def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: W
     ids = random_tokens(combinations[0].anatomy, timing.batches[0], context + timing.new_tokens, timing.seed)
     runs = {each.name: (Runner(each.anatomy.model), each.switched) for each in combinations}
     watcher.begin("Timing", len(runs) * (timing.warmup + timing.repeats))
-    rounds = timing.model_dump(include={"repeats", "warmup", "seed"})
-    times = time_in_rounds(runs, ids, context, **rounds, advance=watcher.advance)
+    options = timing.model_dump(include={"repeats", "warmup", "seed"})
+    rounds = time_in_rounds(runs, ids, context, **options, advance=watcher.advance)
     for each in combinations:
-        each.times |= {phase: times[each.name, phase] for phase in PHASES}
+        each.times |= {phase: rounds.seconds[each.name, phase] for phase in PHASES}
+        each.other_load = rounds.other_load
 
 
 def _document(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -17,8 +16,9 @@ from fulldepth.hf import Anatomy, skipping
 from fulldepth.hf.scalars import Scalars
 from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.outcome_headline import PARTS, nats
-from fulldepth.skip.assessment.tables import joined, spread, with_differences
+from fulldepth.skip.assessment.tables import busy, compared, joined, ratio_rows, spread, with_differences
 from fulldepth.skip.plan import Plan, plan_scalars
+from fulldepth.uncertainty import median_ratio
 
 ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
@@ -40,6 +40,8 @@ class Combination:
     """Number of tokens that the loss is the mean over."""
     times: dict[str, list[float]] = field(default_factory=dict)
     """Phase -> seconds of each round."""
+    other_load: float = 0.0
+    """Share of the processor that other programs used during the rounds."""
 
     def document(self) -> dict[str, Any]:
         """Its entry in `results.json`."""
@@ -102,6 +104,11 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
         ]
         for phase in PHASES:
             rows += spread(f"{phase}_time", phase, combination.times[phase], "s")
+            if combination.name != ORIGINAL and busy(combination.other_load) is None:
+                ratio = median_ratio(combination.times[phase], combinations[0].times[phase])
+                rows += ratio_rows(phase, ratio, len(combination.times[phase]))
+        if combination.name == ORIGINAL:
+            rows.append(("other_load", "model", None, None, "value", combination.other_load, None, "1"))
         tables.append(tabulate(rows, model=combination.name))
     return with_differences(joined(tables, model="str"), ORIGINAL)
 
@@ -109,7 +116,9 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
     """Findings: the better order, and cost and savings of every combination."""
     by_name = {combination.name: combination for combination in combinations}
-    return {"order": _order(by_name)} | {name: _cost(by_name[name], by_name[ORIGINAL]) for name in NAMES[1:]}
+    not_compared = busy(combinations[0].other_load)
+    times = {} if not_compared is None else {"times": not_compared}
+    return {"order": _order(by_name), **times} | {name: _cost(by_name[name], by_name[ORIGINAL]) for name in NAMES[1:]}
 
 
 def _order(by_name: dict[str, Combination]) -> Finding:
@@ -138,12 +147,14 @@ def _cost(combination: Combination, original: Combination) -> Finding:
     """Loss, size and times compared with the original's."""
     added, plan = combination.loss - original.loss, combination.plan
     healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
-    shares = {phase: median(combination.times[phase]) / median(original.times[phase]) for phase in PHASES}
-    times = {phase: f"{abs(1 - share):.0%} {'less' if share <= 1 else 'more'} time" for phase, share in shares.items()}
+    times = ""
+    for phase in PHASES if busy(original.other_load) is None else ():
+        ratio = median_ratio(combination.times[phase], original.times[phase])
+        times += f"; {phase} time: {compared(ratio, len(original.times[phase]))}"
     sentence = (
         f"{combination.name[0].upper()}{combination.name[1:]}: {nats(abs(added))} {'more' if added >= 0 else 'less'} "
         f"loss than the original ({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its "
-        f"parameter bytes, {times['prefill']} for a prompt, {times['decode']} for a decoded token."
+        f"parameter bytes{times}."
     )
     return Finding(added, "nats", sentence)
 

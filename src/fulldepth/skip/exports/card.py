@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fulldepth.errors import one_line
 from fulldepth.hf import ModelCard
+from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan
 
 STOCK = """\
@@ -40,6 +41,7 @@ def card_of(
     if plan.healed_loss is not None:
         losses["without the blocks, with scalars"] = plan.healed_loss
     numbers = {key: f"{loss:.4f} nats a token" for key, loss in losses.items()}
+    numbers |= {key: text for key, text in (("Held-out text", _heldout(plan)), ("In-sample", in_sample(plan))) if text}
     numbers |= {
         "Parameters": f"{parameters:,}",
         "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
@@ -55,6 +57,13 @@ def card_of(
         tags=["hopscotch", "pruning"],
         notes=[*remarks, "The plan is in `fulldepth_skip.json`."],
     )
+
+
+def _heldout(plan: Plan) -> str:
+    """Name of the text that the losses were measured on; empty if the plan does not state it."""
+    heldout = plan.data.get("heldout")
+    name = heldout.get("name") if isinstance(heldout, dict) else None
+    return one_line(name, 200).replace("|", r"\|") if isinstance(name, str) else ""
 
 
 def quantised_card(label: str, method: str, name: str, plan: Plan | None, logit_error: float) -> ModelCard:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fulldepth.execution.scoring import DIVERGENCE, LOSS
 from fulldepth.results import versions
+from fulldepth.skip.in_sample import ENTRY, rows_of
 from fulldepth.skip.plan import SCHEMA_VERSION
 from fulldepth.skip.selection.elimination import Round, chain
 from fulldepth.skip.selection.estimate import plain_flops, plain_forwards
@@ -57,6 +58,7 @@ def document_of(
         "scalars": {} if healed is None else healed["scalars"],
         "data": {
             **problem.examples.meta,
+            ENTRY: rows_of(problem.examples.heldout),
             **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
             **({"responses": dict(responses)} if responses else {}),
         },

@@ -1,4 +1,4 @@
-"""How busy other programs kept the machine during a run: times of busy machines are not compared."""
+"""How busy other programs kept the machine: times of busy machines are not compared (`thresholds.BUSY`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ GUESTS = ("guest", "guest_nice")
 """Times that are part of others."""
 
 
+TICK = 0.02
+"""CPU seconds by which the counted times of one core can be wrong: two ticks of the kernel's clock."""
+
+
 class OtherLoad:
-    """Share of the machine's CPU time that processes outside the run have used since this was made."""
+    """Share of the machine's CPU time that processes outside the run have used since this was made.
+
+    A lower bound: what the resolution of the counters explains does not count, so a span of milliseconds is not busy.
+    """
 
     def __init__(self) -> None:
         self._start = _times()
@@ -21,7 +28,8 @@ class OtherLoad:
     def share(self) -> float:
         """In [0, 1], of all cores; all processes of a distributed run must call this together."""
         total, busy, own = (now - then for now, then in zip(_times(), self._start, strict=True))
-        return min(1.0, max(0.0, busy - own) / total) if total > 0 else 0.0
+        other = busy - own - TICK * (psutil.cpu_count() or 1)
+        return min(1.0, max(0.0, other) / total) if total > 0 else 0.0
 
 
 def _times() -> tuple[float, float, float]:
