@@ -95,8 +95,8 @@ def test_same_again_has_nothing_to_do(output, run_folder, text_file):
 
 def test_goes_on_after_an_interruption(output, run_folder, text_file):
     whole = Results.load(output)
-    (output / "results.json").unlink()
-    (output / "results.parquet").unlink()
+    for name in ("results.json", "results.parquet", "groups.parquet"):
+        (output / name).unlink()
     shutil.rmtree(output / "steps" / "checkpoint-20")
     before = times(output)
     results, said = lines(run_folder, text_file, output)
@@ -104,6 +104,7 @@ def test_goes_on_after_an_interruption(output, run_folder, text_file):
     assert {name for name in after if after[name] == before.get(name)} == set(before)
     assert sum("measured already" in line for line in said) == 2
     pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
+    pd.testing.assert_frame_equal(results.influences, whole.influences, check_dtype=False)
     pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fulldepth.comparison import compare
 from fulldepth.measurement import MeasureSettings, measure, measure_into
+from fulldepth.uncertainty import error_of
 from measurement import contract
 
 GENERAL = {"displacement", "jump_rate", "cosine", "cka", "norm_ratio", "renyi_entropy", "spectral_norm"}
@@ -43,6 +45,29 @@ def test_a_language_model_misses_nothing(checkpoint, text_file, family):
     assert all(undefined.statistic.str.startswith("relative_eps"))
     assert results.meta["token_policy"]["name"] == "all"
     assert all(entry["reason"] for entry in results.meta["left_out"])
+
+
+def test_influences_give_the_errors_of_the_table_and_are_small(checkpoint, text_file, tmp_path):
+    """Two models on the same text are paired; another text has other groups."""
+    first, second, other = (
+        measure(checkpoint("llama", seed), text_file, max_sequences=n, sequence_length=12)
+        for seed, n in ((0, 6), (1, 6), (0, 5))
+    )
+    assert first.meta["groups"] == second.meta["groups"] != other.meta["groups"]
+    rows = first.table.set_index(["measure", "site", "layer", "statistic"])["value"]
+    values = first.influences
+    assert set(values.measure) >= {"displacement", "jump_rate", "lens_accuracy", "lens_loss", "coherence", "saturation"}
+    groups = [name for name in values.columns if name.startswith("group_")]
+    assert len(groups) == first.meta["groups"]["count"]
+    for measure_, statistic in (("displacement", "mean"), ("lens_loss", "mean"), ("jump_rate", "value")):
+        some = values[(values.measure == measure_) & (values.statistic == statistic)]
+        for row, influence in zip(some.itertuples(), some[groups].to_numpy(), strict=True):
+            error = rows.get((measure_, row.site, row.layer, "standard_error"))
+            if error is not None:
+                assert error_of(influence) == pytest.approx(error, rel=1e-5, abs=1e-9)
+    assert (first.save(tmp_path, page=False) / "groups.parquet").stat().st_size < 50_000
+    assert compare([first, second]).meta["models"][1]["paired"] is True
+    assert compare([first, other]).meta["models"][1]["paired"] is False
 
 
 def test_words_and_a_reference_add_their_measures(checkpoint, corpus):

@@ -129,6 +129,7 @@ def test_a_changed_table_is_refused_before_it_is_parsed(tmp_path: Path, monkeypa
         ({"settings": [1]}, "settings"),
         ({"plan": {"blocks": [0]}}, r"plan\.blocks\.0"),
         ({"plan": {"blocks": [3], "losses": [{}]}}, r"plan\.losses\.0"),
+        ({"groups": {"hash": ["sha256"]}}, r"groups\.hash"),
         ({"kind": "skips"}, "skips"),
         ({"kind": "training"}, "step"),
         ({"kind": "comparison"}, "model, difference"),

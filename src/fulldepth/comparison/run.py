@@ -41,10 +41,9 @@ def compare(
 
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
-    which is positive where a layer does more than in the baseline. The column `difference_error` is the standard error
-    of the difference, which is paired where both results are of the same clusters of the same text (the entry `paired`
-    of a model, see `fulldepth.comparison.paired`). Training runs keep their column `step` and are compared at equal
-    steps: see `fulldepth.comparison.training.compare_runs`.
+    which is positive where a layer does more than in the baseline. `difference_error` is its standard error, paired
+    where both results are of the same documents (see `fulldepth.comparison.paired`, and the entry `paired` of a model).
+    Training runs keep their column `step` and are compared at equal steps, see `comparison.training.compare_runs`.
 
     Args:
         results: two or more result folders, or `Results`. Of a series of checkpoints, the last step is compared.

@@ -78,15 +78,6 @@ class Data(Part):
     heldout: Split | None = None
 
 
-class Groups(Part):
-    """Clusters of the data, and the groups that they were dealt to (`fulldepth.uncertainty`)."""
-
-    count: Whole | None = None
-    unit: str | None = None
-    clusters: Whole | None = None
-    hash: str | None = None
-
-
 class Policy(Part):
     """The token policy."""
 
@@ -357,7 +348,7 @@ class Document(Part):
     settings: RunSettings | None = None
     model: Model | None = None
     data: Data | None = None
-    groups: Groups | None = None
+    groups: dict[str, str | int | None] | None = None
     token_policy: Policy | None = None
     versions: Mapping | None = None
     timings: Timings | None = None
