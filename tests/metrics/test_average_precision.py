@@ -1,5 +1,7 @@
 """Average precision against COCO's protocol written again with plain loops, and examples computed by hand."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -144,7 +146,15 @@ def test_the_accumulator_reads_every_layer_whatever_the_batches():
     first, second = (measure.rows() for measure in measures)
     assert first == second
     expected = [average_precision(*zip(*layer, strict=True)) for layer in layers]
-    assert {(row.layer, row.statistic): row.value for row in first} == {
+    assert {(row.layer, row.statistic): row.value for row in first if "error" not in row.statistic} == {
         (number, name): value for number, values in enumerate(expected, 1) for name, value in values.items()
     }
+    without = [
+        [average_precision(*zip(*layer[:i], *layer[i + 1 :], strict=True)) for i in range(6)] for layer in layers
+    ]
+    for row in first:
+        if name := row.statistic.removeprefix("standard_error_of_") * row.statistic.startswith("standard_error"):
+            values = [found[name] for found in without[row.layer - 1]]
+            assert row.value == pytest.approx(math.sqrt(5 / 6 * np.square(values - np.mean(values)).sum()))
+    assert sum("error" in row.statistic for row in first) == 6
     assert {row.count for row in first} == {sum(int((~each[2]["crowd"]).sum()) for each in layers[0])}

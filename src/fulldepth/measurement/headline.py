@@ -240,5 +240,5 @@ def _average_precision(table: pd.DataFrame, num_layers: int) -> Finding:
             if enough < num_layers
             else "; no layer before it reaches 95 % of that"
         )
-    whole = _value(table, name, "ap", num_layers)
-    return Finding(last, "1", f"{sentence} (over IoUs of 0.5 to 0.95: {whole:.1%}).")
+    whole, error = (_value(table, name, statistic, num_layers) for statistic in ("ap", "standard_error_of_ap50"))
+    return Finding(last, "1", f"{sentence} (over IoUs of 0.5 to 0.95: {whole:.1%}).", error)

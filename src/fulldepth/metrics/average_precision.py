@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fulldepth.distributed import current
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.detections import Target, areas, corners, intersections, iou
+from fulldepth.metrics.jackknife import error_of, jackknife_influence
+from fulldepth.uncertainty import FEWEST_CLUSTERS
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))
 """Intersections over union from which a detection counts as right."""
@@ -171,24 +173,25 @@ def _crowd(target: Target) -> Tensor:
 
 
 class AveragePrecision(Measure):
-    """Average precision of layers 1..L, each read by the model's final norm, class head and box head, or by
-    heads of its own (multi-exit).
+    """Average precision of layers 1..L with its standard error (jackknife over groups of images).
+
+    A layer is read by the model's final norm, class head and box head, or by heads of its own (multi-exit).
     """
 
     name = "average_precision"
-    units = dict.fromkeys(("ap", "ap50", "ap75"), "1")
+    statistics: ClassVar = ("ap", "ap50", "ap75")
+    units: ClassVar = dict.fromkeys((kind + name for name in statistics for kind in ("", "standard_error_of_")), "1")
     needs = frozenset({"boxes", "objects"})
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.matches: dict[int, list[Matches]] = {}
-        """Index of an image -> the matches of layers 1..L."""
-        self.counts: dict[int, int] = {}
+        self.images: dict[int, tuple[list[Matches], dict[int, int]]] = {}
+        """Index of an image -> the matches of layers 1..L, and its `positives`."""
 
     def reset(self) -> None:
         """Remove all images."""
         super().reset()
-        self.matches, self.counts = {}, {}
+        self.images = {}
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -196,31 +199,57 @@ class AveragePrecision(Measure):
         if detections is None or detections.targets is None:
             raise ValueError("this observation has no boxes; average_precision needs predicted and true ones")
         for row, (sequence, target) in enumerate(zip(observation.sequence.tolist(), detections.targets, strict=True)):
-            self.matches[sequence] = [
+            matches = [
                 match(logits[row], boxes[row], target)
                 for logits, boxes in zip(detections.logits, detections.boxes, strict=True)
             ]
-            for index, count in positives([target]).items():
-                self.counts[index] = self.counts.get(index, 0) + count
+            self.images[sequence] = matches, positives([target])
 
-    def compute(self) -> tuple[list[dict[str, float]], int]:
-        """The average precisions of layers 1..L over all processes, and the number of objects."""
-        everyone = current().gather((self.matches, self.counts))
-        matches = {index: found for part, _ in everyone for index, found in part.items()}
+    def compute(self) -> tuple[Tensor, Tensor, int]:
+        """[L, 3] the average precisions over all processes, `[G, L, 3]` influences on them (G = 0 for fewer than three
+        groups), and the number of objects.
+        """
+        images = {index: found for part in current().gather(self.images) for index, found in part.items()}
+        ordered, groups = sorted(images), self.setup.groups
+        values, count = self._precisions([images[index] for index in ordered])
+        if groups < FEWEST_CLUSTERS:
+            return values, values.new_zeros(0, *values.shape), count
+        group = self.setup.group_of[ordered].tolist()
+        without = [
+            self._precisions([images[index] for index, own in zip(ordered, group, strict=True) if own != out])[0]
+            for out in range(groups)
+        ]
+        return values, jackknife_influence(torch.stack(without)), count
+
+    def _precisions(self, images: Sequence[tuple[list[Matches], dict[int, int]]]) -> tuple[Tensor, int]:
+        """[L, 3] average precisions of some images, NaN without objects, and the number of objects."""
         counts: dict[int, int] = {}
-        for _, part in everyone:
-            for index, count in part.items():
-                counts[index] = counts.get(index, 0) + count
-        ordered = [matches[index] for index in sorted(matches)]
-        layers = range(self.setup.num_layers)
-        return [summary([each[layer] for each in ordered], counts) for layer in layers], sum(counts.values())
+        for _, found in images:
+            for index, number in found.items():
+                counts[index] = counts.get(index, 0) + number
+        layers = [summary([matches[layer] for matches, _ in images], counts) for layer in range(self.setup.num_layers)]
+        values = [[each[name] for name in self.statistics] for each in layers]
+        return torch.tensor(values, dtype=torch.float64), sum(counts.values())
+
+    def influences(self) -> list[Influence]:
+        """On the three numbers of each layer 1..L."""
+        _, values, count = self.compute()
+        return [
+            self.influence(name, values[:, layer - 1, index], layer)
+            for layer in range(1, self.setup.num_layers + 1)
+            for index, name in enumerate(self.statistics)
+            if count and len(values)
+        ]
 
     def rows(self) -> list[Row]:
-        """Three rows for each layer 1..L; none without objects."""
-        layers, count = self.compute()
+        """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""
+        values, influences, count = self.compute()
+        errors = error_of(influences)
         return [
-            self.row(statistic, value, count, layer)
-            for layer, statistics in enumerate(layers, start=1)
-            for statistic, value in statistics.items()
+            row
+            for layer in range(1, self.setup.num_layers + 1)
+            for index, name in enumerate(self.statistics)
+            for statistic, found in ((name, values), (f"standard_error_of_{name}", errors))
+            for row in self.rows_of({statistic: float(found[layer - 1, index])}, count, layer)
             if count
         ]

@@ -195,7 +195,7 @@ class RenyiEntropy(Measure):
         return ratio_influence(self.sums[: self.groups], self.counts[: self.groups, ..., None])
 
     def _places(self, counts: Tensor) -> list[tuple[int, int]]:
-        """Index of the site and layer of every captured state, with `counts [2, L+1]`; value states begin with layer 1."""
+        """Index of the site and layer of each captured state, from `counts [2, L+1]`; value states have no layer 0."""
         captured = [index for index in range(len(self.sites)) if counts[index].any()]
         return [(index, layer) for index in captured for layer in range(index, self.setup.num_layers + 1)]
 
