@@ -6,7 +6,7 @@ import torch
 from scipy.stats import binom
 
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labels import sample
+from fulldepth.data.labels import balanced_sample
 from fulldepth.errors import FulldepthError
 
 
