@@ -1,8 +1,8 @@
 r"""Uniform samples of passages of text: pieces of documents, weighted by their length, without replacement.
 
 A document of `c` characters is cut into `max(1, c // P)` pieces of equal length, with `P = 8 W` characters for windows
-of `W` tokens. A piece has the key `E / w`, with a standard exponential `E` from the hash of its document and number, and
-its characters `w`; the pieces with the smallest keys are the sample, and each gives one window. Every character is
+of `W` tokens. A piece has the key `E / w`, with a standard exponential `E` from the hash of its document and number,
+and its characters `w`; the pieces with the smallest keys are the sample, and each gives one window. Every character is
 equally likely to be in a window, up to the ends of pieces. A document too short for a window is drawn with the weight
 of a window (`4 W` characters), as it gives all of its tokens.
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fulldepth.uncertainty import identity, ranks, sample
+from fulldepth.uncertainty import distinct, identity, ranks, sample
 
 CHARACTERS = 8
 """Characters of a piece for each token of a window; text has 3 to 6 characters a token."""
@@ -122,7 +122,7 @@ def thinned(texts: Iterable[str], *, count: int, window: int, seed: int) -> list
 
 
 def _measured(documents: Sequence[tuple[int, str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    identities = np.array([number for number, _ in documents], dtype=np.uint64)
+    identities = distinct([number for number, _ in documents])
     return identities, np.array([len(text) for _, text in documents], dtype=np.int64)
 
 

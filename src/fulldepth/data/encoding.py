@@ -13,11 +13,10 @@ from torch import Tensor
 from fulldepth.data.batches import Example
 from fulldepth.data.drawing import Drawn, Text, block_clusters, draw_windows, first_windows
 from fulldepth.data.masking import mask_tokens
-from fulldepth.data.sources import Order, Record, Source
+from fulldepth.data.sources import Order, Record
 from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
-
 
 Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""

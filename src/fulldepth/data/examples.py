@@ -21,7 +21,6 @@ from fulldepth.data.row_index import sampled_documents, sampled_rows
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
-from fulldepth.uncertainty import distinct, identity
 
 HELDOUT_SHARE = 5
 """One in so many documents or pairs is held out if there is no held-out file."""
@@ -176,31 +175,22 @@ def _windows(name: str, texts: Iterable[str], tokenizer: Any, draw: _Draw) -> li
     """
     most = MOST_WINDOWS if draw.limit is None else draw.limit
     documents = thinned(texts, count=most, window=draw.window, seed=draw.seed)
-    documents = [(number, text) for number, text in _apart(documents) if text.strip()]
-    frame = Frame.of(tokenizer, (text for _, text in documents))
+    frame = Frame.of(tokenizer, (text for _, text in documents if text.strip()))
 
     def tokenise(text: Text) -> list[int]:
-        ids = plain_ids(tokenizer, text.text)
-        return Frame(frame.prefix if text.starts else (), frame.suffix if text.ends else ()).wrap(ids)
+        ids = plain_ids(tokenizer, text.text) if text.text.strip() else []
+        return Frame(frame.prefix if text.starts else (), frame.suffix if text.ends else ()).wrap(ids) if ids else []
 
     drawn = draw_windows(documents, tokenise, window=draw.window, count=most, seed=draw.seed, least=2)
     if not drawn.windows:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
-    return [Example.of(each.ids, 1, len(each.ids), document=documents[each.document][0]) for each in drawn.windows]
-
-
-def _apart(documents: Sequence[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """The documents with identities of which no two are the same."""
-    numbers = distinct([number for number, _ in documents]).tolist()
-    return ((number, text) for number, (_, text) in zip(numbers, documents, strict=True))
+    return [Example.of(each.ids, 1, len(each.ids), document=each.document) for each in drawn.windows]
 
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
     """An example for each response, with labels on its tokens."""
     examples, too_long = [], []
-    read = list(rows)
-    documents = distinct([identity(repr(conversation)) for _, conversation in read]).tolist()
-    for document, (where, conversation) in zip(documents, read, strict=True):
+    for document, (where, conversation) in enumerate(rows):
         for prompt, response in _turns(conversation, where):
             before, answer, after = encode_pair(tokenizer, prompt, response, where)
             size = len(before) + len(answer) + len(after)

@@ -117,7 +117,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def balanced_sample(labels: Sequence[int], identities: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Indices, ascending, of at most `limit` items: all if there are no more, else a seeded sample, the classes in turn.
+    """Indices, ascending, of at most `limit` items: all if there are no more, else a seeded sample of classes in turn.
 
     A mean over it is a mean over classes.
     """

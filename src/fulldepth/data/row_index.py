@@ -60,7 +60,7 @@ def sampled_rows(opened: Opened, columns: Sequence[str], limit: int, seed: int) 
 
 
 def sampled_documents(opened: Opened, columns: Sequence[str], limit: int, seed: int, window: int) -> list[Row] | None:
-    """The rows whose texts, in these columns, hold a sample of `limit` windows of `window` tokens; None if that takes all rows.
+    """The rows whose texts hold a sample of `limit` windows of `window` tokens; None if that takes all rows.
 
     See `fulldepth.data.drawing`. A few rows are read to find their lengths, those whose keys may be small enough.
     """
@@ -144,7 +144,9 @@ def _of_file(path: Path, name: str, names: list[str], measured: list[str]) -> Ro
         return _index([identity(name)], [size], lambda _: text_rows(path))
     if suffix == ".parquet":
         count = parquet_shape(path)[1]
-        sizes = np.sum([np.zeros(count, np.int64), *(parquet_lengths(path, column) for column in measured)], axis=0)
+        sizes = np.zeros(count, np.int64)
+        for column in measured:
+            sizes += np.array(parquet_lengths(path, column))
         return _index(_numbered(count, name), sizes, lambda chosen: chosen_parquet_rows(path, names, chosen))
     lines = scan_lines(path)
     return _index(np.array(lines.identities), lines.sizes, lambda chosen: rows_of_lines(path, lines, chosen))

@@ -98,10 +98,10 @@ def open_source(
 ) -> Source:
     """Read data for measuring, or labelled rows for training.
 
-    With a `limit`, little more than the sample is read: lines are hashed, and only drawn ones parsed; of tables only the
-    row groups of drawn rows are read; only drawn images are opened. A bad row that is not drawn is not seen. Where
-    labels are names, the labels of all rows are read (of `.jsonl`, all rows are parsed), as names are numbered in sorted
-    order.
+    With a `limit`, little more than the sample is read: lines are hashed, and only drawn ones parsed; of tables only
+    the row groups of drawn rows are read; only drawn images are opened. A bad row that is not drawn is not seen. Where
+    labels are names, the labels of all rows are read (of `.jsonl`, all rows are parsed), as names are numbered in
+    sorted order.
 
     Args:
         data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below

@@ -112,7 +112,7 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
 def _checked(
     source: Source, settings: TrainSettings, classes: tuple[str, ...], *, every: bool = True
 ) -> tuple[Rows, list[str]]:
-    """The valid rows, and warnings. With `every`, each class needs a row; which boxes a detector needs, it says itself."""
+    """The valid rows, and warnings. With `every`, each class needs a row; what a detector needs, it says itself."""
     skip = settings.data.skip_bad
     rows = check_rows(source, settings.task, classes, skip_bad=skip)
     return rows, rows.warnings + (
