@@ -55,7 +55,18 @@ def ranks(identities: ArrayLike, seed: int) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def sample(identities: Sequence[int], limit: int | None, seed: int) -> list[int]:
+def distinct(identities: ArrayLike) -> NDArray[np.uint64]:
+    """`[n]` the identities, in which the second, third, ... of equal items get others, by their number."""
+    items = np.asarray(identities, dtype=np.uint64)
+    order = items.argsort(kind="stable")
+    ordered = items[order]
+    first = np.r_[True, ordered[1:] != ordered[:-1]][: len(items)]
+    number = np.empty(len(items), dtype=np.uint64)  # 0 for the first of equal items, 1 for the second
+    number[order] = np.arange(len(items)) - np.maximum.accumulate(np.where(first, np.arange(len(items)), 0))
+    return items ^ (ranks(number, 1) >> np.uint64(1)) * (number > 0)
+
+
+def sample(identities: Sequence[int] | NDArray[np.uint64], limit: int | None, seed: int) -> list[int]:
     """Indices, ascending, of a uniform sample of items without replacement: those with the smallest seeded hashes.
 
     The sample depends on the items and the seed only, not on their order. Equal items are told apart by their number.
@@ -67,14 +78,7 @@ def sample(identities: Sequence[int], limit: int | None, seed: int) -> list[int]
     """
     if limit is None or len(identities) <= limit:
         return list(range(len(identities)))
-    items = np.asarray(identities, dtype=np.uint64)
-    order = items.argsort(kind="stable")
-    ordered = items[order]
-    first = np.r_[True, ordered[1:] != ordered[:-1]]
-    number = np.empty(len(items), dtype=np.uint64)  # 0 for the first of equal items, 1 for the second
-    number[order] = np.arange(len(items)) - np.maximum.accumulate(np.where(first, np.arange(len(items)), 0))
-    mixed = items ^ (ranks(number, 1) * (number > 0))
-    return sorted(ranks(mixed, seed).argsort(kind="stable")[:limit].tolist())
+    return sorted(ranks(distinct(identities), seed).argsort(kind="stable")[:limit].tolist())
 
 
 def deal(clusters: ArrayLike, seed: int = 0, groups: int = GROUPS) -> NDArray[np.int64]:

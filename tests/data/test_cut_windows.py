@@ -4,12 +4,23 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fulldepth.data.encoding import cut_windows
+from fulldepth.data.drawing import first_windows
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
 
 
 def letters(text, needed):
     return [ord(c) for c in text]
+
+
+def cut_windows(texts, tokenise, *, window, count, separator=None):
+    """Token ids of the first windows, and the tokens left over."""
+
+    def join(ids, following):
+        between = [separator] if separator is not None and ids[-1] != separator else []
+        return [*ids, *between, *following]
+
+    drawn = first_windows(texts, tokenise, window=window, count=count, join=join)
+    return [each.ids for each in drawn.windows], drawn.left_over
 
 
 def test_packing_by_hand():

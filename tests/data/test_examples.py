@@ -264,17 +264,19 @@ def test_text_files_and_the_corpus(tmp_path):
     builtin = read_examples("corpus:builtin", own, 128, limit=100)
     assert builtin.meta["name"] == "corpus:builtin/heldout"
     assert builtin.meta["sequence_length"] == 128
-    starts = [own.decode(e.input_ids) for e in both(builtin) if e.document == 0]
     assert len(both(builtin)) == 100
-    assert len(starts) == 5
-    assert builtin_texts("heldout")[0].startswith("".join(starts))
+    novels = builtin_texts("heldout")
+    texts = [own.decode(e.input_ids) for e in both(builtin)]
+    assert all(any(text in novel for novel in novels) for text in texts), "contiguous within a document"
+    shares = [sum(text in novel for text in texts) / 100 for novel in novels]
+    assert abs(shares[0] - len(novels[0]) / sum(map(len, novels))) < 0.2
     train = read_examples("corpus:builtin/train", own, None, limit=30)
-    assert builtin_texts("train")[0].startswith(own.decode(both(train)[0].input_ids))
+    assert len({example.document for example in both(train)}) > 25
     assert {len(e) for e in both(train)} == {256}
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(1, 70))
-def test_a_limit_takes_windows_of_many_documents(sizes, limit):
+def test_a_limit_takes_windows_of_all_documents(sizes, limit):
     texts = [words(*[i % 80] * (2 * n)) for i, n in enumerate(sizes)]
     available = {i: n for i, n in enumerate(sizes) if n}
     if not available:
@@ -283,7 +285,6 @@ def test_a_limit_takes_windows_of_many_documents(sizes, limit):
     counts = Counter(example.input_ids[0].item() - ids(0)[0] for example in found)
     assert len(found) == min(limit, sum(sizes))
     assert all(counts[i] <= n for i, n in available.items())
-    assert len(counts) >= min(len(available), 20, limit)
     assert [e.document for e in found] == sorted(e.document for e in found)
 
 
@@ -435,12 +436,15 @@ def test_real_pairs(shared_data):
     """Grade-school problems: the labels decode to the answers, the rest to the questions."""
     own = train_tokenizer(builtin_texts("heldout")[:1], vocab_size=600)
     path = shared_data / "gsm8k" / "test.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:40]]
+    rows = {row["answer"]: row["question"] for row in map(json.loads, path.read_text().splitlines())}
     found = read_examples(path, own, 2048, limit=40)
     assert (len(found.train), len(found.heldout)) == (32, 8)
-    for example, row in zip(both(found), rows, strict=True):
+    answers = set()
+    for example in both(found):
         said = example.labels != NO
-        assert own.decode(example.labels[said]) == row["answer"]
-        assert own.decode(example.input_ids[~said]) == row["question"] + "\n"
+        answers.add(answer := own.decode(example.labels[said]))
+        assert own.decode(example.input_ids[~said]) == rows[answer] + "\n"
+    assert len(answers) == 40
+    assert answers != set(list(rows)[:40]), "a sample, not the first rows"
     with pytest.raises(FulldepthError, match=r"test\.jsonl line \d+ has"):
         read_examples(path, own, 128, limit=40)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from fulldepth.data import Source, open_source, train_wordpiece
 from fulldepth.data.archives import Archive
@@ -23,7 +24,7 @@ def rows_of(texts: list[str], labels: list[int]) -> Any:
     return check_rows(source, "text-classification", name_classes(source))
 
 
-def test_held_out_rows_are_balanced_and_share_no_content() -> None:
+def test_held_out_rows_have_the_shares_of_all_and_share_no_content() -> None:
     rng = np.random.default_rng(1)
     labels = rng.choice(3, 200, p=[0.7, 0.2, 0.1]).tolist()
     texts = [f"{label} {rng.integers(0, 30)}" for label in labels]  # many occur several times
@@ -32,12 +33,18 @@ def test_held_out_rows_are_balanced_and_share_no_content() -> None:
     inside, outside = ({t for t, c in zip(texts, chosen, strict=True) if c == part} for part in (True, False))
     assert not inside & outside
     assert 20 <= chosen.sum() <= 30
-    groups = [len({text for text in inside if text.startswith(str(label))}) for label in range(3)]
-    assert min(groups) >= 2
     assert {text[0] for text in outside} == {"0", "1", "2"}
     order = rng.permutation(200)
     again = held_out(rows_of([texts[i] for i in order], [labels[i] for i in order]), 30, seed=4)
     assert {texts[order[i]] for i in np.flatnonzero(again)} == inside
+
+
+def test_held_out_rows_are_a_uniform_sample() -> None:
+    """The classes in turn gave half of each."""
+    labels = [int(i % 10 == 0) for i in range(2000)]
+    rows = rows_of([f"text {i}" for i in range(2000)], labels)
+    zeros = sum(int((np.array(labels)[held_out(rows, 200, seed)] == 0).sum()) for seed in range(4))
+    assert binomtest(zeros, 800, 0.9).pvalue > 1e-4
 
 
 def test_equal_rows_cannot_be_held_out() -> None:

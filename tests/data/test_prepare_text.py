@@ -6,7 +6,7 @@ import torch
 from scipy.stats import binom
 
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labels import sample
+from fulldepth.data.labels import balanced_sample
 from fulldepth.errors import FulldepthError
 
 
@@ -20,7 +20,7 @@ def all_of(sequences, batch_size=3):
 
 def test_causal_windows_and_targets_token_by_token(number_tokenizer):
     source = open_source([words(0, 1, 2), words(3, 4, 5, 6, 7), words(8)])
-    data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, sequence_length=4)
+    data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, sequence_length=4, order="first")
     stream = [2, 3, 4, 1, 5, 6, 7, 8, 9, 1, 10]  # documents with an EOS (1) between them
     rows = torch.tensor([stream[:4], stream[4:8]])
     (batch,) = all_of(data)
@@ -34,7 +34,7 @@ def test_causal_windows_and_targets_token_by_token(number_tokenizer):
     assert data.equal_lengths
     assert data.sequence_length == 4
     assert batch.attention_mask.all()
-    assert data.warnings == ["The last 3 tokens of the text do not fill a sequence and are left out."]
+    assert data.warnings == ["3 tokens at the ends of documents do not fill a sequence and are left out."]
     assert batch.labels is None
 
 
@@ -148,6 +148,7 @@ def test_masks_do_not_depend_on_the_other_sequences(bert_tokenizer):
             sequence_length=64,
             max_sequences=n,
             seed=seed,
+            order="first",
         )
         return torch.cat([batch.masked_inputs["input_ids"] for batch in data.batches(3)])
 
@@ -260,6 +261,11 @@ def test_sequences_are_cut_to_the_models_positions(bert_tokenizer):
 def test_plain_texts_stop_at_max_sequences(bert_tokenizer, task):
     source = open_source([words(i) for i in range(9)])
     data = prepare(source, task=task, tokenizer=bert_tokenizer, max_sequences=4)
+    chosen = all_of(data, 9)[0].token_ids[:, 1].tolist()
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 4
+    assert set(chosen) < {*range(5, 14)}
+    data = prepare(source, task=task, tokenizer=bert_tokenizer, max_sequences=4, order="first")
     assert all_of(data, 9)[0].token_ids[:, 1].tolist() == [5, 6, 7, 8]
 
 
@@ -293,7 +299,7 @@ def test_batches_do_not_depend_on_batch_size_or_world(bert_tokenizer, task):
         return data.hash, found
 
     reference = rows(1, 1)
-    assert len(reference[1]) == (700 + 2 if task == "causal-lm" else 700) // (16 if task == "causal-lm" else 14)
+    assert len(reference[1]) == (700 + 1) // 15 if task == "causal-lm" else 700 // 14  # [CLS] before every window
     for batch_size, world in [(3, 1), (2, 3), (64, 2)]:
         assert rows(batch_size, world) == reference
 
@@ -317,16 +323,16 @@ def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
     assert data.warnings == ["The word 'w9' occurs nowhere in the sequences."]
 
 
-def test_sampling_is_seeded_and_balanced():
-    labels = [0] * 900 + [1] * 90 + [2] * 10
-    chosen = sample(labels, 45, seed=3)
-    assert chosen == sample(labels, 45, seed=3)
-    assert chosen != sample(labels, 45, seed=4)
+def test_a_balanced_sample_takes_the_classes_in_turn():
+    labels, names = [0] * 900 + [1] * 90 + [2] * 10, range(1000)
+    chosen = balanced_sample(labels, names, 45, seed=3)
+    assert chosen == balanced_sample(labels, names, 45, seed=3)
+    assert chosen != balanced_sample(labels, names, 45, seed=4)
     assert len(set(chosen)) == 45
     counts = np.bincount([labels[i] for i in chosen])
     assert counts[2] == 10
     assert abs(counts[0] - counts[1]) <= 1
-    assert sample(labels, 1000, seed=3) == list(range(1000))
+    assert balanced_sample(labels, names, 1000, seed=3) == list(range(1000))
 
 
 def test_labels_follow_the_models_names(bert_tokenizer):

@@ -78,7 +78,7 @@ def test_tsv_with_the_line_ends_and_the_mark_of_windows(tmp_path):
 def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     pd.DataFrame({"sentence": list("abc"), "label": [2, 0, 1], "more": [None] * 3}).to_parquet(path)
-    source = open_source(path, limit=2)
+    source = open_source(path, limit=2, order="first")
     assert [(r.text, r.label) for r in source.records] == [("a", 2), ("b", 0)]
 
 
@@ -113,11 +113,13 @@ def test_python_objects():
     source = open_source(table)
     assert source.class_names == ("x", "y")
     assert [(r.text, r.label) for r in source.records] == [("a", 1), ("b", 0)]
-    assert [r.text for r in open_source(table, limit=1).records] == ["a"]
+    assert [r.text for r in open_source(table, limit=1, order="first").records] == ["a"]
     splits = datasets.DatasetDict(train=table, validation=table.select([1]))
     assert [r.text for r in open_source(splits).records] == ["b"]
     assert [r.text for r in open_source(splits, split="train").records] == ["a", "b"]
-    assert [r.text for r in open_source(table.to_iterable_dataset(), limit=1).records] == ["a"]
+    stream = open_source(table.to_iterable_dataset(), limit=1)
+    assert [r.text for r in stream.records] == ["a"]
+    assert stream.warnings == ("datasets.Dataset is a stream: its first 1 rows are read, which are no sample of all.",)
     with pytest.raises(FulldepthError, match="give a limit"):
         open_source(table.to_iterable_dataset())
     with pytest.raises(FulldepthError, match=r"no split 'test'\. It has: train, validation"):

@@ -14,7 +14,7 @@ from measurement import oracle
 
 T, N = 16, 6
 BOTH = ["residual", "attention_output"]
-SIZES = {"max_sequences": N, "sequence_length": T, "batch_size": 4, "dtype": "float64", "exact": True}
+SIZES = {"order": "first", "max_sequences": N, "sequence_length": T, "batch_size": 4, "dtype": "float64", "exact": True}
 LENS = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]
 MIDDLE = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm"}
 CLASSES = {"llama": tf.LlamaForCausalLM, "gemma2": tf.Gemma2ForCausalLM}

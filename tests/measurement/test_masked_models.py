@@ -22,7 +22,7 @@ T, N = 16, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 SINGLE = {"rtol": 3e-6, "atol": 1e-7}
 """For losses, which pass through float32."""
-FEW = {"max_sequences": N, "sequence_length": T, "batch_size": N, "dtype": "float64"}
+FEW = {"order": "first", "max_sequences": N, "sequence_length": T, "batch_size": N, "dtype": "float64"}
 
 
 def clean_windows(tokenizer, text_file):

@@ -64,7 +64,7 @@ def measured(folder_of, text_file, tokenizer):
             extra = ["retrieval_weight", "expected_retrieval"] if model.config.memory != "none" else []
             extra += ["stream_mixing"] if model.config.residual == "hyper" else []
             results = measure(
-                folder, text_file, measures=ASKED + extra, max_sequences=N, sequence_length=T, batch_size=4, seed=3
+                folder, text_file, measures=ASKED + extra, max_sequences=N, sequence_length=T, batch_size=4, seed=3, order="first"
             )
             ids, frequencies = windows(tokenizer, text_file), combinations.frequencies(model)
             made[name] = results, model, plain.run(model.state_dict(), model.config, ids, frequencies=frequencies)
@@ -225,7 +225,7 @@ def test_padding_and_batches_change_no_weight(folder_of, ragged_tsv):
 
 def test_a_model_without_a_memory_says_nothing_of_it(folder_of, text_file):
     folder, _ = folder_of("serial")
-    results = measure(folder, text_file, max_sequences=2, sequence_length=T)
+    results = measure(folder, text_file, max_sequences=2, sequence_length=T, order="first")
     mentioned = {entry["measure"] for entry in results.meta["left_out"]} | set(results.table.measure)
     assert not mentioned & {"retrieval_weight", "expected_retrieval", "stream_mixing"}
 

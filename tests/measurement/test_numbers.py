@@ -25,7 +25,7 @@ def windows(tokenizer, text_file):
 @pytest.fixture(scope="module")
 def llama(trained, text_file, tokenizer):
     """Results in float64, the same states through hooks of our own, and the model."""
-    results = measure(trained, text_file, max_sequences=N, sequence_length=T, batch_size=4, dtype="float64")
+    results = measure(trained, text_file, max_sequences=N, sequence_length=T, batch_size=4, dtype="float64", order="first")
     model = tf.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float64).eval()
     ids = windows(tokenizer, text_file)
     states, inner = oracle.taps(
@@ -168,7 +168,7 @@ def test_spectral_norms(llama):
 
 
 def test_mmd_between_two_models_and_to_itself(trained, checkpoint, text_file, tokenizer):
-    other, options = checkpoint("llama", 1), {"max_sequences": 4, "sequence_length": T, "dtype": "float64"}
+    other, options = checkpoint("llama", 1), {"max_sequences": 4, "sequence_length": T, "dtype": "float64", "order": "first"}
     found = measure(trained, text_file, measures=["mmd"], reference=str(other), **options)
     ids = {"input_ids": windows(tokenizer, text_file)[:4]}
     mine, theirs = (
@@ -184,7 +184,7 @@ def test_mmd_between_two_models_and_to_itself(trained, checkpoint, text_file, to
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3", "gpt_neox"])
 def test_other_families(checkpoint, text_file, tokenizer, family):
     folder = checkpoint(family)
-    results = measure(folder, text_file, max_sequences=4, sequence_length=T, dtype="float64")
+    results = measure(folder, text_file, max_sequences=4, sequence_length=T, dtype="float64", order="first")
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     ids = windows(tokenizer, text_file)[:4]
     states, _ = oracle.taps(model, oracle.BLOCKS[family], {"input_ids": ids})
@@ -198,7 +198,7 @@ def test_other_families(checkpoint, text_file, tokenizer, family):
 def test_masked_model_is_read_where_a_token_is_masked(checkpoint, text_file, bert_tokenizer):
     """The cross-entropy that transformers itself gives for the masked positions, and nothing at the others."""
     folder = checkpoint("bert")
-    results = measure(folder, text_file, max_sequences=4, sequence_length=T, dtype="float64")
+    results = measure(folder, text_file, max_sequences=4, sequence_length=T, dtype="float64", order="first")
     model = tf.BertForMaskedLM.from_pretrained(folder, dtype=torch.float64).eval()
     samples = results.meta["lens_grid"]["samples"]
     plain = bert_tokenizer(text_file.read_text(), add_special_tokens=False)["input_ids"]
@@ -213,7 +213,7 @@ def test_masked_model_is_read_where_a_token_is_masked(checkpoint, text_file, ber
             assert not any(m for m, token in zip(masked, whole, strict=True) if token in special)
             inputs.append([bert_tokenizer.mask_token_id if m else t for m, t in zip(masked, whole, strict=True)])
             targets.append([t if m else -100 for m, t in zip(masked, whole, strict=True)])
-    three = measure(folder, text_file, max_sequences=3, sequence_length=T, dtype="float64")
+    three = measure(folder, text_file, max_sequences=3, sequence_length=T, dtype="float64", order="first")
     with torch.no_grad():
         loss = model(input_ids=torch.tensor(inputs), labels=torch.tensor(targets)).loss
     assert three.values("lens_loss", "mean")[3] == pytest.approx(float(loss), rel=1e-6)

@@ -7,12 +7,12 @@ from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.documents import Documents, open_documents
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import sample as choose_sample
+from fulldepth.data.labels import balanced_sample
 from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.preparation import prepare
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.shapes import write_shapes
-from fulldepth.data.sources import Record, Source, content_hash, open_source
+from fulldepth.data.sources import Record, Source, content_hash, identities, open_source
 from fulldepth.data.thumbnails import image_name, thumbnail
 from fulldepth.data.tokens import decode_ids
 from fulldepth.data.translation import input_texts, prepare_translation
@@ -28,12 +28,13 @@ __all__ = [
     "ShuffledSampler",
     "Source",
     "Windows",
+    "balanced_sample",
     "builtin_texts",
-    "choose_sample",
     "content_hash",
     "conversations",
     "decode_ids",
     "flatten_windows",
+    "identities",
     "image_content",
     "image_name",
     "input_texts",

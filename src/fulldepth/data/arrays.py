@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Batch, Picture, Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import distinct, identity, sample
 
 EXPECTED = (
     "(inputs, labels) as two arrays of one length, inputs alone, or a data set with a length whose items are "
@@ -30,8 +30,7 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
         data: `(inputs, labels)`: two arrays or tensors of one length N, `[N, ...]` and `[N]` whole numbers (negative =
             no label); inputs alone; a map-style data set whose items are `(input, label)` or an input; or a
             `DataLoader`, whose data set is read.
-        max_sequences: at most this many samples; of more a seeded sample is taken, the classes in turn where the labels
-            are known beforehand (arrays and `TensorDataset`).
+        max_sequences: at most this many samples; of more a uniform sample is taken, by number.
         seed: seed of the sample.
 
     Raises:
@@ -49,7 +48,7 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
     if not len(inputs):
         raise FulldepthError(f"The data hold no sample. Expected {EXPECTED}.")
     fingerprint = Fingerprint("arrays", str(inputs.dtype), str(tuple(inputs.shape)))
-    fingerprint.add(inputs.contiguous().view(torch.uint8).numpy().tobytes() if inputs.numel() else b"")
+    fingerprint.add(_bytes(inputs))
     fingerprint.add(labels.numpy().astype("<i8").tobytes())
     known = labels[labels != IGNORE]
     return Sequences(
@@ -62,7 +61,13 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
         lengths=[0] * len(inputs),
         num_targets=len(known),
         num_classes=int(known.max()) + 1 if len(known) else None,
+        clusters=[int(name) for name in distinct([identity(_bytes(row)) for row in inputs])],
+        unit="row",
     )
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
 
 
 def _no_picture() -> Any:
@@ -82,7 +87,7 @@ def _of_arrays(parts: Sequence[Any], limit: int, seed: int) -> tuple[Tensor, Ten
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise FulldepthError(f"The data are {len(parts)} arrays of shape {shapes}. Expected {EXPECTED}.")
     labels = _classes(torch.as_tensor(parts[1])) if len(parts) == 2 else torch.full((len(inputs),), IGNORE)
-    chosen = sample(labels.tolist(), limit, seed)
+    chosen = sample(range(len(labels)), limit, seed)
     return inputs[chosen].detach().cpu(), labels[chosen]
 
 
@@ -90,7 +95,7 @@ def _of_items(data: Any, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     """The chosen samples of a map-style data set, and their labels."""
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | bytes | dict):
         raise FulldepthError(f"The data are of type {type(data).__name__}. Expected {EXPECTED}.")
-    items = [data[index] for index in sample([IGNORE] * len(data), limit, seed)]
+    items = [data[index] for index in sample(range(len(data)), limit, seed)]
     pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, IGNORE) for item in items]
     try:
         inputs = torch.stack([torch.as_tensor(given) for given, _ in pairs]) if pairs else torch.zeros(0)

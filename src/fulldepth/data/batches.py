@@ -24,7 +24,7 @@ class Example:
     """The token itself where it is predicted, -100 elsewhere. Causal: unshifted (the model or `Task` shifts), -100 at
     position 0; masked: the true token at masked positions."""
     document: int = 0
-    """Index of the row or document of origin; a held-out file has its own numbering."""
+    """Index of the row or document of origin, the example's cluster; a held-out file has its own numbering."""
     masked_ids: Tensor | None = None
     """`input_ids` with the mask token in place of every labelled token; None unless the task is `masked-lm`."""
     types: Tensor | None = None

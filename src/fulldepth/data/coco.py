@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 from PIL import Image
 
-from fulldepth.data.images import StoredImage, stored_image
+from fulldepth.data.images import Pick, StoredImage, stored_image
 from fulldepth.data.objects import Box, Objects, checked_box
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json
+from fulldepth.uncertainty import identity
 
 MOST_BYTES = 1 << 30
 """Largest json file; COCO's own training file has 0.45 GB."""
@@ -60,7 +61,7 @@ class Defects:
         return [one_line(f"{name}: skipped {counts} with defects. First: {' '.join(self.first)}", 900)]
 
 
-def coco_rows(path: Path, *, limit: int | None = None, skip_bad: bool = False) -> Coco:
+def coco_rows(path: Path, *, skip_bad: bool = False, pick: Pick | None = None) -> Coco:
     """Read a json file in COCO's format; images are decoded on use.
 
     The image files are searched beside the json file, in its folder `images`, and as COCO's own layout has them
@@ -69,8 +70,8 @@ def coco_rows(path: Path, *, limit: int | None = None, skip_bad: bool = False) -
 
     Args:
         path: the json file.
-        limit: most images, the first of the file.
         skip_bad: leave out entries with defects and count them, instead of refusing the file.
+        pick: chooses images by the identities of their file names; None = all.
 
     Raises:
         FulldepthError: if the file is not of this format, or (without `skip_bad`) an entry has a defect: an id that
@@ -92,7 +93,9 @@ def coco_rows(path: Path, *, limit: int | None = None, skip_bad: bool = False) -
         first = f" without defects. The first: {defects.first[0]}" if defects.first else "."
         raise FulldepthError(f"{path} holds no images{first}")
     objects = _annotations(path.name, content["annotations"], images, indices, defects)
-    chosen = list(images.items())[:limit]
+    chosen = list(images.items())
+    if pick is not None:
+        chosen = [chosen[i] for i in pick([identity(entry.load.name) for _, entry in chosen])]
     rows = [{"image": entry.load, "objects": _objects(entry, objects.get(key, []))} for key, entry in chosen]
     return Coco(path.name, rows, classes, defects.warnings(path.name))
 

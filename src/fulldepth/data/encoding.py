@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fulldepth.data.batches import Example
+from fulldepth.data.drawing import Drawn, Text, block_clusters, draw_windows, first_windows
 from fulldepth.data.masking import mask_tokens
-from fulldepth.data.sources import Record, Source
+from fulldepth.data.sources import Order, Record
 from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 
+Bos = Literal["auto", "always", "never"]
+"""Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
+
 
 class Limits(NamedTuple):
-    """How much to prepare; see `prepare`."""
+    """How much to prepare, and which of it; see `prepare`."""
 
     max_sequences: int
     sequence_length: int
@@ -27,6 +31,9 @@ class Limits(NamedTuple):
     truncate: bool
     seed: int
     skip_bad: bool = False
+    order: Order = "random"
+    bos: Bos = "auto"
+    one_per_row: bool = False
 
     @property
     def longest(self) -> int:
@@ -34,31 +41,53 @@ class Limits(NamedTuple):
         return min(self.sequence_length, self.max_positions or self.sequence_length)
 
 
-Encoded = tuple[list[Example], list[str]]
-"""Examples, and warnings."""
+class Encoded(NamedTuple):
+    """Examples with their clusters."""
+
+    examples: list[Example]
+    warnings: list[str]
+    clusters: list[int]
+    unit: str
+    """What a cluster is."""
+    no_error: str | None = None
+    """Reason why no standard error can be stated."""
 
 
-def encode(
-    source: Source, order: Sequence[int], labels: Sequence[int], task: str, tokenizer: Any, limits: Limits
-) -> Encoded:
-    """Examples of the records in `order`, with their `labels`, and warnings about omitted text."""
-    records = [source.records[i] for i in order]
-    if source.kind == "pairs":
-        return _pairs(records, tokenizer, limits)
-    if source.kind == "text" and task in ("causal-lm", "masked-lm"):
-        examples, warnings = _windows(records, task, tokenizer, limits)
+class Records(NamedTuple):
+    """Records to encode."""
+
+    records: list[Record]
+    identities: list[int]
+    labels: list[int]
+    window: int | None = None
+    """See `Source.window`."""
+
+    def select(self, indices: Sequence[int]) -> Records:
+        """The records of these indices."""
+        records, identities, labels = ([column[i] for i in indices] for column in self[:3])
+        return Records(records, identities, labels, self.window)  # type: ignore[arg-type]
+
+
+def windowed(kind: str, task: str, one_per_row: bool) -> bool:
+    """Whether a sample is one of windows or pieces of texts, not of rows."""
+    return kind == "text" and task in ("causal-lm", "masked-lm", "representation") and not one_per_row
+
+
+def encode(name: str, kind: str, given: Records, task: str, tokenizer: Any, limits: Limits) -> Encoded:
+    """Examples of records, and warnings about omitted text."""
+    if kind == "pairs":
+        return _pairs(given, tokenizer, limits)
+    pairs = task == "representation" and any(record.second is not None for record in given.records)
+    if windowed(kind, task, limits.one_per_row) and not pairs:
+        encoded = _windows(given, task, tokenizer, limits)
     else:
-        pieces = source.kind == "text" and task == "representation"
-        examples, cut = _one_by_one(records, labels, tokenizer, limits, pieces=pieces)
-        warnings = _cut_warning(len(cut), limits)
-        if cut and not limits.truncate and source.kind == "labelled-text" and task == "text-classification":
-            message = _too_long(source.name, records[cut[0]], len(cut), tokenizer, limits)
-            examples, warnings = [examples[index] for index in sorted(set(range(len(examples))) - set(cut))], [message]
+        encoded = _one_by_one(name, kind, given, task, tokenizer, limits)
+    examples = encoded.examples
     if task == "causal-lm":
         examples = [replace(example, labels=_causal_labels(example.input_ids)) for example in examples]
     elif task == "masked-lm" and tokenizer.mask_token_id is not None:
         examples = [_masked(example, index, tokenizer, limits.seed) for index, example in enumerate(examples)]
-    return examples, warnings
+    return encoded._replace(examples=examples)
 
 
 def _causal_labels(ids: Tensor) -> Tensor:
@@ -66,99 +95,114 @@ def _causal_labels(ids: Tensor) -> Tensor:
     return torch.cat([torch.full_like(ids[:1], IGNORE), ids[1:]])
 
 
-def _windows(records: Sequence[Record], task: str, tokenizer: Any, limits: Limits) -> Encoded:
-    """Full windows of plain text; for a masked model each has special tokens around it."""
-    length = limits.sequence_length
+def _windows(given: Records, task: str, tokenizer: Any, limits: Limits) -> Encoded:
+    """Windows of plain text. For a causal model they begin as `limits.bos` says; for others each has special tokens
+    around it, and as a representation a short document, or the end of one, is a short window.
+    """
+    length = limits.longest if task == "representation" else limits.sequence_length
     check_positions(length, limits.max_positions)
-    texts = [text for record in records for text in (record.text, record.second) if text]
-    frame = Frame.of(tokenizer, texts)
-    outer, inner = (frame, Frame()) if task == "masked-lm" else (Frame(), frame)
+    parts = [(i, text) for i, record in enumerate(given.records) for text in (record.text, record.second) if text]
+    documents = [(given.identities[index], text) for index, text in parts]
+    frame = Frame.of(tokenizer, (text for _, text in documents))
+    warnings: list[str] = []
+    outer, inner = (frame, Frame())
+    if task == "causal-lm":
+        opening, warnings = _opening(frame, tokenizer, limits.bos)
+        outer, inner = Frame(opening), Frame(frame.prefix if opening else (), frame.suffix)
     if length <= len(outer):
         raise FulldepthError(_no_room(length, outer))
-    windows, left_over = cut_windows(
-        texts,
-        lambda text, needed: inner.wrap(leading_ids(tokenizer, text, needed)),
-        window=length - len(outer),
-        count=limits.max_sequences,
-        separator=tokenizer.eos_token_id,
-    )
-    warnings = []
-    if left_over:
-        warnings.append(f"The last {left_over} tokens of the text do not fill a sequence and are left out.")
-    types = [0] * length if _has_types(tokenizer, texts[0]) else None
-    return [_example(outer.wrap(window), types) for window in windows], warnings
+    drawn = _drawn(documents, task, tokenizer, limits, inner, length - len(outer), given.window)
+    if drawn.left_over:
+        warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
+    typed = _has_types(tokenizer, documents[0][1])
+    wrapped = [outer.wrap(each.ids) for each in drawn.windows]
+    examples = [_example(ids, [0] * len(ids) if typed else None) for ids in wrapped]
+    clusters, unit, no_error = block_clusters(drawn.windows, [identity for identity, _ in documents])
+    return Encoded(examples, warnings, clusters, unit, no_error)
 
 
-def cut_windows(
-    texts: Iterable[str],
-    tokenise: Callable[[str, int], Sequence[int]],
-    *,
+def _opening(frame: Frame, tokenizer: Any, bos: Bos) -> tuple[tuple[int, ...], list[str]]:
+    """The special tokens that every window of text begins with, and a warning if there is none to begin with."""
+    if bos != "always" or frame.prefix:
+        return (() if bos == "never" else frame.prefix), []
+    if tokenizer.bos_token_id is None:
+        return (), ["The tokenizer has no BOS token, so no sequence begins with it."]
+    return (tokenizer.bos_token_id,), []
+
+
+def _drawn(
+    documents: Sequence[tuple[int, str]],
+    task: str,
+    tokenizer: Any,
+    limits: Limits,
+    inner: Frame,
     window: int,
-    count: int,
-    separator: int | None = None,
-) -> tuple[list[list[int]], int]:
-    """Cut texts, joined by `separator`, into windows.
+    piece: int | None,
+) -> Drawn:
+    """The windows of `window` tokens, without their special tokens.
 
-    Unlike `pack`, which adds special tokens to every document and saves all ids, this reads only the text it needs.
-
-    Args:
-        texts: documents, read lazily.
-        tokenise: (text, needed) -> its first `needed` or more token ids, or all of them.
-        window: tokens of a window.
-        count: most windows.
-        separator: token id between two documents, unless the first already ends with it.
-
-    Returns:
-        Full windows, or one short window if the whole text is shorter; and the number of tokens at the end of the text
-        that did not fill a window (0 if the text was not read to its end).
+    `inner` are those between documents that share a window, beside the end-of-text token.
     """
-    needed = window * count
-    stream: list[int] = []
-    for text in texts:
-        if len(stream) >= needed:
-            break
-        ids = tokenise(text, needed - len(stream))
-        if ids and stream and separator is not None and stream[-1] != separator:
-            stream.append(separator)
-        stream.extend(ids)
-    del stream[needed:]
-    if len(stream) < window:
-        return [stream] if stream else [], 0
-    full = len(stream) // window * window
-    return [stream[start : start + window] for start in range(0, full, window)], len(stream) - full
+    separator = tokenizer.eos_token_id
+
+    def join(ids: list[int], following: Sequence[int]) -> list[int]:
+        between = [separator] if separator is not None and ids[-1] != separator else []
+        return [*ids, *between, *inner.prefix, *following]
+
+    def tokenise(text: Text) -> list[int]:
+        ids = plain_ids(tokenizer, text.text)
+        return [*ids, *(inner.suffix if text.ends and ids else ())]
+
+    texts = (text for _, text in documents)
+    options: dict[str, Any] = {"window": window, "count": limits.max_sequences}
+    joined = None if task == "representation" else join
+    if limits.order == "first":
+        return first_windows(
+            texts, lambda text, needed: _leading(tokenizer, text, needed, inner), join=joined, **options
+        )
+    return draw_windows(documents, tokenise, seed=limits.seed, piece=piece, join=joined, **options)
 
 
-def _one_by_one(
-    records: Sequence[Record], labels: Sequence[int], tokenizer: Any, limits: Limits, *, pieces: bool
-) -> tuple[list[Example], list[int]]:
-    """One sequence per text or pair of texts, with special tokens. Long texts are cut off or, with `pieces`, split.
+def _leading(tokenizer: Any, text: str, needed: int, inner: Frame) -> list[int]:
+    ids = leading_ids(tokenizer, text, needed)
+    return [*ids, *inner.suffix] if ids else []
 
-    Returns:
-        The sequences, and the indices of those that were cut off.
+
+def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any, limits: Limits) -> Encoded:
+    """One sequence per text or pair of texts, with special tokens. Long texts are cut off.
+
+    A classifier's labelled texts that are too long are refused or left out, unless `limits.truncate`.
     """
+    records = given.records
     texts = [record.text or "" for record in records]
     frame, typed = Frame.of(tokenizer, texts), _has_types(tokenizer, texts[0])
+    warnings: list[str] = []
+    if kind == "text" and task == "causal-lm":
+        opening, warnings = _opening(frame, tokenizer, limits.bos)
+        frame = Frame(opening, frame.suffix)
     room = limits.longest - len(frame)
     if room < 1:
         raise FulldepthError(_no_room(limits.longest, frame))
     examples: list[Example] = []
     cut: list[int] = []
-    for record, text, label in zip(records, texts, labels, strict=True):
-        remaining = limits.max_sequences - len(examples)
-        if not remaining:
-            break
-        count = remaining if pieces else 1
+    for index, (record, text, label) in enumerate(zip(records, texts, given.labels, strict=True)):
         if record.second is not None:
             joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
-            cut += [len(examples)] * is_cut
             examples.append(_example(joined["input_ids"], joined.get("token_type_ids"), label))
-            continue
-        ids = leading_ids(tokenizer, text, room * count + 1)
-        cut += [len(examples)] * (len(ids) > room and not pieces)
-        for start in range(0, len(ids), room)[:count]:
-            wrapped = frame.wrap(ids[start : start + room])
+        else:
+            ids = leading_ids(tokenizer, text, room + 1)
+            is_cut = len(ids) > room
+            wrapped = frame.wrap(ids[:room])
             examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
-    return examples, cut
+        cut += [index] * is_cut
+    kept = range(len(examples))
+    if cut and not limits.truncate and kind == "labelled-text" and task == "text-classification":
+        warnings.append(_too_long(name, records[cut[0]], len(cut), tokenizer, limits))
+        kept = sorted(set(kept) - set(cut))  # type: ignore[assignment]
+    else:
+        warnings += _cut_warning(len(cut), limits)
+    unit = "document" if kind == "text" else "row"
+    return Encoded([examples[i] for i in kept], warnings, [given.identities[i] for i in kept], unit)
 
 
 def _cut_warning(cut: int, limits: Limits) -> list[str]:
@@ -195,11 +239,11 @@ def _no_room(length: int, frame: Frame) -> str:
     return f"A sequence_length of {length} leaves no room beside the tokenizer's {len(frame)} special tokens."
 
 
-def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded:
+def _pairs(given: Records, tokenizer: Any, limits: Limits) -> Encoded:
     """Prompts and responses, tokenised separately so that every target is a token of the response."""
-    frame = Frame.of(tokenizer, (record.prompt or "" for record in records))
-    examples, lengths = [], []
-    for record in records[: limits.max_sequences]:
+    frame = Frame.of(tokenizer, (record.prompt or "" for record in given.records))
+    examples, lengths, clusters = [], [], []
+    for record, cluster in zip(given.records, given.identities, strict=True):
         prompt = [*frame.prefix, *plain_ids(tokenizer, record.prompt or "")]
         response = plain_ids(tokenizer, record.response or "")
         ids = [*prompt, *response, *frame.suffix]
@@ -208,17 +252,16 @@ def _pairs(records: Sequence[Record], tokenizer: Any, limits: Limits) -> Encoded
         lengths.append(len(ids))
         start = max(1, len(prompt))  # the first token has no context
         examples.append(Example.of(ids[: limits.longest], start, len(prompt) + len(response)))
+        clusters.append(cluster)
     too_long = sum(length > limits.longest for length in lengths)
-    if not too_long:
-        return examples, []
     message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {limits.longest} tokens"
-    if limits.truncate:
-        return examples, [f"{message} and cut there."]
-    raise FulldepthError(
-        f"{message}; the longest has {max(lengths)}. sequence_length is {limits.sequence_length}, "
-        f"the model's positions are {limits.max_positions or 'not limited'}. "
-        "Raise sequence_length, or ask for truncation."
-    )
+    if too_long and not limits.truncate:
+        raise FulldepthError(
+            f"{message}; the longest has {max(lengths)}. sequence_length is {limits.sequence_length}, "
+            f"the model's positions are {limits.max_positions or 'not limited'}. "
+            "Raise sequence_length, or ask for truncation."
+        )
+    return Encoded(examples, [f"{message} and cut there."] if too_long else [], clusters, "row")
 
 
 def _masked(example: Example, index: int, tokenizer: Any, seed: int) -> Example:

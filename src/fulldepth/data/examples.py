@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 
 from fulldepth.data.batches import Example
-from fulldepth.data.columns import TEXT_COLUMNS, column_texts
+from fulldepth.data.columns import TEXT_COLUMNS, Rows, column_texts, text_column
 from fulldepth.data.conversations import CUT_OFF, TABLES, is_conversation, read_conversations
 from fulldepth.data.documents import Documents, documents_of
-from fulldepth.data.opening import CORPUS, open_data
+from fulldepth.data.drawing import Text, draw_windows, thinned
+from fulldepth.data.opening import CORPUS, Opened, open_data
 from fulldepth.data.rendering import encode_pair
+from fulldepth.data.row_index import sampled_documents, sampled_rows
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
@@ -22,8 +25,8 @@ from fulldepth.fingerprint import Fingerprint
 HELDOUT_SHARE = 5
 """One in so many documents or pairs is held out if there is no held-out file."""
 DEFAULT_LENGTH = 256
-SPREAD = 20
-"""Fewest documents that a limited number of windows comes from, if there are as many."""
+MOST_WINDOWS = 1 << 40
+"""Windows without a limit."""
 EXPECTED = "prompt + response, messages, or text"
 
 
@@ -77,8 +80,8 @@ def read_examples(
         seed: seed of that fifth.
         sequence_length: tokens of a window of text, None = 256 or the model's positions if fewer; if given, also the
             most tokens of a pair.
-        limit: number of rows to read of each source, the first ones; of text, most windows, from the first documents
-            and from at least 20 if there are as many. None = all.
+        limit: most rows of each source, a uniform sample; of text, most windows, a uniform sample of all text, each
+            within one document. None = all.
         vocab_size: rows of the model's embedding; None = not checked.
 
     Raises:
@@ -88,8 +91,9 @@ def read_examples(
     _check_settings(max_positions, sequence_length, limit)
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
-    second = None if heldout is None else _read(heldout, tokenizer, longest, window, limit)
-    first = second if second and data is None else _read(data, tokenizer, longest, window, limit)
+    draw = _Draw(window, limit, seed)
+    second = None if heldout is None else _read(heldout, tokenizer, longest, draw)
+    first = second if second and data is None else _read(data, tokenizer, longest, draw)
     train = [] if first is second else first.examples
     if second is None:
         train, heldout_examples = _split(first, seed)
@@ -110,6 +114,15 @@ def read_examples(
     return Examples(train, second.examples, meta)
 
 
+class _Draw(NamedTuple):
+    """The sample to read."""
+
+    window: int
+    """Tokens of a window of text."""
+    limit: int | None
+    seed: int
+
+
 def _check_settings(max_positions: int | None, sequence_length: int | None, limit: int | None) -> None:
     for name, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
         if number is not None and number < least:
@@ -117,7 +130,7 @@ def _check_settings(max_positions: int | None, sequence_length: int | None, limi
     check_positions(sequence_length or 0, max_positions)
 
 
-def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: int | None) -> _Part:
+def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
     """All examples of one source."""
     if tokenizer is None:
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
@@ -126,44 +139,52 @@ def _read(data: Any, tokenizer: Any, longest: int | None, window: int, limit: in
     opened = None if isinstance(data, Documents) else open_data(data)
     if opened is None or opened.is_plain:
         documents = data if opened is None else documents_of(opened)
-        return _Part(documents.name, "text", _windows(documents.name, documents, tokenizer, window, limit))
+        return _Part(documents.name, "text", _windows(documents.name, documents, tokenizer, draw))
     opened = open_data(data, suffixes=TABLES) if opened.path else opened
     name = opened.name
     where, row = next(opened.rows(), ("", {}))
     if not row:
         raise FulldepthError(f"{name} is empty. Expected rows with {EXPECTED}.")
     if is_conversation(row):
-        conversations = read_conversations(islice(opened.rows(), limit), tokenizer)
-        return _Part(name, "pairs", _pairs(name, conversations, tokenizer, longest))
+        rows = _rows(opened, list(row), draw, texts=False)
+        return _Part(name, "pairs", _pairs(name, read_conversations(rows, tokenizer), tokenizer, longest))
     if not any(column in row for column in TEXT_COLUMNS):
         raise FulldepthError(
             f"{where} has none of the columns to search with. Got: {', '.join(map(repr, row))}. Expected: {EXPECTED}."
         )
-    return _Part(name, "text", _windows(name, column_texts(opened.rows()), tokenizer, window, limit))
+    column = text_column(row, None, where)
+    rows = _rows(opened, [column], draw, texts=True)
+    return _Part(name, "text", _windows(name, column_texts(rows, column), tokenizer, draw))
 
 
-def _windows(name: str, documents: Iterable[str], tokenizer: Any, length: int, limit: int | None) -> list[Example]:
-    """Windows of at most `length` tokens; with a limit, from the beginnings of at least `SPREAD` documents."""
-    share = None if limit is None else max(1, limit // SPREAD)
-    preferred: list[Example] = []
-    later: list[Example] = []
-    for document, text in enumerate(documents):
-        windows = _cut(text, document, tokenizer, length)
-        preferred += windows[:share]
-        later += windows[len(windows[:share]) :]
-        if limit is not None and len(preferred) >= limit:
-            break
-    examples = sorted([*preferred, *later][:limit], key=lambda example: example.document)  # stable
-    if not examples:
+def _rows(opened: Opened, columns: Sequence[str], draw: _Draw, *, texts: bool) -> Rows:
+    """All rows, or the rows that the sample needs: of texts those that hold it."""
+    if draw.limit is None or isinstance(opened.table, datasets.IterableDataset):
+        return islice(opened.rows(), draw.limit)
+    if texts:
+        rows = sampled_documents(opened, columns, draw.limit, draw.seed, draw.window)
+    else:
+        rows = sampled_rows(opened, columns, draw.limit, draw.seed)
+    return opened.rows() if rows is None else ((where, row) for _, where, row in rows)
+
+
+def _windows(name: str, texts: Iterable[str], tokenizer: Any, draw: _Draw) -> list[Example]:
+    """Windows of at most a number of tokens, each within a document; with a limit a uniform sample of them.
+
+    The end of a document is a shorter window, dropped if it is a single token.
+    """
+    most = MOST_WINDOWS if draw.limit is None else draw.limit
+    documents = thinned(texts, count=most, window=draw.window, seed=draw.seed)
+    frame = Frame.of(tokenizer, (text for _, text in documents if text.strip()))
+
+    def tokenise(text: Text) -> list[int]:
+        ids = plain_ids(tokenizer, text.text) if text.text.strip() else []
+        return Frame(frame.prefix if text.starts else (), frame.suffix if text.ends else ()).wrap(ids) if ids else []
+
+    drawn = draw_windows(documents, tokenise, window=draw.window, count=most, seed=draw.seed, least=2)
+    if not drawn.windows:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
-    return examples
-
-
-def _cut(text: str, document: int, tokenizer: Any, length: int) -> list[Example]:
-    """The windows of one document; the last may be shorter, and is dropped if it is a single token."""
-    ids = Frame.of(tokenizer, [text]).wrap(plain_ids(tokenizer, text)) if text.strip() else []
-    windows = [ids[start : start + length] for start in range(0, len(ids) - 1, length)]
-    return [Example.of(window, 1, len(window), document=document) for window in windows]
+    return [Example.of(each.ids, 1, len(each.ids), document=each.document) for each in drawn.windows]
 
 
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:

@@ -7,16 +7,19 @@ location, raised when reading reaches it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading, reading_each
+from fulldepth.uncertainty import identity
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -111,20 +114,21 @@ def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
     """The objects of a `.jsonl` file on the lines that begin at bytes `start` up to `stop` (None = to the end)."""
     after = f" after byte {start:,}" if start else ""
     for number, line in enumerate(text_lines(path, start, stop), start=1):
-        if not line.strip():
-            continue
-        where = f"{path.name} line {number}{after}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise FulldepthError(f"{where} is not valid JSON: {error.msg} at column {error.colno}.") from error
-        except (RecursionError, ValueError) as error:  # too deep nesting, or a number of thousands of digits
-            raise FulldepthError(f"{where} cannot be read as JSON: {one_line(error)}.") from error
-        if not isinstance(row, dict):
-            raise FulldepthError(
-                f"{where} holds a JSON {type(row).__name__}, expected an object such as {{'text': ...}}."
-            )
-        yield where, row
+        if line.strip():
+            where = f"{path.name} line {number}{after}"
+            yield where, _json_row(line, where)
+
+
+def _json_row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise FulldepthError(f"{where} is not valid JSON: {error.msg} at column {error.colno}.") from error
+    except (RecursionError, ValueError) as error:  # too deep nesting, or a number of thousands of digits
+        raise FulldepthError(f"{where} cannot be read as JSON: {one_line(error)}.") from error
+    if not isinstance(row, dict):
+        raise FulldepthError(f"{where} holds a JSON {type(row).__name__}, expected an object such as {{'text': ...}}.")
+    return row
 
 
 def tsv_rows(path: Path) -> Rows:
@@ -132,15 +136,59 @@ def tsv_rows(path: Path) -> Rows:
     names: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):
         where = f"{path.name} line {number}"
-        cells = line.removesuffix("\n").removesuffix("\r").split("\t")  # lines of Windows end with both
         if number == 1:
-            names = cells
+            names = _cells(line)
             if len(set(names)) < len(names):
                 raise FulldepthError(f"{where}: two columns have the same name. It has: {names_of(names)}.")
         elif line.strip():
-            if len(cells) != len(names):
-                raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
-            yield where, dict(zip(names, cells, strict=True))
+            yield where, _tsv_row(line, names, where)
+
+
+def _cells(line: str) -> list[str]:
+    return line.removesuffix("\n").removesuffix("\r").split("\t")  # lines of Windows end with both
+
+
+def _tsv_row(line: str, names: list[str], where: str) -> dict[str, Any]:
+    cells = _cells(line)
+    if len(cells) != len(names):
+        raise FulldepthError(f"{where} has {len(cells)} cells, expected {len(names)}: {names_of(names)}.")
+    return dict(zip(names, cells, strict=True))
+
+
+class Lines(NamedTuple):
+    """The lines of a file that hold rows: 32 bytes for each, whatever its length."""
+
+    identities: array[int]
+    starts: array[int]
+    sizes: array[int]
+    """Bytes."""
+    numbers: array[int]
+
+
+def scan_lines(path: Path) -> Lines:
+    """The rows of a `.jsonl` or `.tsv` file, found without decoding or parsing them."""
+    lines = Lines(*(array("Q") for _ in Lines._fields))
+    position, header = 0, path.suffix.lower() == ".tsv"
+    for number, line in enumerate(reading_each(path, _byte_lines(path)), start=1):
+        content = line.strip()
+        if content and not (header and number == 1):
+            for column, value in zip(lines, (identity(content), position, len(content), number), strict=True):
+                column.append(value)
+        position += len(line)
+    return lines
+
+
+def rows_of_lines(path: Path, lines: Lines, chosen: Sequence[int]) -> Rows:
+    """The rows on the chosen lines, by their index; nothing else is decoded or parsed."""
+    header = path.suffix.lower() == ".tsv"
+    names = _cells(next(text_lines(path))) if header else []
+    with reading(path), path.open("rb") as file:
+        for index in chosen:
+            file.seek(lines.starts[index])
+            line = _decode(file.readline(), path, lines.starts[index])
+            where = f"{path.name} line {lines.numbers[index]}"
+            line = line.removesuffix("\r\n")
+            yield where, _tsv_row(line, names, where) if header else _json_row(line, where)
 
 
 def parquet_shape(path: Path) -> tuple[list[str], int]:
@@ -171,8 +219,37 @@ def parquet_groups(path: Path, column: str) -> list[int]:
     return sizes
 
 
-def parquet_rows(path: Path, names: list[str] | None = None, groups: range | None = None) -> Rows:
-    """The rows of a `.parquet` file, optionally only some columns (`names`) and row groups.
+def parquet_lengths(path: Path, column: str) -> list[int]:
+    """Bytes of the text in each row of a column of a `.parquet` file; no row becomes a Python object."""
+    with reading(path):
+        return [size for batch in _parquet_batches(path, [column]) for size in lengths_of(batch.columns[0])]
+
+
+def lengths_of(column: Any) -> list[int]:
+    """Bytes of each text of an Arrow column; 0 where it holds something else."""
+    if pyarrow.types.is_dictionary(column.type):
+        lengths = pyarrow.compute.binary_length(column.dictionary).take(column.indices)
+    elif any(check(column.type) for check in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
+        lengths = pyarrow.compute.binary_length(column)
+    else:
+        return [0] * len(column)
+    return [size or 0 for size in lengths.to_pylist()]
+
+
+def chosen_parquet_rows(path: Path, names: list[str], chosen: Sequence[int]) -> Rows:
+    """The chosen rows of a `.parquet` file, by their index, ascending; only their row groups are read."""
+    with reading(path), _open_parquet(path) as file:
+        ends = np.cumsum([file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)])
+    groups = np.searchsorted(ends, np.asarray(chosen, dtype=np.int64), side="right")
+    for group in np.unique(groups).tolist():
+        only = {index + 1 for index, own in zip(chosen, groups.tolist(), strict=True) if own == group}
+        yield from parquet_rows(path, names, range(group, group + 1), only)
+
+
+def parquet_rows(
+    path: Path, names: list[str] | None = None, groups: range | None = None, only: Container[int] | None = None
+) -> Rows:
+    """The rows of a `.parquet` file, optionally only some columns (`names`), row groups, and numbers of rows.
 
     A file of a few kilobytes can represent terabytes, as repeated values are stored once. Repeated values therefore
     stay shared until their row is read, and the total decoded size is limited.
@@ -188,6 +265,8 @@ def parquet_rows(path: Path, names: list[str] | None = None, groups: range | Non
             )
         for index in range(batch.num_rows):
             number += 1
+            if only is not None and number not in only:
+                continue
             with reading(path):
                 row = {
                     name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)

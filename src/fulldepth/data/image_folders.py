@@ -15,9 +15,10 @@ from PIL import Image
 from fulldepth.data.archives import Archive
 from fulldepth.data.columns import CAPTION_COLUMNS, require_columns, text_value
 from fulldepth.data.files import ROWS
-from fulldepth.data.images import ImageLoader, StoredImage, decode_image, stored_image
+from fulldepth.data.images import ImageLoader, Pick, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
+from fulldepth.uncertainty import identity
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 METADATA = "metadata.jsonl"
@@ -41,16 +42,16 @@ def has_images(path: Path) -> bool:
         return any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
 
 
-def folder_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
+def folder_images(path: Path, split: str | None = None, *, held_out: bool = True, pick: Pick | None = None) -> Pictures:
     """The images below a folder; class sub-folders give the labels, in sorted order of their names.
 
-    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); with `limit`, at
-    most so many images, spread evenly over all.
+    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); `pick` chooses
+    images by the identities of their relative paths.
     """
     files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
     captions = _captions(path, files)
     loader = partial(_stored_file, path)
-    return _pictures(path.name, files, loader, split, limit, held_out, captions)
+    return _pictures(path.name, files, loader, split, held_out, pick, captions)
 
 
 def _stored_file(folder: Path, file: PurePosixPath) -> StoredImage:
@@ -73,10 +74,10 @@ def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath,
     return captions
 
 
-def zip_images(path: Path, split: str | None = None, limit: int | None = None, *, held_out: bool = True) -> Pictures:
+def zip_images(path: Path, split: str | None = None, *, held_out: bool = True, pick: Pick | None = None) -> Pictures:
     """The images in a `.zip` of such a folder, read in place; see `folder_images`."""
     archive = Archive(path)
-    return _pictures(path.name, archive.names, partial(_stored_member, archive), split, limit, held_out)
+    return _pictures(path.name, archive.names, partial(_stored_member, archive), split, held_out, pick)
 
 
 def _stored_member(archive: Archive, file: PurePosixPath) -> StoredImage:
@@ -92,14 +93,14 @@ def _pictures(
     files: Sequence[PurePosixPath],
     loader: Callable[[PurePosixPath], ImageLoader],
     split: str | None,
-    limit: int | None,
     held_out: bool,
+    pick: Pick | None,
     captions: Mapping[PurePosixPath, str] | None = None,
 ) -> Pictures:
     images, chosen = _arrange(name, files, split, held_out)
-    if limit is not None and limit < len(images):  # sorted by class: spread evenly to cover all classes
-        images = [images[i * len(images) // limit] for i in range(limit)]
     classes = tuple(sorted({label for _, label in images if label is not None}))
+    if pick is not None:
+        images = [images[i] for i in pick([identity(str(file)) for file, _ in images])]
     index = {label: i for i, label in enumerate(classes)}
     rows: list[dict[str, Any]] = [
         {"image": loader(file), "label": None if label is None else index[label]} for file, label in images

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,10 @@ MOST_RATIO = 200
 
 ImageLoader = Callable[[], Image.Image]
 """Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
+
+
+Pick = Callable[[Sequence[int]], Sequence[int]]
+"""Chooses among images: (identities of all) -> indices of those to read."""
 
 
 @dataclass(frozen=True, slots=True)

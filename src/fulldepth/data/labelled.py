@@ -15,11 +15,11 @@ import torch
 from fulldepth.data.batches import Example
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import align_objects, numbering, sample
+from fulldepth.data.labels import align_objects, numbering
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Record, Source
+from fulldepth.data.sources import SKIP, Record, Source, identities
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import sample
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
@@ -121,7 +121,7 @@ def check_rows(
 
 
 def usable_rows(
-    source: Source, classes: Sequence[str] | None = None, *, most: int, seed: int = 0, skip_bad: bool = False
+    source: Source, classes: Sequence[str] | None = None, *, most: int | None, seed: int = 0, skip_bad: bool = False
 ) -> Source:
     """The rows of a source that a model can be measured on, which need no labels; other kinds of data as they are.
 
@@ -129,8 +129,8 @@ def usable_rows(
         source: from `open_source`.
         classes: names of a classifier's classes; None = neither labels nor texts are checked. If a class of the source
             has one of these names, its labels are numbered as here; otherwise they are indices.
-        most: number of rows to read. Of images, with `skip_bad`, this many are sampled and decoded, and bad ones are
-            not replaced.
+        most: number of rows to read, None = all. Of images, with `skip_bad`, this many are sampled and decoded, and
+            bad ones are not replaced.
         seed: of the sample, which is that of `prepare`.
         skip_bad: leave out rows with an unknown label, without text or with a damaged image, and count them in the
             warnings. Otherwise damaged images are found by `prepare`.
@@ -150,7 +150,7 @@ def usable_rows(
         records, _, bad = _checked(source, number, read=False, skip_bad=skip_bad)
         source = replace(source, records=records, class_names=tuple(classes) if by_name else given)
     if pictures and skip_bad:
-        chosen = sample([IGNORE if r.label is None else r.label for r in source.records], most, seed)
+        chosen = sample(identities(source), most, seed)
         drawn = replace(source, records=[source.records[index] for index in chosen])
         records, _, damaged = _checked(drawn, lambda record: record.label, read=True, skip_bad=True)
         source, bad = replace(source, records=records), bad + damaged
@@ -198,10 +198,10 @@ def check_classes(rows: Rows, *, skip_bad: bool = False) -> list[str]:
 
 
 def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
-    """[rows] bool: rows held out for validation, at most `most` if that is possible, the classes in turn.
+    """[rows] bool: rows held out for validation, at most `most`, a uniform sample of the contents.
 
-    Rows of equal content are in the same part, so none is in both. Every class keeps a row in the other part, unless
-    all its rows are equal. The choice depends on content and seed, not on the rows' order.
+    Rows of equal content are in the same part, so none is in both. Every class keeps a row in the other part. The
+    choice depends on content and seed, not on the rows' order.
 
     Args:
         rows: all rows.
@@ -215,15 +215,13 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
     for index, digest in enumerate(rows.digests):
         groups[digest].append(index)
     labels = rows.labels
-    ordered = sorted(groups.values(), key=lambda rows_: _drawn(rows.digests[rows_[0]], seed))
-    waiting: defaultdict[int, list[list[int]]] = defaultdict(list)
-    for group in ordered:
-        waiting[min(Counter(labels[i] for i in group).items(), key=lambda item: (-item[1], item[0]))[0]].append(group)
+    remaining = Counter(labels)
     chosen = np.zeros(len(labels), bool)
-    for turn in range(max(map(len, waiting.values())) - 1):
-        for _, candidates in sorted(waiting.items()):
-            if turn < len(candidates) - 1 and chosen.sum() + len(candidates[turn]) <= most:
-                chosen[candidates[turn]] = True
+    for group in sorted(groups.values(), key=lambda rows_: _drawn(rows.digests[rows_[0]], seed)):
+        own = Counter(labels[i] for i in group)
+        if chosen.sum() + len(group) <= most and all(remaining[label] > count for label, count in own.items()):
+            chosen[group] = True
+            remaining -= own
     if not chosen.any():
         one = "it has one image" if rows.source.kind == "objects" else "every class has one row"
         raise FulldepthError(

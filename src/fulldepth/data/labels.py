@@ -1,4 +1,4 @@
-"""Class labels in the model's numbering, and class-balanced samples."""
+"""Class labels in the model's numbering, and samples that are balanced by class."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from fulldepth.data.objects import Objects
 from fulldepth.data.sources import Record, Source
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import distinct, ranks
 
 
 class Labels(NamedTuple):
@@ -117,14 +116,17 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(first[:5]) + (", ..." if len(first) > 5 else "")
 
 
-def sample(labels: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Indices of at most `limit` items: all if there are no more, else a seeded sample, the classes in turn."""
+def balanced_sample(labels: Sequence[int], identities: Sequence[int], limit: int, seed: int) -> list[int]:
+    """Indices, ascending, of at most `limit` items: all if there are no more, else a seeded sample of classes in turn.
+
+    A mean over it is a mean over classes.
+    """
     if len(labels) <= limit:
         return list(range(len(labels)))
-    shuffled = np.random.default_rng(seed).permutation(len(labels)).tolist()
+    shuffled = ranks(distinct(identities), seed).argsort(kind="stable").tolist()
     drawn: Counter[int] = Counter()
     turn = {}
     for index in shuffled:
         turn[index] = drawn[labels[index]]
         drawn[labels[index]] += 1
-    return sorted(shuffled, key=turn.__getitem__)[:limit]  # stable: within a turn, the shuffled order
+    return sorted(sorted(shuffled, key=turn.__getitem__)[:limit])  # stable: within a turn, the shuffled order

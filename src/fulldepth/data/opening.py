@@ -23,7 +23,7 @@ from fulldepth.data.corpus import PARTS, builtin_texts
 from fulldepth.data.files import ROWS, parquet_classes, parquet_rows, parquet_shape, path_of
 from fulldepth.data.hub import HUB_NAME, load_hub, stated_classes
 from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
-from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
+from fulldepth.data.images import ImageLoader, Pick, StoredImage, image_content, image_value
 from fulldepth.data.shapes import CLASSES as SHAPE_CLASSES
 from fulldepth.data.shapes import SHAPES, shapes_rows
 from fulldepth.errors import FulldepthError, one_line, unknown
@@ -87,7 +87,7 @@ class Opened:
         if self.files:
             rows: Rows = (row for file in self.files for row in _file_rows(file, choose))
         elif self.table is not None:
-            rows = _table_rows(self.name, self.table, choose)
+            rows = table_rows(self.name, self.table, choose)
         else:
             mappings = ({"text": item} if isinstance(item, str) else item for item in self.items)
             rows = ((f"{self.name} row {number}", row) for number, row in enumerate(mappings, start=1))
@@ -119,6 +119,7 @@ def open_data(
     held_out: bool = False,
     images: bool = False,
     skip_bad: bool = False,
+    pick: Pick | None = None,
     suffixes: Sequence[str] = tuple(ROWS),
 ) -> Opened:
     """Open a data argument; rows are read lazily.
@@ -130,12 +131,14 @@ def open_data(
             `authors:builtin` (labelled passages); with `images`, `digits:builtin`, `shapes:builtin`, or a split.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
-        limit: most rows to read: the first (of a Hub data set only these are downloaded); of images, spread evenly.
+        limit: most rows to read: the first ones (of a Hub data set only these are downloaded); not of `images`.
         streaming: read a Hub data set as a stream instead of downloading it first.
         held_out: without `split`, take the validation or test split and the corpus's held-out part where there is one,
             instead of the training split and part.
         images: also accept a `.zip` or a folder of images, and a `.json` file in COCO's format.
         skip_bad: leave out bad entries of a file in COCO's format, and count them (`warnings`).
+        pick: chooses among images in folders, archives, files in COCO's format and `shapes:`, by the identities of
+            their paths; other data are opened whole. None = all.
         suffixes: of the files to read.
 
     Raises:
@@ -155,10 +158,10 @@ def open_data(
         )
     name = str(data)
     path = path_of(name)
-    if (special := _special(name, path, split, limit, held_out, images, skip_bad)) is not None:
+    if (special := _special(name, path, split, limit, held_out, images, skip_bad, pick)) is not None:
         return special
     if path.exists():
-        pictures = _pictures(path, split, limit, held_out) if images else None
+        pictures = _pictures(path, split, held_out, pick) if images else None
         if pictures is not None:
             return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
         if split is not None or config is not None:
@@ -199,26 +202,33 @@ def _expected(suffixes: Sequence[str], *, images: bool) -> str:
 
 
 def _special(
-    name: str, path: Path, split: str | None, limit: int | None, held_out: bool, images: bool, skip_bad: bool
+    name: str,
+    path: Path,
+    split: str | None,
+    limit: int | None,
+    held_out: bool,
+    images: bool,
+    skip_bad: bool,
+    pick: Pick | None,
 ) -> Opened | None:
     """Built-in data and, for `images`, a file in COCO's format; None if it is none of them."""
     kind = f"{name.partition(':')[0]}:"
     if kind in BUILTIN and (images or kind != DIGITS):
         return _opened_builtin(name, split, limit, held_out)
     if images and name.startswith(SHAPES):
-        full, rows = shapes_rows(name, split, held_out=held_out)
-        return Opened(full, items=rows, labels=SHAPE_CLASSES, limit=limit)
+        full, rows = shapes_rows(name, split, held_out=held_out, pick=pick)
+        return Opened(full, items=rows, labels=SHAPE_CLASSES)
     if not (images and path.suffix.lower() == ".json" and path.is_file()):
         return None
-    coco = coco_rows(path, limit=limit, skip_bad=skip_bad)
+    coco = coco_rows(path, skip_bad=skip_bad, pick=pick)
     return Opened(coco.name, items=coco.rows, labels=coco.classes, warnings=tuple(coco.warnings))
 
 
-def _pictures(path: Path, split: str | None, limit: int | None, held_out: bool) -> Pictures | None:
+def _pictures(path: Path, split: str | None, held_out: bool, pick: Pick | None) -> Pictures | None:
     """The images of a `.zip` or a folder; None if the path is neither or holds none."""
     if path.is_dir():
-        return folder_images(path, split, limit, held_out=held_out) if has_images(path) else None
-    return zip_images(path, split, limit, held_out=held_out) if path.suffix.lower() == ".zip" else None
+        return folder_images(path, split, held_out=held_out, pick=pick) if has_images(path) else None
+    return zip_images(path, split, held_out=held_out, pick=pick) if path.suffix.lower() == ".zip" else None
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -286,7 +296,8 @@ def _file_rows(path: Path, choose: Choice | None) -> Rows:
     return ROWS[suffix](path)
 
 
-def _table_rows(name: str, table: Any, choose: Choice | None) -> Rows:
+def table_rows(name: str, table: Any, choose: Choice | None) -> Rows:
+    """(location, row) pairs of a table, of the chosen columns; images are read on use."""
     if choose and isinstance(table, datasets.Dataset):
         columns = choose(table.column_names, name)
         if columns[0] in IMAGE_COLUMNS:

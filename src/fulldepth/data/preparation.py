@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from fulldepth.data.batches import Example
-from fulldepth.data.encoding import Limits, encode
-from fulldepth.data.labels import Labels, align_labels, align_objects, sample
+from fulldepth.data.encoding import Bos, Limits, Records, encode, windowed
+from fulldepth.data.labels import Labels, align_labels, align_objects, balanced_sample
 from fulldepth.data.objects import Objects
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Record, Source, content_hash
+from fulldepth.data.sources import SKIP, Order, Record, Source, content_hash, identities
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE, next_targets
+from fulldepth.uncertainty import sample
 
 TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("text", "pairs", "labelled-text"),
@@ -31,6 +32,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "representation": ("text", "labelled-text", "images", "objects"),
 }
 """Task -> supported kinds of data."""
+BALANCED = "Balanced sample: accuracy is the mean over classes, not over rows."
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
 
 
@@ -50,20 +52,25 @@ def prepare(
     truncate: bool = False,
     skip_bad: bool = False,
     seed: int = 0,
+    order: Order = "random",
+    bos: Bos = "auto",
+    one_per_row: bool = False,
+    balanced: bool = False,
 ) -> Sequences:
     """Tokenise, pack or cut, mask, sample and label the records of a source.
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
     If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
-    Plain text fills whole windows for language models (the first `max_sequences` of them); elsewhere one text, one
-    prompt with its response or one image is one sequence. A representation cuts a long plain text into several.
+    Plain text fills whole windows for language models; elsewhere one text, one prompt with its response or one image is
+    one sequence. A representation cuts a long plain text into several. Samples are uniform and depend on the content
+    and the seed, not on the order of records: of windows over all text, of records by their identity.
 
     Args:
         source: from `open_source`.
         task: `causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection` or `representation`.
         tokenizer: for text.
         processor: for images.
-        max_sequences: at most this many; of labelled texts and images a seeded sample, the classes in turn.
+        max_sequences: at most this many.
         sequence_length: tokens of a window, and at most of any sequence; special tokens included.
         max_positions: most tokens that the model can read; None = no limit.
         vocab_size: rows of the model's embedding; None = not checked.
@@ -73,6 +80,11 @@ def prepare(
         truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
         skip_bad: leave such labelled texts out, and objects of unknown classes, and count them in the warnings.
         seed: seed of the sample and the masks.
+        order: `first` takes the first records, and the first windows of all texts joined, instead of a sample.
+        bos: whether every window of plain text for a causal model begins with the BOS token: `auto` = if the tokenizer
+            puts it before a text, as models are trained whose tokenizer does.
+        one_per_row: one sequence for each plain text too, cut at `sequence_length`.
+        balanced: sample the classes in turn. Means are then over classes, which a warning says.
 
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
@@ -85,13 +97,23 @@ def prepare(
     if max_sequences < 1 or sequence_length < 1:
         given = f"{max_sequences} and {sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
+    limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad, order, bos, one_per_row)
     if source.kind in ("objects", "images"):
-        return _images(source, task, processor, label2id, max_sequences, seed, skip_bad)
+        return _images(source, task, processor, label2id, limits, balanced)
     labels = align_labels(source, task, label2id)
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad)
-    return _texts(source, task, tokenizer, labels, limits, vocab_size, pad_id, words)
+    return _texts(source, task, tokenizer, labels, limits, vocab_size, pad_id, words, balanced)
+
+
+def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits, balanced: bool) -> tuple[list[int], list[str]]:
+    """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
+    if balanced and len(set(labels)) > 1:
+        chosen = balanced_sample(labels, names, limits.max_sequences, limits.seed)
+        return chosen, [BALANCED] if len(chosen) < len(labels) else []
+    if limits.order == "first":
+        return list(range(len(names))[: limits.max_sequences]), []
+    return sample(names, limits.max_sequences, limits.seed), []
 
 
 def _texts(
@@ -103,6 +125,7 @@ def _texts(
     vocab_size: int | None,
     pad_id: int | None,
     words: Sequence[str],
+    balanced: bool,
 ) -> Sequences:
     order = [index for index, record in enumerate(source.records) if _has_text(record, source.kind)]
     if not order:
@@ -113,9 +136,12 @@ def _texts(
         *labels.warnings,
         *([f"{blank} blank records are left out."] if blank and source.kind != "text" else []),
     ]
-    if source.kind == "labelled-text":
-        order = [order[i] for i in sample([labels.ids[index] for index in order], limits.max_sequences, limits.seed)]
-    examples, cut = encode(source, order, [labels.ids[index] for index in order], task, tokenizer, limits)
+    given = Records(list(source.records), identities(source), labels.ids, source.window).select(order)
+    if not windowed(source.kind, task, limits.one_per_row):
+        chosen, note = _chosen(given.labels, given.identities, limits, balanced)
+        given, warnings = given.select(chosen), warnings + note
+    encoded = encode(source.name, source.kind, given, task, tokenizer, limits)
+    examples, cut = encoded.examples, encoded.warnings
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *cut]))
     fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
@@ -140,6 +166,9 @@ def _texts(
         class_names=labels.class_names,
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and tokenizer.mask_token_id is None else None,
+        clusters=encoded.clusters,
+        unit=encoded.unit,
+        no_error=encoded.no_error,
     )
 
 
@@ -160,9 +189,8 @@ def _images(
     task: str,
     processor: Any,
     label2id: Mapping[str, int] | None,
-    max_sequences: int,
-    seed: int,
-    skip_bad: bool,
+    limits: Limits,
+    balanced: bool,
 ) -> Sequences:
     if processor is None:
         raise FulldepthError(
@@ -170,10 +198,11 @@ def _images(
         )
     objects: list[Objects | None] = []
     if source.kind == "objects":
-        objects, labels = align_objects(source, label2id, skip_bad=skip_bad)
+        objects, labels = align_objects(source, label2id, skip_bad=limits.skip_bad)
     else:
         labels = align_labels(source, task, label2id)
-    chosen = sample(labels.ids, max_sequences, seed)
+    names = identities(source)
+    chosen, note = _chosen(labels.ids, names, limits, balanced)
     pictures = []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(task, json.dumps(settings, sort_keys=True, default=str))
@@ -207,7 +236,9 @@ def _images(
         num_targets=targets.get(task, 0),
         num_classes=labels.num_classes,
         class_names=labels.class_names,
-        warnings=[*source.warnings, *labels.warnings],
+        warnings=[*source.warnings, *labels.warnings, *note],
+        clusters=[names[index] for index in chosen],
+        unit="image",
     )
 
 

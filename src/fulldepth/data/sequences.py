@@ -134,6 +134,9 @@ class Sequences:
             "sequences": len(self),
             "tokens": sum(self.lengths),
             "num_classes": self.num_classes,
+            "clusters": len(set(self.clusters)) or len(self),
+            "unit": self.unit,
+            "no_error": self.no_error,
         }
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1, together: int = 1) -> Iterator[Batch]:

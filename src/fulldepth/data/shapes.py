@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from fulldepth.data.images import StoredImage
+from fulldepth.data.images import Pick, StoredImage
 from fulldepth.data.objects import Box, Objects
 from fulldepth.errors import FulldepthError, unknown
 
@@ -37,13 +37,16 @@ COLOURS = ((220, 60, 50), (60, 180, 75), (70, 110, 230), (240, 200, 60), (200, 8
 SPECIFICATION = re.compile(r"(?:builtin|(\d{1,4})x(\d{1,7}))")
 
 
-def shapes_rows(name: str, split: str | None, *, held_out: bool) -> tuple[str, list[dict[str, Any]]]:
+def shapes_rows(
+    name: str, split: str | None, *, held_out: bool, pick: Pick | None = None
+) -> tuple[str, list[dict[str, Any]]]:
     """The full name and the rows (`image`, `objects`) of a set of shapes.
 
     Args:
         name: `shapes:builtin` or `shapes:SIDExIMAGES`, perhaps with `/train` or `/validation`.
         split: the split, if the name has none.
         held_out: whether `validation` is the default.
+        pick: chooses images, whose identities are their numbers; None = all.
 
     Raises:
         FulldepthError: for an unknown name or split, or sizes that are not possible.
@@ -59,7 +62,7 @@ def shapes_rows(name: str, split: str | None, *, held_out: bool) -> tuple[str, l
             f"{name} asks for {count:,} images of {side} pixels; expected 1 to {MOST_IMAGES:,} images of {SIDES[0]} to "
             f"{SIDES[1]} pixels."
         )
-    rows = [_row(part, side, index) for index in range(count)]
+    rows = [_row(part, side, index) for index in (pick(range(count)) if pick else range(count))]
     return f"{SHAPES}{specification}/{part}", rows
 
 

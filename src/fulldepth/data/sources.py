@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
 
 import datasets
 
@@ -17,14 +19,22 @@ from fulldepth.data.columns import (
     require_columns,
     text_value,
 )
-from fulldepth.data.images import ImageLoader, image_content, image_value
+from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
 from fulldepth.data.objects import Objects
 from fulldepth.data.opening import Opened, open_data
+from fulldepth.data.row_index import Row, sampled_documents, sampled_rows
 from fulldepth.data.sequences import Sequences
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.fingerprint import Fingerprint
+from fulldepth.uncertainty import distinct, identity, sample
 
+Order = Literal["random", "first"]
+"""Which rows or windows a limit takes: a uniform sample, or the first ones."""
+AnyRow = tuple[int | None, str, Mapping[str, Any]]
+"""Identity (None = that of the content), place and content of a row."""
 MOST_CLASSES = 10**6
+MOST_CHARACTERS = 16
+"""Characters of the first documents that are read for each token of the first windows; far more than text has."""
 SKIP = "--skip-bad leaves such rows out and counts them."
 """Remedy for a bad row."""
 
@@ -46,6 +56,8 @@ class Record:
     """Classes and boxes of the objects in the image; None for data without boxes."""
     where: str = ""
     """Location in the data, for messages."""
+    identity: int | None = None
+    """See `fulldepth.uncertainty.identity`; None = that of its content, see `identities`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,8 @@ class Source:
     """Name of each class index; empty if classes have no names."""
     warnings: tuple[str, ...] = ()
     """Sentences on entries that were skipped."""
+    window: int | None = None
+    """Tokens of the windows for which these documents were drawn, out of more; None = these are all."""
 
     @property
     def captioned(self) -> bool:
@@ -76,10 +90,18 @@ def open_source(
     config: str | None = None,
     split: str | None = None,
     limit: int | None = None,
+    seed: int = 0,
+    order: Order = "random",
+    window: int | None = None,
     held_out: bool = True,
     skip_bad: bool = False,
 ) -> Source:
     """Read data for measuring, or labelled rows for training.
+
+    With a `limit`, little more than the sample is read: lines are hashed, and only drawn ones parsed; of tables only
+    the row groups of drawn rows are read; only drawn images are opened. A bad row that is not drawn is not seen. Where
+    labels are names, the labels of all rows are read (of `.jsonl`, all rows are parsed), as names are numbered in
+    sorted order.
 
     Args:
         data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below
@@ -89,7 +111,12 @@ def open_source(
         config: configuration of a Hub data set.
         split: which split of an image folder, of built-in data or of a Hub data set; by default the validation or test
             split where there is one.
-        limit: most records to read: the first ones; of images in folders, spread evenly over all.
+        limit: most records to read, a uniform sample: by the content of lines and of items of a list, by the numbers of
+            the rows of tables, by the paths of images. A stream gives its first rows, with a warning. Of plain text,
+            with `window`, the documents that hold a sample of so many windows. None = all.
+        seed: of the sample.
+        order: `first` takes the first records instead of a sample.
+        window: tokens of the windows that plain text will be cut into; None = each text is a row like others.
         held_out: False = by default the training split.
         skip_bad: leave out entries of a file in COCO's format that have defects, and count them in `warnings`.
 
@@ -98,29 +125,82 @@ def open_source(
     """
     if isinstance(data, Source):
         return data
-    opened = open_data(data, config=config, split=split, limit=limit, held_out=held_out, images=True, skip_bad=skip_bad)
+    if limit is not None and limit < 1:
+        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
+    pick = None if limit is None else partial(_picked, limit=limit, seed=seed, order=order)
+    opened = open_data(data, config=config, split=split, held_out=held_out, images=True, skip_bad=skip_bad, pick=pick)
     if isinstance(opened.table, datasets.IterableDataset) and limit is None:
         raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
-    return _source(opened)
+    if opened.items and isinstance(opened.items[0], Mapping) and isinstance(opened.items[0].get("objects"), Objects):
+        records = [Record(image=row["image"], objects=row["objects"], where=where) for where, row in opened.rows()]
+        return Source(opened.name, "objects", records, opened.labels, opened.warnings)
+    where, row = next(opened.rows(_columns_to_read), ("", None))
+    if row is None:
+        raise FulldepthError(f"{opened.name} is empty. Expected rows with the columns {EXPECTED}.")
+    columns = choose_columns(row, where)
+    return _sampled(opened, columns, limit, seed, order, window)
+
+
+def _picked(identities: Sequence[int], limit: int, seed: int, order: Order) -> Sequence[int]:
+    return range(len(identities))[:limit] if order == "first" else sample(identities, limit, seed)
+
+
+def _sampled(
+    opened: Opened, columns: Columns, limit: int | None, seed: int, order: Order, window: int | None
+) -> Source:
+    """The records of all rows, or of a sample; see `open_source`."""
+    every = ((None, where, row) for where, row in opened.rows(_columns_to_read))
+    if limit is None:
+        return _source(opened, columns, every)
+    names = [name for name in columns[1:] if name is not None]
+    plain = window is not None and columns.kind == "text" and columns.label is None
+    if isinstance(opened.table, datasets.IterableDataset):
+        warning = f"{opened.name} is a stream: its first {limit:,} rows are read, which are no sample of all."
+        return _source(replace(opened, warnings=(*opened.warnings, warning)), columns, islice(every, limit))
+    if order == "first":
+        characters = window * limit * MOST_CHARACTERS if window is not None and plain else None
+        return _source(
+            opened, columns, islice(every, limit) if characters is None else _until(every, columns, characters)
+        )
+    if window is not None and plain:
+        rows: Iterable[Row] | None = sampled_documents(opened, names, limit, seed, window)
+        source = _source(opened, columns, every if rows is None else rows)
+        return source if rows is None else replace(source, window=window)
+    rows = sampled_rows(opened, names, limit, seed)
+    source = _source(opened, columns, every if rows is None else rows, sampled=rows is not None)
+    if rows is not None and window is not None and source.kind == "text" and columns.label is not None:
+        bare = columns._replace(label=None)  # a sample without a single label: the texts are drawn by their length
+        drawn = sampled_documents(opened, names[:-1], limit, seed, window)
+        return replace(_source(opened, bare, every if drawn is None else drawn, unlabelled=True), window=window)
+    return source
+
+
+def _until(rows: Iterable[AnyRow], columns: Columns, characters: int) -> Iterator[AnyRow]:
+    """The first rows whose texts have so many characters."""
+    for row in rows:
+        yield row
+        characters -= len(str(row[2].get(columns.first)))
+        if characters <= 0:
+            return
 
 
 def _columns_to_read(names: Iterable[str], where: str) -> list[str]:
     return [name for name in choose_columns(names, where)[1:] if name is not None]
 
 
-def _source(opened: Opened) -> Source:
-    """The records of all rows. The first row determines which columns are read."""
-    if opened.items and isinstance(opened.items[0], Mapping) and isinstance(opened.items[0].get("objects"), Objects):
-        records = [Record(image=row["image"], objects=row["objects"], where=where) for where, row in opened.rows()]
-        return Source(opened.name, "objects", records, opened.labels, opened.warnings)
-    columns: Columns | None = None
+def _source(
+    opened: Opened, columns: Columns, rows: Iterable[AnyRow], *, sampled: bool = False, unlabelled: bool = False
+) -> Source:
+    """The records of rows. If they are a sample, the names of classes are still those of all rows.
+
+    A label in a row is refused if the first row has none, unless all labels are known to be `unlabelled`.
+    """
     values: list[tuple[Any, Any]] = []
     labels: list[tuple[str, Any]] = []
-    for where, row in opened.rows(_columns_to_read):
-        if columns is None:
-            columns = choose_columns(row, where)
+    names: list[int | None] = []
+    for name, where, row in rows:
         require_columns(row, (columns.first, columns.second, columns.label), where)
-        if columns.label is None and columns.kind != "pairs":
+        if columns.label is None and columns.kind != "pairs" and not unlabelled:
             _refuse_late_label(row, where, opened.name)
         read = image_value if columns.kind == "images" else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
@@ -129,22 +209,52 @@ def _source(opened: Opened) -> Source:
             second = text_value(second, f"{where}, {columns.second!r}")
         values.append((first, second))
         labels.append((where, row[columns.label] if columns.label else None))
-    if columns is None:
-        raise FulldepthError(f"{opened.name} is empty. Expected rows with the columns {EXPECTED}.")
-    if columns.kind == "pairs":
-        return Source(opened.name, "pairs", [Record(prompt=first, response=second) for first, second in values])
-    classes, names = _class_indices(labels, opened.class_names(columns.label))
+        names.append(name)
     places = [where for where, _ in labels]
+    entries = list(zip(values, places, names, strict=True))
+    if columns.kind == "pairs":
+        pairs = [Record(prompt=one, response=two, where=at, identity=name) for (one, two), at, name in entries]
+        return Source(opened.name, "pairs", pairs, warnings=opened.warnings)
+    everything = labels
+    if sampled and any(isinstance(label, str) for _, label in labels):
+        column = str(columns.label)
+        everything = [(where, row.get(column)) for where, row in opened.rows(lambda *_: [column])]
+    numbers, classes = _class_indices(labels, everything, opened.class_names(columns.label))
     if columns.kind == "images":
-        rows = zip(values, classes, places, strict=True)
-        records = [Record(text=text, image=image, label=label, where=where) for (image, text), label, where in rows]
-        return Source(opened.name, "images", records, names)
-    kind = "text" if all(index is None for index in classes) else "labelled-text"
+        records = [
+            Record(text=text, image=image, label=number, where=at, identity=_image_identity(name, image, at, opened))
+            for ((image, text), at, name), number in zip(entries, numbers, strict=True)
+        ]
+        return Source(opened.name, "images", records, classes, opened.warnings)
+    kind = "text" if all(number is None for number in numbers) else "labelled-text"
     records = [
-        Record(text=text, second=second, label=index, where=where)
-        for (text, second), index, where in zip(values, classes, places, strict=True)
+        Record(text=text, second=second, label=number, where=at, identity=name)
+        for ((text, second), at, name), number in zip(entries, numbers, strict=True)
     ]
-    return Source(opened.name, kind, records, names)
+    return Source(opened.name, kind, records, classes, opened.warnings)
+
+
+def _image_identity(name: int | None, image: ImageLoader, where: str, opened: Opened) -> int:
+    """Identity of an image: of its row in a sample, else its path, its content in a list, or its place in a table."""
+    if name is not None:
+        return name
+    if isinstance(image, StoredImage) and image.name:
+        return identity(image.name)
+    return identity(image_content(image)) if opened.items else identity(where)
+
+
+def identities(source: Source) -> list[int]:
+    """Identity of each record, of no two the same: that of its row, or its text, image or place."""
+    return [int(number) for number in distinct([_identity(record) for record in source.records])]
+
+
+def _identity(record: Record) -> int:
+    if record.identity is not None:
+        return record.identity
+    if record.image is not None:
+        name = record.image.name if isinstance(record.image, StoredImage) else ""
+        return identity(name or record.where)
+    return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
 
 
 def _refuse_late_label(row: Mapping[str, Any], where: str, name: str) -> None:
@@ -157,21 +267,25 @@ def _refuse_late_label(row: Mapping[str, Any], where: str, name: str) -> None:
 
 
 def _class_indices(
-    labels: Sequence[tuple[str, Any]], class_names: Sequence[str] = ()
+    labels: Sequence[tuple[str, Any]], everything: Sequence[tuple[str, Any]], class_names: Sequence[str] = ()
 ) -> tuple[list[int | None], tuple[str, ...]]:
     """Class indices and class names of raw labels (each after its location): integers, digits or names.
 
-    Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order. Space
-    around a label does not count, and an empty one is None.
+    Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order of
+    `everything`, the labels of all rows. Space around a label does not count, and an empty one is None.
     """
-    labels = [(at, (clean_text(label).strip() or None) if isinstance(label, str) else label) for at, label in labels]
-    present = [(where, label) for where, label in labels if label is not None]
+    labels, everything = ([(at, _stripped(label)) for at, label in given] for given in (labels, everything))
+    present = [(where, label) for where, label in everything if label is not None]
     if all(isinstance(label, str) for _, label in present) and not all(_is_digits(label) for _, label in present):
         names = tuple(sorted({label for _, label in present}))
         index = {label: i for i, label in enumerate(names)}
         return [None if label is None else index[label] for _, label in labels], names
     classes = [None if label is None else _class_index(where, label) for where, label in labels]
     return [None if c is None or c < 0 else c for c in classes], tuple(class_names)
+
+
+def _stripped(label: Any) -> Any:
+    return (clean_text(label).strip() or None) if isinstance(label, str) else label
 
 
 def _is_digits(label: str) -> bool:

@@ -11,18 +11,22 @@ import torch
 
 from fulldepth.data.batches import Example, padded_batch
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.data.sources import Record, Source, content_hash
+from fulldepth.data.sources import Order, Record, Source, content_hash, identities
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import sample
 
 TASK = "seq2seq-lm"
 
 
 def input_texts(source: Source) -> Source:
     """The input texts of pairs, for an encoder alone."""
-    return Source(source.name, "labelled-text", [Record(text=record.prompt) for record in _filled(source)])
+    filled = replace(source, records=_filled(source))
+    pairs = zip(filled.records, identities(filled), strict=True)
+    records = [Record(text=record.prompt, where=record.where, identity=name) for record, name in pairs]
+    return Source(source.name, "labelled-text", records, warnings=source.warnings)
 
 
 def prepare_translation(
@@ -33,6 +37,8 @@ def prepare_translation(
     max_sequences: int = 256,
     sequence_length: int = 256,
     vocab_size: int | None = None,
+    seed: int = 0,
+    order: Order = "random",
 ) -> Sequences:
     """Inputs for both stacks of an encoder-decoder; positions and targets are the decoder's.
 
@@ -43,16 +49,22 @@ def prepare_translation(
         source: pairs of input (`prompt`) and target (`response`).
         tokenizer: of both texts.
         start: the decoder's first token.
-        max_sequences: at most so many pairs, the first ones.
+        max_sequences: at most so many pairs.
         sequence_length: tokens of either text, special tokens included; longer ones are cut there.
         vocab_size: rows of the model's embedding; None = not checked.
+        seed: of the sample of pairs.
+        order: `first` takes the first pairs instead of a sample.
 
     Raises:
         FulldepthError: if the data hold no pairs, or the model names no start token.
     """
     _check(source, tokenizer, start)
     assert start is not None
-    records = _filled(source)[:max_sequences]
+    filled = replace(source, records=_filled(source))
+    names = identities(filled)
+    first = range(len(names))[:max_sequences]
+    chosen = first if order == "first" else sample(names, max_sequences, seed)
+    records = [filled.records[index] for index in chosen]
     pairs = [(record.prompt or "", record.response or "") for record in records]
     frame = Frame.of(tokenizer, [text for pair in pairs for text in pair])
     room = sequence_length - len(frame)
@@ -82,6 +94,8 @@ def prepare_translation(
         lengths=[len(example) for example in examples],
         num_targets=sum(example.predicted for example in examples),
         warnings=warnings + check_vocabulary(highest, tokenizer, vocab_size),
+        clusters=[names[index] for index in chosen],
+        unit="row",
     )
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.data import Batch, choose_sample, image_name
+from fulldepth.data import Batch, image_name
 from fulldepth.distributed import Processes
 from fulldepth.measurement.sample_grid import class_name, picture_of, title_of
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import Detections, saturation_layer
 from fulldepth.metrics.detections import corners, iou
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import sample
 
 IMAGES = 6
 """Images shown, unless `grid_samples` gives another number."""
@@ -35,7 +35,7 @@ class BoxGrid:
     def __init__(self, subject: Subject, settings: MeasureSettings) -> None:
         self.subject, self.pictures = subject, settings.pictures
         count = IMAGES if settings.grid_samples is None else settings.grid_samples
-        self.chosen = frozenset(choose_sample([IGNORE] * len(subject.sequences), count, settings.seed))
+        self.chosen = frozenset(sample(range(len(subject.sequences)), count, settings.seed))
         self.kept: dict[int, dict[str, Any]] = {}
         """Index of an image -> its entry without title and picture."""
 

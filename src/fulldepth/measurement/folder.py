@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fulldepth.data import Sequences, open_source
+from fulldepth.data import Sequences
 from fulldepth.distributed import processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
@@ -15,6 +15,7 @@ from fulldepth.measurement.series import STEPS, Point, extends, measure_series, 
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results, TableMismatchError, holder
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.subjects import read_source
 
 
 def measure_into(
@@ -50,9 +51,7 @@ def measure_into(
     """
     settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
     with processes(settings.device) as process, process.holding(folder):
-        read = (
-            data if isinstance(data, Sequences) else open_source(data, split=settings.split, skip_bad=settings.skip_bad)
-        )
+        read = data if isinstance(data, Sequences) else read_source(data, settings)
         points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
         prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
         print_of_run = digest(prints)

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth.data import MASKED_SHARE, Sequences, open_source
+from fulldepth.data import MASKED_SHARE, Sequences
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, projection_names
@@ -39,7 +39,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.subjects import open_checkpoint, prove, small_batch
+from fulldepth.subjects import open_checkpoint, prove, read_source, small_batch
 
 
 def measure(
@@ -140,7 +140,7 @@ def measure_with(
             return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
 
         if settings.tower is None and settings.anatomy is None and not isinstance(data, Sequences):
-            data = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
+            data = read_source(data, settings)
             if data.captioned and towers(checkpoint.model):
                 return measure_towers(checkpoint, data, settings, measured)
             names = stacks(checkpoint.model)

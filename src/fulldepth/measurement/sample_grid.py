@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fulldepth.data import choose_sample, decode_ids, image_name, thumbnail
+from fulldepth.data import balanced_sample, decode_ids, image_name, thumbnail
 from fulldepth.distributed import Processes
 from fulldepth.execution import TopTokens
 from fulldepth.measurement.subject import Subject
@@ -64,7 +64,7 @@ class SampleGrid:
         labels = [example.class_index for example in subject.sequences.examples]
         known = [index for index, label in enumerate(labels) if label != IGNORE]
         count = SAMPLES if settings.grid_samples is None else settings.grid_samples
-        sampled = choose_sample([labels[index] for index in known], count, settings.seed)
+        sampled = balanced_sample([labels[index] for index in known], known, count, settings.seed)
         self.chosen = frozenset(known[place] for place in sampled)
         self.extremes = min(EXTREMES, len(known) // 2) if count else 0
         self.kept: list[Predicted] = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.data import Record, Source, choose_sample
+from fulldepth.data import Record, Source, identities
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
@@ -22,6 +22,7 @@ from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cross import Projected, cross_rows, cross_similarity
 from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.settings.measure import MeasureSettings
+from fulldepth.uncertainty import sample
 
 TOWERS = {"image": "vision", "text": "text"}
 """Name of a stack -> its tower."""
@@ -42,7 +43,12 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     Raises:
         FulldepthError: if an image has no text, or the projected features are not the model's own.
     """
-    source = usable_rows(source, most=settings.max_sequences, seed=settings.seed, skip_bad=settings.skip_bad)
+    source = usable_rows(
+        source,
+        most=None if settings.balanced else settings.max_sequences,
+        seed=settings.seed,
+        skip_bad=settings.skip_bad,
+    )
     records = _paired(source, settings)
     data = {
         "image": Source(source.name, "images", records, source.class_names, source.warnings),
@@ -103,8 +109,9 @@ def _paired(source: Source, settings: MeasureSettings) -> list[Record]:
     bare = next((n for n, record in enumerate(source.records, start=1) if not (record.text or "").strip()), None)
     if bare is not None:
         raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
-    labels = [-1 if record.label is None else record.label for record in source.records]
-    return [source.records[index] for index in choose_sample(labels, settings.max_sequences, settings.seed)]
+    names = identities(source)
+    chosen = range(len(names)) if settings.order == "first" else sample(names, settings.max_sequences, settings.seed)
+    return [replace(source.records[index], identity=names[index]) for index in chosen[: settings.max_sequences]]
 
 
 def _projected(subject: Subject, setup: Setup, kept: dict[str, Projected], name: str) -> Projected | None:

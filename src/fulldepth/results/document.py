@@ -76,6 +76,12 @@ class Data(Part):
     train_sequences: Whole | None = None
     validation_sequences: Whole | None = None
     heldout: Split | None = None
+    clusters: Whole | None = None
+    """Number of units of independence, from which standard errors are computed."""
+    unit: str | None = None
+    """What a cluster is."""
+    no_error: str | None = None
+    """Reason why no standard error can be stated."""
 
 
 class Policy(Part):

@@ -66,7 +66,7 @@ class EvaluateSettings(LoadingSettings):
     tasks scored by log-likelihood, which costs one pass; the whole model for tasks that generate text, which costs a
     run per layer."""
     limit: Count | None = None
-    """Examples of each task, the first ones; of labelled data a seeded sample, the classes in turn; None = all."""
+    """Examples of each task, the first ones; of labelled data a uniform seeded sample; None = all."""
     num_fewshot: Shots | None = None
     """Solved examples in every prompt; None = each task's own number."""
     task_data: list[str] | None = None

@@ -25,7 +25,7 @@ class ExitSettings(ReadingSettings):
         "When to leave": ("rule", "thresholds", "min_layer", "target_accuracy_drop", "calibration_share"),
         "Data": (
             *("max_sequences", "sequence_length", "batch_size", "rounds", "lens_tokens", "seed", "split", "truncate"),
-            *("skip_bad", "corrupt"),
+            *("skip_bad", "corrupt", "order", "bos", "one_per_row", "balanced"),
         ),
         "Generation of language models": ("policy", "lens_candidates", "prompts", "new_tokens"),
         "A checkpoint with fewer layers": EXPORTS,
@@ -46,7 +46,7 @@ class ExitSettings(ReadingSettings):
     calibration_share: Share = 0.5
     """Share of the sequences on which that threshold is chosen."""
     max_sequences: Count = 512
-    """Sequences to read."""
+    """Sequences to read: a uniform sample of windows, rows or images, by seeded hashes."""
     batch_size: Count | None = None
     """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
     rounds: int = Field(default=3, ge=0, le=10_000)

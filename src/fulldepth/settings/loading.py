@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -34,7 +34,17 @@ class ReadingSettings(LoadingSettings):
     """How a checkpoint is loaded, and which data are read and prepared for it."""
 
     max_sequences: Count = 256
-    """Sequences to read."""
+    """Sequences to read: a uniform sample of windows, rows or images, by seeded hashes."""
+    order: Literal["random", "first"] = "random"
+    """first: the first windows or rows instead of a sample; windows then cross the ends of documents."""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """Whether every window of plain text for a causal model begins with the BOS token; auto: if the tokenizer puts it
+    before a text."""
+    one_per_row: bool = False
+    """One sequence for each row of plain text, cut at the sequence length, instead of windows."""
+    balanced: bool = False
+    """Sample labelled data with the classes in turn (for NC1 and probes): accuracy is then a mean over classes. All
+    labels are read."""
     sequence_length: Length | None = None
     """Tokens in a sequence; None = 256, or the model's positions if fewer, and whole texts for a classifier."""
     seed: Seed = 0

@@ -23,6 +23,7 @@ class MeasureSettings(ReadingSettings):
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
             *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad", "pictures"),
+            *("order", "bos", "one_per_row", "balanced"),
         ),
         "Loading the model": (
             *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),

@@ -102,6 +102,8 @@ def sequences_for(
             max_sequences=settings.max_sequences,
             sequence_length=length,
             vocab_size=anatomy.vocab_size,
+            seed=settings.seed,
+            order=settings.order,
         )
     processor = None
     if source.kind in IMAGES:
@@ -124,12 +126,33 @@ def sequences_for(
         truncate=truncate,
         skip_bad=settings.skip_bad,
         seed=settings.seed,
+        order=settings.order,
+        bos=settings.bos,
+        one_per_row=settings.one_per_row,
+        balanced=settings.balanced,
+    )
+
+
+def read_source(data: Any, settings: ReadingSettings) -> Source:
+    """The records that a sample of the settings' size needs, of all records where it is balanced by class.
+
+    Raises:
+        FulldepthError: as `open_source`.
+    """
+    return open_source(
+        data,
+        split=settings.split,
+        skip_bad=settings.skip_bad,
+        limit=None if settings.balanced else settings.max_sequences,
+        seed=settings.seed,
+        order=settings.order,
+        window=None if settings.one_per_row else settings.sequence_length or DEFAULT_LENGTH,
     )
 
 
 def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:
     """The records of the data, of a kind that the model reads; bad ones are refused or left out."""
-    source = open_source(data, split=settings.split, skip_bad=settings.skip_bad)
+    source = read_source(data, settings)
     if settings.corrupt is not None:
         source = corrupted(source, settings.corrupt, settings.seed)
     if anatomy.family.modality == "text" and source.kind in IMAGES:
@@ -141,7 +164,7 @@ def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Readi
     return usable_rows(
         source,
         _class_names(checkpoint.model.config) if anatomy.task.endswith("-classification") else None,
-        most=settings.max_sequences,
+        most=None if settings.balanced else settings.max_sequences,
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )

@@ -22,7 +22,6 @@ from fulldepth.data.labelled import (
     held_out,
     in_epochs,
 )
-from fulldepth.data.labels import sample
 from fulldepth.data.sequences import Picture
 from fulldepth.data.sources import Record
 from fulldepth.errors import FulldepthError
@@ -98,8 +97,9 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     classes = data_classes(source, settings)
     rows, warnings = _checked(source, settings, classes)
     if data.validation is not None:
-        other = _sampled(open_source(data.validation, skip_bad=skip), settings)
-        train, (validation, more) = rows, _checked(other, settings, classes)
+        other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
+        sampled = len(other) == settings.most_validation  # a rare class may be in none of its rows
+        train, (validation, more) = rows, _checked(other, settings, classes, every=not sampled)
         warnings += more
     else:
         least = 1 if settings.task == "detection" else len(classes)
@@ -109,18 +109,15 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     return LabelledData(train, validation, classes, warnings)
 
 
-def _checked(source: Source, settings: TrainSettings, classes: tuple[str, ...]) -> tuple[Rows, list[str]]:
-    """The valid rows, and warnings. Every class needs a row; which boxes a detector needs, it says itself."""
+def _checked(
+    source: Source, settings: TrainSettings, classes: tuple[str, ...], *, every: bool = True
+) -> tuple[Rows, list[str]]:
+    """The valid rows, and warnings. With `every`, each class needs a row; what a detector needs, it says itself."""
     skip = settings.data.skip_bad
     rows = check_rows(source, settings.task, classes, skip_bad=skip)
-    return rows, rows.warnings + ([] if settings.task == "detection" else check_classes(rows, skip_bad=skip))
-
-
-def _sampled(source: Source, settings: TrainSettings) -> Source:
-    """At most `most_validation` records, the classes in turn."""
-    labels = [_label(record) for record in source.records]
-    chosen = sample(labels, settings.most_validation, settings.seed)
-    return source if len(chosen) == len(source) else replace(source, records=[source.records[i] for i in chosen])
+    return rows, rows.warnings + (
+        [] if settings.task == "detection" else check_classes(rows, skip_bad=skip or not every)
+    )
 
 
 def _label(record: Record) -> int:

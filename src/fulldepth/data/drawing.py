@@ -1,0 +1,365 @@
+r"""Uniform samples of passages of text: pieces of documents, weighted by their length, without replacement.
+
+A document of `c` characters is cut into `max(1, c // P)` pieces of equal length, with `P = 8 W` characters for windows
+of `W` tokens. A piece has the key `E / w`, with a standard exponential `E` from the hash of its document and number,
+and its characters `w`; the pieces with the smallest keys are the sample, and each gives one window. Every character is
+equally likely to be in a window, up to the ends of pieces. A document too short for a window is drawn with the weight
+of a window (`4 W` characters), as it gives all of its tokens.
+
+Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fulldepth.uncertainty import distinct, identity, ranks, sample
+
+CHARACTERS = 8
+"""Characters of a piece for each token of a window; text has 3 to 6 characters a token."""
+BLOCK = 4096
+"""Tokens of a block of a document, at least."""
+BUFFER = 1 << 26
+"""Characters of documents held while a source without an index is thinned."""
+FEWEST_DOCUMENTS, FEWEST_BLOCKS = 3, 8
+"""Fewest clusters of either kind from which an error is stated."""
+
+
+class Pieces(NamedTuple):
+    """Pieces of documents, `[P]` each."""
+
+    document: NDArray[np.int64]
+    """Index of the document."""
+    number: NDArray[np.int64]
+    """Number of the piece in its document, from 0."""
+    key: NDArray[np.float64]
+    """Smaller ones are drawn first."""
+    filled: NDArray[np.float64]
+    """Share of a window's text in the piece, at most 1."""
+
+
+def pieces_of(
+    identities: NDArray[np.uint64], sizes: NDArray[np.int64], window: int, seed: int, *, bound: bool = False
+) -> Pieces:
+    """The pieces of documents of these identities and lengths in characters.
+
+    With `bound`, the sizes are at least the lengths, and the keys are lower bounds.
+    """
+    most = CHARACTERS * window
+    counts = np.maximum(1, sizes // most)
+    document = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chance = (ranks(identities[document] ^ (ranks(number, 2) * (number > 0)), seed).astype(np.float64) + 1) * 2.0**-64
+    characters = sizes[document] / counts[document]
+    weight = np.maximum(sizes[document].clip(max=2 * most) if bound else characters, most / 2)
+    return Pieces(document, number, -np.log(chance) / weight, np.minimum(1.0, characters / most))
+
+
+def needed(pieces: Pieces, count: int) -> NDArray[np.int64] | None:
+    """Indices of the pieces, in the order of their keys, that hold the text of `count` windows; None if all do not."""
+    order = pieces.key.argsort(kind="stable")
+    filled = np.cumsum(pieces.filled[order])
+    enough = int(np.searchsorted(filled, count - 1e-9)) + 1
+    return order[:enough] if enough <= len(order) else None
+
+
+def draw_documents(
+    identities: NDArray[np.uint64],
+    bounds: NDArray[np.int64],
+    length_of: Callable[[list[int]], list[int]],
+    *,
+    count: int,
+    window: int,
+    seed: int,
+) -> list[int] | None:
+    """Indices, ascending, of the documents that hold the sample of pieces; None if all documents are needed.
+
+    The sample is that of the lengths in characters, which are found for few documents only: those with the smallest
+    lower bounds of their keys.
+
+    Args:
+        identities: of the documents, `[N]`.
+        bounds: at least the characters of each, such as its bytes, `[N]`.
+        length_of: (indices) -> characters of these documents; reads them.
+        count: windows.
+        window: tokens of a window.
+        seed: of the sample.
+    """
+    lower = pieces_of(identities, bounds, window, seed, bound=True)
+    order = lower.key.argsort(kind="stable")
+    lengths: dict[int, int] = {}
+    take = count
+    while take < len(order):
+        new = [index for index in dict.fromkeys(lower.document[order[:take]].tolist()) if index not in lengths]
+        lengths |= dict(zip(new, length_of(new), strict=True))
+        known = np.array(sorted(lengths))
+        exact = pieces_of(identities[known], np.array([lengths[index] for index in known.tolist()]), window, seed)
+        chosen = needed(exact, count)
+        if chosen is not None and exact.key[chosen[-1]] <= lower.key[order[take]]:
+            return sorted(set(known[exact.document[chosen]].tolist()))
+        take *= 2
+    return None
+
+
+def thinned(texts: Iterable[str], *, count: int, window: int, seed: int) -> list[tuple[int, str]]:
+    """(identity, text) of the documents that hold the sample of pieces, of texts that are read once, in order."""
+    kept: list[tuple[int, str]] = []
+    size = 0
+    for text in texts:
+        kept.append((identity(text), text))
+        size += len(text)
+        if size > BUFFER:
+            pieces = pieces_of(*_measured(kept), window, seed)
+            chosen = needed(pieces, count)
+            if chosen is not None:
+                kept = [kept[index] for index in sorted(set(pieces.document[chosen].tolist()))]
+            size = 0
+    return kept
+
+
+def _measured(documents: Sequence[tuple[int, str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    identities = distinct([number for number, _ in documents])
+    return identities, np.array([len(text) for _, text in documents], dtype=np.int64)
+
+
+class Window(NamedTuple):
+    """Token ids that were drawn or cut."""
+
+    ids: list[int]
+    document: int
+    """Index of the document, or of the first of several short ones."""
+    block: int
+    """Number of the block of at least `BLOCK` tokens in its document."""
+
+
+class Drawn(NamedTuple):
+    """Windows, in the order of their documents."""
+
+    windows: list[Window]
+    left_over: int
+    """Tokens at the ends of documents that fill no window; 0 where not all text is tokenised."""
+
+
+class Text(NamedTuple):
+    """A document's text, or a piece of it."""
+
+    text: str
+    starts: bool = True
+    """Whether the document starts here."""
+    ends: bool = True
+    """Whether it ends here."""
+
+
+Tokenise = Callable[[Text], Sequence[int]]
+Join = Callable[[list[int], Sequence[int]], list[int]]
+"""(ids, ids of the next document) -> both."""
+
+
+def draw_windows(
+    documents: Sequence[tuple[int, str]],
+    tokenise: Tokenise,
+    *,
+    window: int,
+    count: int,
+    seed: int,
+    piece: int | None = None,
+    join: Join | None = None,
+    least: int = 1,
+) -> Drawn:
+    """A uniform sample of windows, each within one document; without replacement.
+
+    If the text is much longer than the sample, only the drawn pieces are tokenised, and each gives one window at a
+    hashed offset. Otherwise all is tokenised and cut, and the sample is of all full windows. Documents that are shorter
+    than a window are joined in the order in which they are drawn until they fill one, which belongs to the first of
+    them; what is left of the last is not used, so that no document is in two such windows.
+
+    Args:
+        documents: (identity, text) of each.
+        tokenise: token ids of a text.
+        window: tokens of a window.
+        count: most windows.
+        seed: of the sample.
+        piece: tokens of a window for which the documents were drawn, if not `window`.
+        join: (ids, ids of the next document) -> both; None = short documents and the ends of others are short windows
+            of their own.
+        least: tokens of a short window, at least.
+    """
+    pieces = pieces_of(*_measured(documents), piece or window, seed)
+    order = needed(pieces, count)
+    joined = _Joined(window, join, least)
+    if order is not None:
+        windows = _from_pieces(documents, pieces, tokenise, window, count, seed, joined)
+        if len(windows) == count:
+            return Drawn([each for _, each in sorted(windows)], 0)
+    return _from_everything(documents, tokenise, window, count, seed, _Joined(window, join, least))
+
+
+def _from_pieces(
+    documents: Sequence[tuple[int, str]],
+    pieces: Pieces,
+    tokenise: Tokenise,
+    window: int,
+    count: int,
+    seed: int,
+    joined: _Joined,
+) -> list[tuple[tuple[int, int], Window]]:
+    """((document, piece), window) of the first pieces in the order of their keys; too few if all pieces are used."""
+    windows: list[tuple[tuple[int, int], Window]] = []
+    totals = np.bincount(pieces.document)
+    for index in pieces.key.argsort(kind="stable").tolist():
+        if len(windows) == count:
+            break
+        document, number = int(pieces.document[index]), int(pieces.number[index])
+        total = int(totals[document])
+        name, text = documents[document]
+        start = _cut(text, number * len(text) // total)
+        stop = _cut(text, (number + 1) * len(text) // total)
+        ids = list(tokenise(Text(text[start:stop], start == 0, stop == len(text))))
+        place = document, number
+        if len(ids) >= window:
+            offset = identity(name, number, seed) % (len(ids) - window + 1)
+            block = start // (CHARACTERS * BLOCK)
+            windows.append((place, Window(ids[offset : offset + window], document, block)))
+        elif ids and (filled := joined.add(ids, document)) is not None:
+            windows.append(((filled.document, number), filled))
+    return windows
+
+
+def _cut(text: str, place: int) -> int:
+    """The place behind the next space, within 64 characters, so that no word is cut; else the place itself."""
+    if place in (0, len(text)):
+        return place
+    space = next((index for index in range(place, min(place + 64, len(text))) if text[index].isspace()), None)
+    return place if space is None else space
+
+
+def _from_everything(
+    documents: Sequence[tuple[int, str]],
+    tokenise: Tokenise,
+    window: int,
+    count: int,
+    seed: int,
+    joined: _Joined,
+) -> Drawn:
+    candidates: list[Window] = []
+    names: list[int] = []
+    left_over, join = 0, joined.join
+    for document, (name, text) in enumerate(documents):
+        ids = list(tokenise(Text(text)))
+        full = len(ids) // window * window
+        stop = len(ids) if join is None else full
+        for start in range(0, stop, window):
+            if min(window, len(ids) - start) >= joined.least:
+                candidates.append(Window(ids[start : start + window], document, start // BLOCK))
+                names.append(identity(name, start))
+        if join is not None and full:
+            left_over += len(ids) - full
+        elif join is not None and ids and (filled := joined.add(ids, document)) is not None:
+            candidates.append(filled)
+            names.append(identity(documents[filled.document][0], 0))
+    if not candidates and joined.ids:
+        return Drawn([Window(joined.ids, joined.document, 0)], 0)
+    chosen = sample(names, count, seed)
+    windows = sorted((candidates[index] for index in chosen), key=lambda each: each.document)  # stable
+    return Drawn(windows, left_over + joined.dropped + len(joined.ids))
+
+
+class _Joined:
+    """Short documents, joined until they fill a window."""
+
+    def __init__(self, window: int, join: Join | None, least: int) -> None:
+        self.window, self.join, self.least = window, join, least
+        self.ids: list[int] = []
+        self.document = 0
+        self.dropped = 0
+
+    def add(self, ids: list[int], document: int) -> Window | None:
+        """The window that a further document fills, if it does."""
+        if self.join is None:
+            return Window(ids, document, 0) if len(ids) >= self.least else None
+        if not self.ids:
+            self.document = document
+        self.ids = self.join(self.ids, ids) if self.ids else ids
+        if len(self.ids) < self.window:
+            return None
+        full, rest = self.ids[: self.window], len(self.ids) - self.window
+        self.ids, self.dropped = [], self.dropped + rest
+        return Window(full, self.document, 0)
+
+
+def first_windows(
+    documents: Iterable[str],
+    tokenise: Callable[[str, int], Sequence[int]],
+    *,
+    window: int,
+    count: int,
+    join: Join | None,
+) -> Drawn:
+    """The first windows of the documents, joined in order; windows cross the ends of documents.
+
+    Args:
+        documents: texts, read lazily.
+        tokenise: (text, needed) -> its first `needed` or more token ids, or all of them.
+        window: tokens of a window.
+        count: most windows.
+        join: (ids, ids of the next document) -> both; None = the end of each document is a short window.
+
+    Returns:
+        Full windows, or one short window if the whole text is shorter.
+    """
+    most = window * count
+    if join is None:
+        windows: list[Window] = []
+        for document, text in enumerate(documents):
+            ids = tokenise(text, most - window * len(windows))
+            windows += [
+                Window(list(ids[start : start + window]), document, start // BLOCK)
+                for start in range(0, len(ids), window)
+            ]
+            if len(windows) >= count:
+                break
+        return Drawn(windows[:count], 0)
+    stream: list[int] = []
+    starts: list[int] = []
+    for text in documents:
+        if len(stream) >= most:
+            break
+        ids = tokenise(text, most - len(stream))
+        stream = join(stream, ids) if ids and stream else [*stream, *ids]
+        starts.append(len(stream) - len(ids))
+    del stream[most:]
+    full = len(stream) // window * window if len(stream) >= window else window
+    places = range(0, min(full, len(stream)), window)
+    joined = [_place(stream[place : place + window], place, starts) for place in places]
+    return Drawn(joined, len(stream) - full if len(stream) >= window else 0)
+
+
+def _place(ids: list[int], place: int, starts: Sequence[int]) -> Window:
+    """A window at a place of the stream, in the document that its first token belongs to."""
+    document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)
+    return Window(ids, document, max(0, place - starts[document]) // BLOCK)
+
+
+def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tuple[list[int], str, str | None]:
+    """Cluster of each window, what a cluster is, and why no error can be stated, if none can.
+
+    The document is the cluster where windows come from at least 3 documents; else blocks of at least `BLOCK` tokens of
+    a document, of which at least 8 must hold windows.
+    """
+    clusters = [identities[each.document] for each in windows]
+    if len(set(clusters)) >= FEWEST_DOCUMENTS:
+        return clusters, "document", None
+    blocks = [identity(identities[each.document], each.block) for each in windows]
+    if len(set(blocks)) >= FEWEST_BLOCKS:
+        return blocks, f"block of {BLOCK:,} tokens", None
+    documents, passages = len(set(clusters)), len(set(blocks))
+    reason = (
+        f"the text is {documents} document{'s' * (documents > 1)} with windows in {passages} "
+        f"block{'s' * (passages > 1)} of {BLOCK:,} tokens; an error needs {FEWEST_DOCUMENTS} documents or "
+        f"{FEWEST_BLOCKS} blocks"
+    )
+    return [identities[windows[0].document]] * len(windows), f"block of {BLOCK:,} tokens", reason

@@ -1,0 +1,74 @@
+"""A constant classifier on data of which 90 % are its class: every command reports about 0.9, not balanced accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest
+from transformers import BertConfig, BertForSequenceClassification
+
+import fulldepth
+from fulldepth.data import train_wordpiece
+from fulldepth.exit import sweep
+from fulldepth.settings.train import DataSettings
+from fulldepth.training.labelled import labelled_data
+from fulldepth.training.settings import TrainSettings
+
+ROWS = [{"text": f"film {i} number {i * 7 % 1000}", "label": int(i % 10 == 0)} for i in range(3000)]
+SAMPLE = 512
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_wordpiece([row["text"] for row in ROWS[:200]], 300)  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def constant(tokenizer: Any) -> Any:
+    """Predicts class 0."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=2, pad_token_id=0, **sizes))
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.copy_(torch.tensor([1.0, 0.0]))
+    return model
+
+
+def is_about_nine_tenths(accuracy: float) -> bool:
+    return bool(binomtest(round(accuracy * SAMPLE), SAMPLE, 0.9).pvalue > 1e-3)
+
+
+def accuracy_of(table: Any, measure: str) -> float:
+    rows = table[(table.measure == measure) & (table.statistic == "mean")]
+    return float(rows.value.iloc[-1])
+
+
+def test_measure_exit_and_the_balanced_option(constant: Any, tokenizer: Any) -> None:
+    """It was 0.766 by measure and 0.525 by exit."""
+    measured = fulldepth.measure(
+        constant, ROWS, tokenizer=tokenizer, max_sequences=SAMPLE, measures=["lens_accuracy"], lens_tokens=None
+    )
+    assert is_about_nine_tenths(accuracy_of(measured.table, "lens_accuracy"))
+    swept = sweep(constant, ROWS, tokenizer=tokenizer, max_sequences=SAMPLE, rounds=0)
+    assert is_about_nine_tenths(max(row["accuracy"] for row in swept.meta["exits"]))
+    balanced = fulldepth.measure(
+        constant, ROWS, tokenizer=tokenizer, max_sequences=200, measures=["lens_accuracy"], balanced=True
+    )
+    assert accuracy_of(balanced.table, "lens_accuracy") == 0.5
+    assert any("mean over classes" in warning for warning in balanced.meta["warnings"])
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_validation_rows_of_training(tmp_path: Any, separate: bool) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("\n".join(["text\tlabel", *(f"{row['text']}\t{row['label']}" for row in ROWS)]))
+    data = DataSettings(
+        name=str(path), validation=str(path) if separate else None, validation_share=0.3, validation_sequences=SAMPLE
+    )
+    settings = TrainSettings.model_construct(task="text-classification", data=data, seed=0)
+    labels = labelled_data(settings).validation.labels
+    assert len(labels) == SAMPLE
+    assert is_about_nine_tenths(labels.count(0) / SAMPLE)
