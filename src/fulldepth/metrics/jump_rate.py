@@ -46,12 +46,18 @@ def size_of_jump(value: float) -> str:
     return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
 
 
+def growth(value: float) -> str:
+    """A positive jump rate as what it is, a growth of the displacement, with the verdict on it."""
+    amount = f"{value / 100:.3f}" if round(value, 1) > 0 else "less than 0.001"
+    rate = f"{value:.1f} %" if round(value, 1) > 0 else "less than 0.1 %"
+    return f"{amount} (jump rate {rate}): {size_of_jump(value)}"
+
+
 def describe_jump(value: float) -> str:
     """A sentence on zeta_L in per cent; 0 means that the last layer displaces at most as much as the one before."""
     if value <= 0:
         return "The last layer displaces no more than the one before: no jump."
-    amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
-    return f"The last layer displaces {amount} percentage points more than the one before: {size_of_jump(value)}."
+    return f"The last layer's displacement exceeds that of the one before by {growth(value)}."
 
 
 class JumpRate(Measure):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import leave_one_out, standard_error
+from fulldepth.metrics.jackknife import leave_one_out, ratio_error, standard_error
 
 
 def saturation_layer(predictions: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Saturation(Measure):
 
     name = "saturation"
     units: ClassVar[dict[str, str]] = {
-        **{"count": "tokens", "share": "1", "cumulative": "1"},
+        **{"count": "tokens", "share": "1", "cumulative": "1", "standard_error_of_cumulative": "1"},
         **{"median": "layers", "standard_error_of_median": "layers"},
     }
     needs = frozenset({"targets"})
@@ -71,19 +71,23 @@ class Saturation(Measure):
         return counts.tolist(), float(_median(counts)), float(error)
 
     def rows(self) -> list[Row]:
-        """Three rows for each layer 1..L, and two for the median."""
+        """Rows for each layer 1..L, and two for the median."""
         counted, median, error = self.compute()
         counts = torch.tensor(counted, dtype=torch.int64)
         total = int(counts.sum())
+        errors = ratio_error(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
         statistics = {
             "count": counts.double(),
             "share": counts.double() / total,
             "cumulative": counts.cumsum(0).double() / total,
+            "standard_error_of_cumulative": errors,
         }
         rows = [
-            self.row(statistic, values[layer - 1], total, layer)
+            row
             for layer in range(1, len(counts) + 1)
-            for statistic, values in statistics.items()
+            for row in self.rows_of(
+                {name: float(values[layer - 1]) for name, values in statistics.items()}, total, layer
+            )
         ]
         return rows + (self.rows_of({"median": median, "standard_error_of_median": error}, total) if total else [])
 

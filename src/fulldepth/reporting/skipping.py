@@ -21,7 +21,6 @@ CARDS = {
     "loss_healed": "Loss taken back by scalars",
     "break_point": "Break point",
     "mmd": "Distance from the original",
-    "spectral_norm": "Weights, removed over kept",
     "prefill_time_saved": "Prefill time saved",
     "decode_time_saved": "Decode time saved",
 }
@@ -29,7 +28,7 @@ CARDS = {
 QUANTISED = "quantised"
 """Placeholder for the name of a model of a quantisation."""
 TIMES = ("prefill_time_saved", "decode_time_saved")
-LATER = ("mmd", "spectral_norm", QUANTISED)
+LATER = ("mmd", QUANTISED)
 """Findings whose sentences are marked as later."""
 ORDER = (
     "Model", "Search", "Curve", "Healing", "Data", "Benchmark", "Quantisation", "Machine", "Fingerprints", "Seed",
@@ -111,8 +110,6 @@ def _digits(name: str, value: float, entry: Entry) -> tuple[str, str]:
         return f"{value:.0f}", "blocks"
     if name == "mmd":
         return f"{value:.2g}", ""
-    if name == "spectral_norm":
-        return f"{value:.2f}", "×"
     if entry.get("unit") == "nats":
         return minus(value, "+.3f" if name in ("loss_added", QUANTISED) else ".3f"), ""
     return figure_of(entry)
@@ -129,7 +126,6 @@ def _symbol(part: Part, name: str, model_label: str) -> str:
         "loss_healed": f"nats; {count} removed",
         "break_point": f"of {count} tried",
         "mmd": f"MMD² of the last layer{', healed' if healed else ''}",
-        "spectral_norm": "mean spectral norm",
     }.get(name, "")
 
 
