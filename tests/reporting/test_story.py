@@ -75,7 +75,8 @@ def test_nothing_is_said_that_noise_could_be() -> None:
     assert "does not differ measurably from the median" in unsure[1]
     assert not any("times" in text for text in (*sure, *unsure))
     assert unknown == [
-        "The smallest displacement is 0.019 in layer 2 of 6; there is no standard error, so nothing is concluded from it."
+        "The smallest displacement is 0.019 in layer 2 of 6; there is no standard error, so nothing is concluded "
+        "from it."
     ]
 
 

@@ -17,8 +17,8 @@ LOWEST, HIGHEST = 0.005, 0.5
 def profile(facts: Facts) -> dict[str, Any] | None:
     """The strip of one model at one step; None without displacement.
 
-    `idle` holds the layers that do little, `limit` says what that is. Each of `rows` has `name`, `hint`, the `figure` with the same numbers, and
-    for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
+    `idle` holds the layers that do little, `limit` says what that is. Each of `rows` has `name`, `hint`, the `figure`
+    with the same numbers, and for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
     """
     if not facts.displacement:
         return None

@@ -115,7 +115,8 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
     The first sentence says which layers do little, the next ones are the first `MOST` that the data allow. None if the
-    table has no displacement."""
+    table has no displacement.
+    """
     if not facts.displacement:
         return None
     findings = [_last(facts), _late(facts), _early(facts), _outlier(facts)]
@@ -202,9 +203,10 @@ def _last(facts: Facts) -> str:
     if last is None or error is None or not facts.median > 0:
         return ""
     amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
+    subject = f"The last layer’s displacement, {amount},"
     middle = f"{facts.median:.3f} ({degrees(facts.median):.0f} degrees)"
     if not facts.beyond(facts.median, facts.median_error, [facts.layers]):
-        return f"The last layer’s displacement, {amount}, does not differ measurably from the median of the others, {middle}."
+        return f"{subject} does not differ measurably from the median of the others, {middle}{_jump(facts)}."
     ratio = degrees(last) / degrees(facts.median)
     size = "below" if last < facts.median else "above"
     times = f", {ratio:.1f} times the angle" if ratio > FAR else ""
