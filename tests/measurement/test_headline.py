@@ -48,6 +48,12 @@ def test_jumps_are_told_as_they_are(value):
             assert "large jump" not in sentence or "no large jump" in sentence
 
 
+@pytest.mark.parametrize(("error", "verdict"), [(0.2, ": a large jump."), (0.44, ", from which a jump is large.")])
+def test_a_jump_is_called_large_only_beyond_its_error(error, verdict):
+    found = said(jump_rate__value=(4, 10.8, "%"), jump_rate__standard_error=(4, error, "%"))["zeta_L"]
+    assert found.sentence.endswith(verdict)
+
+
 @pytest.mark.parametrize("value", [value for value in RATES if value >= 0])
 def test_training_tells_jumps_in_the_same_words(value):
     rows = [("jump_rate", "residual", 4, None, "value", value, 100, "%")]

@@ -45,8 +45,8 @@ def test_the_paragraph_of_a_model_with_a_jump() -> None:
     assert told == {
         "sentences": [
             "Displacement is clearly below 0.02 (16 degrees) in 3 of 6 layers: layers 2 to 4.",
-            "The last layer’s displacement, 0.150 ± 0.0001 (46 degrees), is above the median of the others, 0.018 (15 "
-            "degrees), 3.0 times the angle; its jump rate is 12.0 ± 0.1 %, large.",
+            "The last layer’s displacement is 0.150 ± 0.0001 (46 degrees): 3.0 times the angle of the median layer "
+            "(0.018, 15 degrees). Its jump rate is 12.0 ± 0.1 %: large.",
             "70 ± 2.0 % of all predictions change in the last two layers.",
         ],
         "next": {
@@ -71,8 +71,8 @@ def test_nothing_is_said_that_noise_could_be() -> None:
     assert unsure[0] == (
         "Displacement is clearly below 0.02 (16 degrees) in no layer; the smallest is 0.019 ± 0.001 in layer 2 of 6."
     )
-    assert "is above the median of the others, 0.040 (23 degrees)" in sure[1]
-    assert "does not differ measurably from the median" in unsure[1]
+    assert "(23 degrees), above that of the median layer (0.040, 23 degrees)." in sure[1]
+    assert "does not differ measurably from that of the median layer" in unsure[1]
     assert not any("times" in text for text in (*sure, *unsure))
     assert unknown == [
         "The smallest displacement is 0.019 in layer 2 of 6; there is no standard error, so nothing is concluded "
@@ -90,11 +90,11 @@ def test_idle_layers_are_counted_after_holm() -> None:
     assert wrong <= 0.05 * 300
 
 
-@pytest.mark.parametrize(("error", "size"), [(0.5, ", large"), (1.5, ""), (7.0, None)])
+@pytest.mark.parametrize(("error", "size"), [(0.5, ": large"), (1.5, ""), (7.0, None)])
 def test_a_jump_has_a_size_only_beyond_its_error(error, size) -> None:
     text = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], jump_error=error), META)["sentences"][1]
-    expected = "" if size is None else f"; its jump rate is 12.0 ± {error:.2g} %{size}"
-    assert text.endswith(f"3.0 times the angle{expected}.")
+    expected = "" if size is None else f" Its jump rate is 12.0 ± {error:.2g} %{size}."
+    assert text.endswith(f"3.0 times the angle of the median layer (0.018, 15 degrees).{expected}")
 
 
 def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate() -> None:

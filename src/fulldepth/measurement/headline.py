@@ -82,7 +82,7 @@ def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
         if 0 < value <= SIGNIFICANT * noise:
             sentence = _no_measurable_jump(value, noise, layer, back)
         else:
-            sentence = describe_jump(value) if back == 0 else _growth(value, layer)
+            sentence = describe_jump(value, noise) if back == 0 else _growth(value, noise, layer)
         findings[name] = Finding(value, "%", sentence, error)
     return findings
 
@@ -93,11 +93,11 @@ def _no_measurable_jump(value: float, error: float, layer: int, back: int) -> st
     return f"{subject} no more than the one before by any measurable amount (jump rate {value:.2g} ± {error:.2g} %)."
 
 
-def _growth(value: float, layer: int) -> str:
+def _growth(value: float, error: float, layer: int) -> str:
     """A sentence on the jump rate of several layers, correct at the printed precision."""
     if value <= 0:
         return f"From layer {layer} on, no layer displaces more than the one before: {size_of_jump(value)}."
-    return f"From layer {layer} on, displacement grows in all by {growth(value)}."
+    return f"From layer {layer} on, displacement grows in all by {growth(value, error)}."
 
 
 def _displacement(table: pd.DataFrame, num_layers: int) -> Finding:

@@ -203,16 +203,15 @@ def _last(facts: Facts) -> str:
     if last is None or error is None or not facts.median > 0:
         return ""
     amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
-    subject = f"The last layer’s displacement, {amount},"
-    middle = f"{facts.median:.3f} ({degrees(facts.median):.0f} degrees)"
-    if not facts.beyond(facts.median, facts.median_error, [facts.layers]):
-        return f"{subject} does not differ measurably from the median of the others, {middle}{_jump(facts)}."
+    middle = f"the median layer ({facts.median:.3f}, {degrees(facts.median):.0f} degrees)"
     ratio = degrees(last) / degrees(facts.median)
-    size = "below" if last < facts.median else "above"
-    times = f", {ratio:.1f} times the angle" if ratio > FAR else ""
-    return (
-        f"The last layer’s displacement, {amount}, is {size} the median of the others, {middle}{times}{_jump(facts)}."
-    )
+    if not facts.beyond(facts.median, facts.median_error, [facts.layers]):
+        sentence = f"The last layer’s displacement, {amount}, does not differ measurably from that of {middle}."
+    elif ratio > FAR:
+        sentence = f"The last layer’s displacement is {amount}: {ratio:.1f} times the angle of {middle}."
+    else:
+        sentence = f"The last layer’s displacement is {amount}, {'below' if ratio < 1 else 'above'} that of {middle}."
+    return sentence + _jump(facts)
 
 
 def _jump(facts: Facts) -> str:
@@ -221,8 +220,8 @@ def _jump(facts: Facts) -> str:
     jump, error = values.get(facts.layers, math.nan), errors.get(facts.layers, math.nan)
     if not (jump > 0 and measurable(jump, error)[0]):
         return ""
-    size = "" if not measurable(jump - LARGE_JUMP, error)[0] else ", large" if jump > LARGE_JUMP else ", not large"
-    return f"; its jump rate is {jump:.1f} ± {error:.2g} %{size}"
+    size = "" if not measurable(jump - LARGE_JUMP, error)[0] else ": large" if jump > LARGE_JUMP else ": not large"
+    return f" Its jump rate is {jump:.1f} ± {error:.2g} %{size}."
 
 
 def _late(facts: Facts) -> str:
