@@ -54,8 +54,8 @@ wheel: .venv/.package ## Build the wheel, install it into a folder of its own, a
 		--data corpus:builtin --max-sequences 4 --output measured
 	@ls dist/*.whl
 
-docs: .venv/.dev ## Build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: .venv/.dev ## Build the documentation into site/; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/.dev ## Time measuring and training against plain passes, and searches against the plain loop
 	$(BIN)/python benchmarks/run.py

@@ -1,4 +1,4 @@
-"""Code that a checkpoint carries runs with --trust-remote-code and in no other way, whatever a file or a pipe says."""
+"""Code that a checkpoint carries runs where the command allows it, whatever the checkpoint or a pipe says."""
 
 from __future__ import annotations
 

@@ -112,7 +112,6 @@ def search(layers: int = 12, blocks: tuple[int, ...] = BLOCKS, healed: bool = Tr
         "loss_added": {"value": added, "unit": "nats", "sentence": f"Removing {count} blocks adds {added:.4f} nats."},
         "loss_healed": {"value": 0.02, "unit": "nats", "sentence": "Scalars take back 0.0200 nats."},
         "mmd": {"value": 0.0061, "unit": "1", "sentence": "The last layer's states differ by 6.1e-03."},
-        "spectral_norm": {"value": 0.71, "unit": "1", "sentence": "What was removed had smaller weights."},
     }
     return Results(table[[*COLUMNS, "removed", "state"]], document("skip", planned, layers, headline=headline))
 

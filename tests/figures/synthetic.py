@@ -30,6 +30,10 @@ PROJECTIONS = (
 POLICY = {"name": "all", "sentence": "Every token counts; padding never does."}
 
 
+FACTORS = (("mean", 1), ("standard_error", 0.01), ("std", 0.3), ("p05", 0.55), ("p50", 0.95), ("p95", 1.6))
+"""Statistic of the displacement -> its value over the mean."""
+
+
 def psi(layer: int, layers: int, jump: float) -> float:
     """Large at first, small in the middle, and a jump at the end."""
     return 0.16 * math.exp(-layer / 2) + 0.02 + 0.01 * math.sin(layer) + jump * math.exp(-(layers - layer) * 2.2)
@@ -40,7 +44,7 @@ def displacement_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
     means = [psi(layer, layers, jump) for layer in range(1, layers + 1)]
     for suffix, shift, count in (("", 1.0, TOKENS), (":no-first", 0.8, TOKENS - 64)):
         for layer, mean in enumerate(means, start=1):
-            for statistic, factor in (("mean", 1), ("std", 0.3), ("p05", 0.55), ("p50", 0.95), ("p95", 1.6)):
+            for statistic, factor in FACTORS:
                 value = mean * factor * shift
                 rows.append(("displacement", "residual", layer, None, statistic + suffix, value, count, "1"))
         rows.append(
@@ -50,6 +54,7 @@ def displacement_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
     for layer in range(layers, 1, -1):
         total += 100 * max(0.0, means[layer - 1] - means[layer - 2])
         rows.append(("jump_rate", "residual", layer, None, "value", total, TOKENS, "%"))
+        rows.append(("jump_rate", "residual", layer, None, "standard_error", 0.1, TOKENS, "%"))
     return rows
 
 
@@ -82,6 +87,8 @@ def lens_rows(layers: int, quality: float, classes: bool = False) -> list[tuple[
     for layer in range(layers + 1):
         grown = 1 / (1 + math.exp(-(layer - 0.62 * layers) * 9 / layers))
         rows.append(("lens_accuracy", "residual", layer, None, "mean", final * grown, 16320, "1"))
+        rows.append(("lens_accuracy", "residual", layer, None, "standard_error", 0.005, 16320, "1"))
+        rows.append(("lens_loss", "residual", layer, None, "standard_error", 0.05, 16320, "nats"))
         rows.append(
             ("lens_loss", "residual", layer, None, "mean", 9.2 - (9.2 - 6 * (1 - final)) * grown, 16320, "nats")
         )

@@ -39,12 +39,19 @@ def test_jumps_are_told_as_they_are(value):
         assert "-" not in sentence
         grows = value > 0
         assert ("no more than" in sentence or "no layer displaces more" in sentence) is not grows
-        if printed := [n for n in numbers(sentence) if n != 0.1]:
-            assert printed == [pytest.approx(value, abs=0.05)]
-            assert ("a large jump" in sentence) is (printed[0] >= 10), "the verdict fits the number that is printed"
+        if grows and "less than" not in sentence:
+            printed = [n for n in numbers(sentence) if n > 0]
+            assert printed == [pytest.approx(value / 100, abs=0.0005), pytest.approx(value, abs=0.05)]
+            assert ("a large jump" in sentence) is (printed[1] >= 10), "the verdict fits the number that is printed"
         else:
             assert value < 0.15
             assert "large jump" not in sentence or "no large jump" in sentence
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(0.2, ": a large jump."), (0.44, ", from which a jump is large.")])
+def test_a_jump_is_called_large_only_beyond_its_error(error, verdict):
+    found = said(jump_rate__value=(4, 10.8, "%"), jump_rate__standard_error=(4, error, "%"))["zeta_L"]
+    assert found.sentence.endswith(verdict)
 
 
 @pytest.mark.parametrize("value", [value for value in RATES if value >= 0])

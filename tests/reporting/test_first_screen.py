@@ -30,7 +30,7 @@ def test_the_first_screen_answers(pages, visit, scheme):
     page = visit(pages("language_model"), viewport={"width": 1280, "height": 800}, color_scheme=scheme)
     bottom = "(node) => node.getBoundingClientRect().bottom"
     story = page.locator("#story")
-    assert "layers turn" in story.inner_text() or "layer 10" in story.inner_text()
+    assert "Displacement is clearly below 0.02 (16 degrees) in" in story.inner_text()
     assert "fulldepth skip search runs/llama-12x256/checkpoint-3000 --data corpus:builtin" in story.inner_text()
     assert story.evaluate(bottom) < 400
     assert page.locator("#profile").evaluate(bottom) < 500
@@ -100,7 +100,7 @@ def test_a_browser_that_cannot_unpack_says_so(pages, browser):
     page.goto(pages("language_model").as_uri())
     page.wait_for_selector("html[data-ready=yes]", state="attached")
     assert "This browser cannot unpack the figures" in page.locator("#no-figures").inner_text()
-    assert "The last layer turns it" in page.locator("#story").inner_text()
+    assert "The last layer’s displacement" in page.locator("#story").inner_text()
     figure = page.locator("figure", has=page.locator("[data-figure=jump_rate]"))
     figure.get_by_text("Numbers", exact=True).click()
     assert figure.locator("tbody tr").count() == 11

@@ -7,99 +7,111 @@ import math
 import numpy as np
 import pytest
 
-from fulldepth.reporting import reference
 from fulldepth.reporting.profile import profile
-from fulldepth.reporting.reference import MEASURES, references, rows_of, unusual
-from fulldepth.reporting.story import Facts, numbers, spans, story
+from fulldepth.reporting.story import Facts, spans, story
 from fulldepth.results import tabulate
+from fulldepth.thresholds import degrees
 
 META = {"model": {"name": "org/m", "task": "causal-lm"}, "data": {"name": "my texts.txt", "kind": "text"}}
+ERROR = 0.0001
+"""Standard error of every number that is not about noise."""
 
 
-def facts(means, errors=None, settled=None, depth=None) -> Facts:
-    """Facts of a model with these mean displacements, shares settled so far, and effective depth."""
+def facts(means, error=ERROR, settled=None, right=None, loss=None, jump_error=0.1) -> Facts:
+    """Facts of a model with these mean displacements, shares settled so far, accuracies and losses (layers 0..L)."""
     layers = len(means)
     rows: list[tuple] = []
-    for statistic, values in (("mean", means), ("standard_error", errors or [])):
-        rows += [("displacement", "residual", at, None, statistic, v, 9, "1") for at, v in enumerate(values, 1)]
-    jump = 100 * max(0.0, means[-1] - means[-2])
-    rows.append(("jump_rate", "residual", layers, None, "value", jump, 9, "%"))
-    if settled:
-        rows += [("saturation", "residual", at, None, "cumulative", v, 9, "1") for at, v in enumerate(settled, 1)]
-        median = next(at for at, share in enumerate(settled, 1) if share >= 0.5)
-        rows.append(("saturation", "residual", None, None, "median", median, 9, "layers"))
-    if depth:
-        rows.append(("effective_depth", "residual", None, None, "relative_eps=0.05", depth, 9, "layers"))
+
+    def add(measure, values, statistic="mean", first=1, name="standard_error", spread=error) -> None:
+        for layer, value in enumerate(values or [], first):
+            rows.append((measure, "residual", layer, None, statistic, value, 9, "1"))
+            if spread:
+                rows.append((measure, "residual", layer, None, name, spread, 9, "1"))
+
+    add("displacement", means)
+    rates = [100 * sum(np.diff(means).clip(min=0)[at:]) for at in range(layers - 1)]
+    add("jump_rate", rates, "value", first=2, spread=error and jump_error)
+    add("saturation", settled, "cumulative", name="standard_error_of_cumulative", spread=error and 0.02)
+    add("lens_accuracy", right, first=0, spread=error and 0.01)
+    add("lens_loss", loss, first=0, spread=error and 0.1)
     return Facts(tabulate(rows), layers)
 
 
-def test_the_paragraph_of_a_model_with_a_jump(monkeypatch) -> None:
-    known = {"zeta_L": [1.0, 5.0, 20.0], "last_over_median": [1.0, 2.0, 3.0]}
-    monkeypatch.setattr(reference, "of_measure", lambda measure, besides="": known.get(measure, []))
-    told = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0]), META)
+PREDICTS = {"right": [0.0, 0, 0, 0.1, 0.2, 0.4, 0.45], "loss": [9.0, 9, 8, 7, 6, 5, 4]}
+
+
+def test_the_paragraph_of_a_model_with_a_jump() -> None:
+    told = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), META)
     assert told == {
         "sentences": [
-            "3 of 6 layers turn the residual stream by less than 2 %: layers 2 to 4, layer 2 least.",
-            "The last layer turns it 8.3 times as far as the median layer (15.0 % against 1.8 %): a large jump of 12.0 "
-            "points over the layer before (3 known models: 1.0 to 20.0).",
-            "70 % of all predictions still change in the last two layers.",
+            "Displacement is clearly below 0.02 (16 degrees) in 3 of 6 layers: layers 2 to 4.",
+            "The last layer’s displacement is 0.150 ± 0.0001 (46 degrees): 3.0 times the angle of the median layer "
+            "(0.018, 15 degrees). Its jump rate is 12.0 ± 0.1 %: large.",
+            "70 ± 2.0 % of all predictions change in the last two layers.",
         ],
         "next": {
-            "why": "measure which can go:",
+            "why": "find removable blocks:",
             "command": "fulldepth skip search org/m --data 'my texts.txt' --blocks 1 --output plan/",
         },
     }
+    assert round(math.degrees(math.acos(1 - 2 * 0.15)) / math.degrees(math.acos(1 - 2 * 0.018)), 1) == 3.0
+
+
+def test_angles_of_displacements() -> None:
+    for angle in (0.0, 3.6, 16.26, 43.3, 90.0, 180.0):
+        cosine = math.cos(math.radians(angle))
+        assert degrees((1 - cosine) / 2) == pytest.approx(angle, abs=1e-5)
+    assert round(degrees(0.02), 1) == 16.3  # not 3.6, which is 0.02 of a half turn
 
 
 def test_nothing_is_said_that_noise_could_be() -> None:
     means = [0.1, 0.019, 0.019, 0.04, 0.04, 0.041]
-    sure, unsure = (story(facts(means, errors=[error] * 6), META) for error in (0.0001, 0.001))
-    assert sure["sentences"][0].startswith("2 of 6 layers turn")
-    assert unsure["sentences"][0] == (
-        "No layer turns the residual stream by clearly less than 2 %; layer 2 of 6 turns it least, by 1.9 %."
+    sure, unsure, unknown = (story(facts(means, error), META)["sentences"] for error in (0.0001, 0.001, None))
+    assert sure[0] == "Displacement is clearly below 0.02 (16 degrees) in 2 of 6 layers: layers 2 and 3."
+    assert unsure[0] == (
+        "Displacement is clearly below 0.02 (16 degrees) in no layer; the smallest is 0.019 ± 0.001 in layer 2 of 6."
     )
-    for told in (sure, unsure):
-        assert any("about as far as the median layer does (4.1 %): no jump." in text for text in told["sentences"])
-        assert not any("times" in text for text in told["sentences"])
+    assert "(23 degrees), above that of the median layer (0.040, 23 degrees)." in sure[1]
+    assert "does not differ measurably from that of the median layer" in unsure[1]
+    assert not any("times" in text for text in (*sure, *unsure))
+    assert unknown == [
+        "The smallest displacement is 0.019 in layer 2 of 6; there is no standard error, so nothing is concluded "
+        "from it."
+    ]
 
 
-def test_the_most_unusual_is_said_first(monkeypatch) -> None:
-    known = {"last_over_median": [1.0, 1.1, 1.2], "late_share": [0.5, 0.55, 0.6], "effective_depth": [0.9, 0.95, 1.0]}
-    monkeypatch.setattr(reference, "of_measure", lambda measure, besides="": known.get(measure, []))
-    measured = facts([0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.11], settled=[0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1, 1], depth=2)
-    _, first, second = story(measured, META)["sentences"]
-    assert first == "Layer 2 already has 95 % of the last layer’s accuracy."  # 0.25 where others have 0.9 to 1
-    assert second.startswith("Half of all predictions are final after layer 1; 1 % change")
+def test_idle_layers_are_counted_after_holm() -> None:
+    """Of 30 layers at 2.2 standard errors below the limit none is clear; each alone would be."""
+    assert facts([0.02 - 2.2 * 0.001] * 30, 0.001).idle == []
+    assert facts([0.02 - 2.2 * 0.001], 0.001).idle == [1]
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(300):  # layers exactly at the limit: at most one paragraph in twenty names one
+        wrong += bool(facts((0.02 + 0.001 * rng.standard_normal(30)).tolist(), 0.001).idle)
+    assert wrong <= 0.05 * 300
 
 
-def test_how_unusual_a_number_is() -> None:
-    known = np.array(reference.of_measure("zeta_L"))
-    middle = np.median(known)
-    expected = abs(30 - middle) / (1.4826 * np.median(np.abs(known - middle)))
-    assert unusual("zeta_L", 30.0) == pytest.approx(expected)
-    assert unusual("zeta_L", middle) == 0
-    assert unusual("nothing known", 1.0) == 0
-    own = next(row for row in references() if row.checkpoint and row.measure == "zeta_L")
-    assert len(reference.of_measure("zeta_L", own.checkpoint)) == len(known) - 1  # not compared with itself
+@pytest.mark.parametrize(("error", "size"), [(0.5, ": large"), (1.5, ""), (7.0, None)])
+def test_a_jump_has_a_size_only_beyond_its_error(error, size) -> None:
+    text = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], jump_error=error), META)["sentences"][1]
+    expected = "" if size is None else f" Its jump rate is 12.0 ± {error:.2g} %{size}."
+    assert text.endswith(f"3.0 times the angle of the median layer (0.018, 15 degrees).{expected}")
 
 
-def test_reference_values_have_their_source() -> None:
-    rows = references()
-    assert {row.measure for row in rows} <= set(MEASURES)
-    assert all(row.source and row.model and math.isfinite(row.value) for row in rows)
-    keys = [(row.model, row.measure, row.source) for row in rows]
-    assert len(set(keys)) == len(keys)
-    published = {(row.model, row.measure): row.value for row in rows if "Table 1" in row.source}
-    assert published["Llama-3.2-1B", "zeta_L"] == 20.6
-    assert published["Qwen3-32B", "zeta_L-2"] == 9.36
-    measured = facts([0.5, 0.01, 0.02, 0.04])
-    made = rows_of({"model": {"name": "org/m", "num_layers": 4}, "data": {"name": "d"}}, numbers(measured), "M", "here")
-    assert {row["measure"]: row["value"] for row in made} == {
-        "zeta_L": 2.0,
-        "idle_share": 0.25,
-        "last_over_median": 2.0,
-    }
-    assert all(reference.Reference(**row).checkpoint == "org/m" for row in made)
+def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate() -> None:
+    right = [0.0, 0.0, 0.3, 0.42, 0.44, 0.44, 0.44, 0.44, 0.44, 0.44, 0.44]  # 0.95 x 0.44 = 0.418
+    told = story(facts([0.1] * 10, right=right), META)["sentences"]
+    assert not any("95 %" in text for text in told)  # 0.022 above, with an error of 0.014
+    right = [0.0, 0.0, 0.3, 0.42, 0.50, 0.50, 0.48, 0.46, 0.44, 0.44, 0.44]
+    told = story(facts([0.1] * 10, right=right), META)["sentences"]
+    assert told[-1] == "Layer 4 already has 95 % of the last layer’s accuracy."
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"right": [0.0] * 7, "loss": PREDICTS["loss"]}, {"right": PREDICTS["right"], "loss": [9.0] * 7}, {}],
+)
+def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers) -> None:
+    assert story(facts([0.1] * 6, **numbers), META)["next"] is None
 
 
 @pytest.mark.parametrize(
@@ -115,8 +127,9 @@ def test_the_strip_has_a_shade_for_every_number() -> None:
     displacement, settled = strip["rows"]
     assert displacement["shades"] == [10, 0, 5, 0]  # a logarithmic scale from 0.005 to 0.5
     assert settled["shades"] == [0, 5, 10, 10]
-    assert displacement["texts"][0] == "displacement 0.500"
+    assert displacement["texts"][0] == "displacement 0.500 ± 0.0001"
     assert strip["idle"] == [2, 4]
+    assert strip["limit"] == "displacement clearly below 0.02"
     assert profile(Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1)) is None
 
 

@@ -61,7 +61,7 @@ def measure_command(
         ),
     ] = False,
 ) -> None:
-    """Measure what every layer of a checkpoint does, in one pass over the data.
+    """Measure what every layer of a checkpoint does.
 
     MODEL is a checkpoint, or the folder of a training run (checkpoint-100, checkpoint-200, ...), which gives a series.
     The result is one folder: `report.html` (open it in a browser), `results.parquet` (the table) and `results.json`

@@ -286,7 +286,7 @@ def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
         )
     name = one_line(names[0], 100)
     if getattr(config, "auto_map", None):
-        raise FulldepthError(f"{name} is defined by code in {where}, which runs only with --trust-remote-code.")
+        raise FulldepthError(f"{name} is defined by code in {where}, which needs --trust-remote-code.")
     raise FulldepthError(f"transformers {transformers.__version__} has no model class {name}, which {where} needs.")
 
 
@@ -340,7 +340,7 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         if "trust_remote_code" in str(error):
-            raise FulldepthError(f"{where} carries its own code, which runs only with --trust-remote-code.") from error
+            raise FulldepthError(f"{where} carries its own code, which needs --trust-remote-code.") from error
         if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
             raise FulldepthError(
                 f"The checkpoint in {where} does not fit its configuration: {one_line(error)}"

@@ -9,7 +9,7 @@ import pandas as pd
 import scipy.stats
 
 from fulldepth.data.sequences import Sequences
-from fulldepth.metrics.jump_rate import describe_jump, size_of_jump
+from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE
 from fulldepth.uncertainty import FEWEST_CLUSTERS, GROUPS, SIGNIFICANT, quantile
@@ -126,7 +126,7 @@ def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
         if 0 < value <= SIGNIFICANT * noise:
             sentence = _no_measurable_jump(value, noise, layer, back)
         else:
-            sentence = describe_jump(value) if back == 0 else _growth(value, layer)
+            sentence = describe_jump(value, noise) if back == 0 else _growth(value, noise, layer)
         findings[name] = Finding(value, "%", sentence, None if reason else error, reason)
     return findings
 
@@ -134,15 +134,14 @@ def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
 def _no_measurable_jump(value: float, error: float, layer: int, back: int) -> str:
     """A sentence on a jump rate that is not larger than its noise."""
     subject = "The last layer displaces" if back == 0 else f"From layer {layer} on, no layer displaces"
-    return f"{subject} no more than the one before by any measurable amount ({value:.2g} ± {error:.2g} points)."
+    return f"{subject} no more than the one before by any measurable amount (jump rate {value:.2g} ± {error:.2g} %)."
 
 
-def _growth(value: float, layer: int) -> str:
+def _growth(value: float, error: float, layer: int) -> str:
     """A sentence on the jump rate of several layers, correct at the printed precision."""
     if value <= 0:
         return f"From layer {layer} on, no layer displaces more than the one before: {size_of_jump(value)}."
-    amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
-    return f"From layer {layer} on, displacement grows by {amount} percentage points in all: {size_of_jump(value)}."
+    return f"From layer {layer} on, displacement grows in all by {growth(value, error)}."
 
 
 def _displacement(table: pd.DataFrame, num_layers: int) -> Finding:

@@ -1,4 +1,4 @@
-"""`fulldepth.measure`: one pass over the data, which gives a table of what every layer does."""
+"""`fulldepth.measure`: reads the data once, and gives a table of what every layer does."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def measure(
 ) -> Results:
     """Measure what every layer of a model does.
 
-    All measures share one forward pass over the data. Layers are numbered 1..L, 0 is the embedding output; the last
-    layer is read before the final norm (and also after it, at the site `final_normed`).
+    Measures share a forward pass; the lens of a masked model and a reference model take one each. Layers are numbered
+    1..L, 0 is the embedding output; the last is read before the final norm (and after it, at site `final_normed`).
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).

@@ -11,7 +11,7 @@ from fulldepth.metrics.angle import angular
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.thresholds import LARGE_JUMP
-from fulldepth.uncertainty import quantile
+from fulldepth.uncertainty import SIGNIFICANT, quantile
 
 
 def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
@@ -42,17 +42,25 @@ def jump_rate(psi: Tensor | Sequence[float], start: int = -1) -> float:
     return float(100 * values.diff()[layer - 2 :].clamp(min=0).sum())
 
 
-def size_of_jump(value: float) -> str:
-    """Verdict on a jump rate in per cent, rounded to the one decimal that is printed."""
+def size_of_jump(value: float, error: float = 0.0) -> str:
+    """Verdict on a jump rate in per cent, rounded to the one decimal that is printed; none within 2 standard errors."""
+    if value > 0 and 0 < abs(value - LARGE_JUMP) <= SIGNIFICANT * error:
+        return f"not measurably above or below {LARGE_JUMP:g} %, from which a jump is large"
     return "a large jump" if round(value, 1) >= LARGE_JUMP else "no large jump" if value > 0 else "no jump"
 
 
-def describe_jump(value: float) -> str:
+def growth(value: float, error: float = 0.0) -> str:
+    """A positive jump rate as what it is, a growth of the displacement, with the verdict on it."""
+    amount = f"{value / 100:.3f}" if round(value, 1) > 0 else "less than 0.001"
+    rate = f"{value:.1f} %" if round(value, 1) > 0 else "less than 0.1 %"
+    return f"{amount} (jump rate {rate}): {size_of_jump(value, error)}"
+
+
+def describe_jump(value: float, error: float = 0.0) -> str:
     """A sentence on zeta_L in per cent; 0 means that the last layer displaces at most as much as the one before."""
     if value <= 0:
         return "The last layer displaces no more than the one before: no jump."
-    amount = f"{value:.1f}" if round(value, 1) > 0 else "less than 0.1"
-    return f"The last layer displaces {amount} percentage points more than the one before: {size_of_jump(value)}."
+    return f"The last layer's displacement exceeds that of the one before by {growth(value, error)}."
 
 
 class JumpRate(Measure):

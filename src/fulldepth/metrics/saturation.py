@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import ratio_influence
+from fulldepth.metrics.jackknife import ratio_error, ratio_influence
 from fulldepth.uncertainty import crossing
 
 
@@ -48,7 +48,7 @@ class Saturation(Measure):
 
     name = "saturation"
     units: ClassVar[dict[str, str]] = {
-        **{"count": "tokens", "share": "1", "cumulative": "1"},
+        **{"count": "tokens", "share": "1", "cumulative": "1", "standard_error_of_cumulative": "1"},
         **dict.fromkeys(("median", "low_of_median", "high_of_median"), "layers"),
     }
     needs = frozenset({"targets"})
@@ -84,18 +84,22 @@ class Saturation(Measure):
         return [self.influence("cumulative", each, layer) for layer, each in enumerate(values.T, start=1)]
 
     def rows(self) -> list[Row]:
-        """Three rows for each layer 1..L, and three for the median."""
+        """Rows for each layer 1..L, and three for the median."""
         counted, median = self.compute()
         counts = torch.tensor(counted, dtype=torch.int64)
         total = int(counts.sum())
+        errors = ratio_error(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
         statistics = {
             "count": counts.double(),
             "share": counts.double() / total,
             "cumulative": counts.cumsum(0).double() / total,
+            "standard_error_of_cumulative": errors,
         }
         rows = [
-            self.row(statistic, values[layer - 1], total, layer)
+            row
             for layer in range(1, len(counts) + 1)
-            for statistic, values in statistics.items()
+            for row in self.rows_of(
+                {name: float(values[layer - 1]) for name, values in statistics.items()}, total, layer
+            )
         ]
         return rows + self.rows_of(median, total)

@@ -8,6 +8,7 @@ from typing import Any
 from fulldepth.figures.style import SEQUENTIAL
 from fulldepth.reporting.phrases import plus_minus
 from fulldepth.reporting.story import Facts, Values
+from fulldepth.thresholds import IDLE
 
 LOWEST, HIGHEST = 0.005, 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
@@ -16,8 +17,8 @@ LOWEST, HIGHEST = 0.005, 0.5
 def profile(facts: Facts) -> dict[str, Any] | None:
     """The strip of one model at one step; None without displacement.
 
-    `idle` holds the layers that do little. Each of `rows` has `name`, `hint`, the `figure` with the same numbers, and
-    for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
+    `idle` holds the layers that do little, `limit` says what that is. Each of `rows` has `name`, `hint`, the `figure`
+    with the same numbers, and for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
     """
     if not facts.displacement:
         return None
@@ -33,7 +34,9 @@ def profile(facts: Facts) -> dict[str, Any] | None:
         _row("Coherence", "strong = copies", "coherence", facts.coherence, coherent, facts.layers),
         _row("Settled", "strong = predictions final", "saturation", facts.settled, settled, facts.layers),
     ]
-    return {"layers": facts.layers, "idle": facts.idle, "rows": [row for row in rows if any(row["texts"])]}
+    limit = f"displacement clearly below {IDLE:g}"
+    rows = [row for row in rows if any(row["texts"])]
+    return {"layers": facts.layers, "idle": facts.idle, "limit": limit, "rows": rows}
 
 
 def _logarithmic(value: float) -> float:

@@ -98,8 +98,8 @@ OF_SKIPPING = (
     Section(
         "states",
         "Inside the model",
-        "How far the states of each layer have moved from the original’s, and whether the blocks that went had "
-        "smaller weights than those that stayed.",
+        "How far the states of each layer have moved from the original’s, and how large the weights of the removed "
+        "and of the kept blocks are.",
     ),
     Section(
         "pareto",

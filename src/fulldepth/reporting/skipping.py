@@ -21,7 +21,6 @@ CARDS = {
     "loss_healed": "Loss taken back by scalars",
     "break_point": "Break point",
     "mmd": "Distance from the original",
-    "spectral_norm": "Weights, removed over kept",
     "prefill_time_ratio": "Prefill time",
     "decode_time_ratio": "Decode time",
 }
@@ -31,7 +30,7 @@ QUANTISED = "quantised"
 TIMES = ("prefill_time_ratio", "decode_time_ratio")
 BUSY = "times"
 """Finding in place of comparisons of times if the machine was busy."""
-LATER = ("mmd", "spectral_norm", QUANTISED)
+LATER = ("mmd", QUANTISED)
 """Findings whose sentences are marked as later."""
 ORDER = (
     "Model", "Search", "Curve", "Healing", "Data", "Benchmark", "Quantisation", "Machine", "Fingerprints", "Seed",
@@ -119,8 +118,6 @@ def _digits(name: str, value: float, entry: Entry) -> tuple[str, str]:
         return f"{value:.0f}", "blocks"
     if name == "mmd":
         return f"{value:.2g}", ""
-    if name == "spectral_norm":
-        return f"{value:.2f}", "×"
     if entry.get("unit") == "nats":
         return minus(value, "+.3f" if name in ("loss_added", QUANTISED) else ".3f"), ""
     return figure_of(entry)
@@ -137,7 +134,6 @@ def _symbol(part: Part, name: str, model_label: str) -> str:
         "loss_healed": f"nats; {count} removed",
         "break_point": f"of {count} tried",
         "mmd": f"MMD² of the last layer{', healed' if healed else ''}",
-        "spectral_norm": "mean spectral norm",
     }.get(name, "")
 
 

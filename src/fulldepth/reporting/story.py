@@ -1,10 +1,13 @@
-"""The opening paragraph of a measurement: which layers do little, what stands out, and what to do next."""
+"""The opening paragraph of a measurement: which layers do little, what stands out, and what to do next.
+
+Only what the data can tell: a sentence on one number needs 2 standard errors, one on several layers Holm's correction.
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,22 +17,25 @@ import pandas as pd
 
 from fulldepth.figures import stack_rows
 from fulldepth.figures.curves import num_layers
-from fulldepth.reporting import reference
-from fulldepth.reporting.phrases import short
-from fulldepth.thresholds import IDLE, LARGE_JUMP
+from fulldepth.reporting.phrases import plus_minus, short
+from fulldepth.thresholds import IDLE, LARGE_JUMP, degrees
+from fulldepth.uncertainty import measurable
 
 MOST = 2
 """Maximum number of findings after the first sentence."""
-NOISE = 2.0
-"""Standard errors below which a difference is not mentioned."""
-FAR = 1.5
-"""Ratio to the median layer from which the last layer, or one in the middle, is called different."""
-COMPARE = "fulldepth compare THIS_FOLDER OTHER_FOLDER --output comparison/"
+FAR = 1.25
+"""Ratio of angles to the median layer from which the last layer is called different."""
+OUTLIER = 1.75
+"""Ratio of angles to the median layer from which a layer in the middle stands out."""
+COMPARE = {
+    "why": "measure another model on the same data:",
+    "command": "fulldepth compare THIS_FOLDER OTHER_FOLDER --output comparison/",
+}
 """Suggested for models whose blocks cannot be searched."""
 BUILTIN = "corpus:builtin"
 """Name of the built-in corpus, of which each command reads the part that it needs."""
 EARLY = 0.9
-"""Share of the layers up to which the effective depth is worth a sentence."""
+"""Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
 
@@ -81,8 +87,8 @@ class Facts:
 
     @cached_property
     def idle(self) -> list[int]:
-        """Layers whose mean displacement is below `IDLE` by more than twice its standard error."""
-        return [layer for layer, mean in self.displacement.items() if mean + NOISE * self.errors.get(layer, 0.0) < IDLE]
+        """Layers whose mean displacement is measurably below `IDLE`, among all layers."""
+        return [layer for layer in self.beyond(IDLE) if self.displacement[layer] < IDLE]
 
     @cached_property
     def median(self) -> float:
@@ -90,37 +96,47 @@ class Facts:
         before = [mean for layer, mean in self.displacement.items() if layer < self.layers]
         return float(np.median(before)) if before else math.nan
 
+    @cached_property
+    def median_error(self) -> float:
+        """Standard error of `median`: that of the layer in the middle, or the larger one of two."""
+        before = sorted((mean, layer) for layer, mean in self.displacement.items() if layer < self.layers)
+        middle = before[(len(before) - 1) // 2 : len(before) // 2 + 1]
+        return max((self.errors.get(layer, math.nan) for _, layer in middle), default=math.nan)
 
-def numbers(facts: Facts) -> dict[str, float]:
-    """Measure of `reference.MEASURES` -> finite value."""
-    last, layers = facts.displacement.get(facts.layers, math.nan), facts.layers
-    jumps = facts.values("jump_rate", "value")
-    found = {
-        **{name: jumps.get(layers - back, math.nan) for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2"))},
-        "idle_share": len(facts.idle) / layers if facts.displacement else math.nan,
-        "last_over_median": last / facts.median if facts.median else math.nan,
-        "late_share": 1 - facts.settled.get(layers - 2, math.nan) if layers > 2 else math.nan,
-        "mean_coherence": facts.number("coherence", "mean_corrected_of_layers"),
-        "median_saturation": facts.number("saturation", "median") / layers,
-        "effective_depth": facts.number("effective_depth", "relative_eps=0.05") / layers,
-    }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    def beyond(self, value: float, error: float = 0.0, layers: Collection[int] | None = None) -> list[int]:
+        """Those of some layers (None = all) whose mean displacement differs measurably from a value with its error."""
+        chosen = [layer for layer in self.displacement if layers is None or layer in layers]
+        errors = [math.hypot(self.errors.get(layer, math.nan), error) for layer in chosen]
+        differs = measurable([self.displacement[layer] - value for layer in chosen], errors)
+        return [layer for layer, yes in zip(chosen, differs, strict=True) if yes]
 
 
 def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """The paragraph on one model at one step: `sentences`, and the command to run `next` with the reason for it.
 
-    The first sentence says which layers do little. Those after it are the `MOST` findings that are most unusual among
-    the reference values. None if the table has no displacement.
+    The first sentence says which layers do little, the next ones are the first `MOST` that the data allow. None if the
+    table has no displacement.
     """
     if not facts.displacement:
         return None
-    name = str((meta.get("model") or {}).get("name") or "")
-    ranked = sorted(_findings(facts, name), key=lambda finding: -finding[0])
+    findings = [_last(facts), _late(facts), _early(facts), _outlier(facts)]
     return {
-        "sentences": [_little(facts), *(text for _, text in ranked[:MOST])],
-        "next": _next(meta, facts.layers),
+        "sentences": [_little(facts), *list(filter(None, findings))[:MOST]],
+        "next": _next(meta, facts),
     }
+
+
+def predicts(facts: Facts, classes: int | None = None) -> bool:
+    """Whether the last layer predicts measurably better than a uniform guess and than the embeddings do."""
+    (right, right_error), (loss, loss_error) = (
+        [facts.values(measure, statistic) for statistic in ("mean", "standard_error")]
+        for measure in ("lens_accuracy", "lens_loss")
+    )
+    last, nan = facts.layers, math.nan
+    better = right.get(last, nan) - (1 / classes if classes else 0.0)
+    gain = loss.get(0, nan) - loss.get(last, nan)
+    errors = [right_error.get(last, nan), math.hypot(loss_error.get(0, nan), loss_error.get(last, nan))]
+    return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
 
 
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
@@ -142,7 +158,7 @@ def opening(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any] | No
         if told:
             first, *others = told["sentences"][:2]
             sentences += [f"{name}: {first}", *others]
-    return {"sentences": sentences, "next": _next({}, 0)} if sentences else None
+    return {"sentences": sentences, "next": COMPARE} if sentences else None
 
 
 def paragraph(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
@@ -152,20 +168,18 @@ def paragraph(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
 
 
 def _little(facts: Facts) -> str:
-    """Which layers do little: those below the threshold, or else the one with the smallest displacement."""
+    """Which layers do little: those measurably below the threshold, or else the one with the smallest displacement."""
+    limit = f"{IDLE:g} ({degrees(IDLE):.0f} degrees)"
     if facts.idle:
-        verb = "turns" if len(facts.idle) == 1 else "turn"
-        least = min(facts.idle, key=facts.displacement.__getitem__)
-        which = f", layer {least} least" if len(facts.idle) > 2 else ""
         return (
-            f"{len(facts.idle)} of {facts.layers} layers {verb} the residual stream by less than {IDLE:.0%}: "
-            f"{spans(facts.idle)}{which}.".replace("%", " %")
+            f"Displacement is clearly below {limit} in {len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}."
         )
     least = min(facts.displacement, key=facts.displacement.__getitem__)
-    return (
-        f"No layer turns the residual stream by clearly less than {100 * IDLE:.0f} %; layer {least} of {facts.layers} "
-        f"turns it least, by {100 * facts.displacement[least]:.1f} %."
-    )
+    error = plus_minus({"standard_error": facts.errors.get(least)})
+    smallest = f"{facts.displacement[least]:.3f} {error}".strip() + f" in layer {least} of {facts.layers}"
+    if not error:
+        return f"The smallest displacement is {smallest}; there is no standard error, so nothing is concluded from it."
+    return f"Displacement is clearly below {limit} in no layer; the smallest is {smallest}."
 
 
 def spans(layers: list[int]) -> str:
@@ -183,80 +197,85 @@ def spans(layers: list[int]) -> str:
     return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
 
 
-def _findings(facts: Facts, name: str) -> Iterator[tuple[float, str]]:
-    """(how unusual, sentence) of every finding that is larger than its noise."""
-    values = numbers(facts)
-    for measure, sentence in (
-        ("last_over_median", _last(facts, values, name)),
-        ("late_share", _late(facts, values)),
-        ("effective_depth", _early(facts, values)),
-    ):
-        if sentence and measure in values:
-            yield reference.unusual(measure, values[measure], name), sentence
-    if outlier := _outlier(facts):
-        yield 0.0, outlier
-
-
-def _last(facts: Facts, values: Mapping[str, float], name: str) -> str:
-    """The last layer against the median layer, and its jump among those of published models."""
-    last, ratio = facts.displacement.get(facts.layers), values.get("last_over_median")
-    if last is None or ratio is None:
+def _last(facts: Facts) -> str:
+    """The last layer against the median layer, and its jump; empty without an error."""
+    last, error = facts.displacement.get(facts.layers), facts.errors.get(facts.layers)
+    if last is None or error is None or not facts.median > 0:
         return ""
-    jump = values.get("zeta_L", 0.0)
-    known = reference.of_measure("zeta_L", name)
-    among = f" ({len(known)} known models: {known[0]:.1f} to {known[-1]:.1f})" if known else ""
-    size = "a large jump" if round(jump, 1) >= LARGE_JUMP else "a jump"
-    if abs(last - facts.median) <= NOISE * facts.errors.get(facts.layers, 0.0) or 1 / FAR < ratio < FAR:
-        return f"The last layer turns it about as far as the median layer does ({100 * last:.1f} %): no jump."
-    amounts = f"{100 * last:.1f} % against {100 * facts.median:.1f} %"
-    if ratio < 1:
-        return f"The last layer turns it less than the median layer does ({amounts}): no jump."
-    told = f": {size} of {jump:.1f} points over the layer before{among}" if round(jump, 1) > 0 else ""
-    return f"The last layer turns it {ratio:.1f} times as far as the median layer ({amounts}){told}."
+    amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
+    middle = f"the median layer ({facts.median:.3f}, {degrees(facts.median):.0f} degrees)"
+    ratio = degrees(last) / degrees(facts.median)
+    if not facts.beyond(facts.median, facts.median_error, [facts.layers]):
+        sentence = f"The last layer’s displacement, {amount}, does not differ measurably from that of {middle}."
+    elif ratio > FAR:
+        sentence = f"The last layer’s displacement is {amount}: {ratio:.1f} times the angle of {middle}."
+    else:
+        sentence = f"The last layer’s displacement is {amount}, {'below' if ratio < 1 else 'above'} that of {middle}."
+    return sentence + _jump(facts)
 
 
-def _late(facts: Facts, values: Mapping[str, float]) -> str:
-    """Where predictions settle."""
-    share, median = values.get("late_share"), values.get("median_saturation")
-    if share is None or median is None:
+def _jump(facts: Facts) -> str:
+    """The jump rate of the last layer; its size only if it is measurably above or below `LARGE_JUMP`."""
+    values, errors = (facts.values("jump_rate", name) for name in ("value", "standard_error"))
+    jump, error = values.get(facts.layers, math.nan), errors.get(facts.layers, math.nan)
+    if not (jump > 0 and measurable(jump, error)[0]):
         return ""
-    if share >= 1 / 3:
-        return f"{100 * share:.0f} % of all predictions still change in the last two layers."
-    layer = round(median * facts.layers)
-    return f"Half of all predictions are final after layer {layer}; {100 * share:.0f} % change in the last two layers."
+    size = "" if not measurable(jump - LARGE_JUMP, error)[0] else ": large" if jump > LARGE_JUMP else ": not large"
+    return f" Its jump rate is {jump:.1f} ± {error:.2g} %{size}."
 
 
-def _early(facts: Facts, values: Mapping[str, float]) -> str:
-    """The first layer that is nearly as accurate as the last, if it is not the last."""
-    depth = round(values.get("effective_depth", 1.0) * facts.layers)
-    if depth > EARLY * facts.layers:
+def _late(facts: Facts) -> str:
+    """The share of predictions that settle in the last two layers."""
+    errors = facts.values("saturation", "standard_error_of_cumulative")
+    layer = facts.layers - 2
+    share, error = 1 - facts.settled.get(layer, math.nan), errors.get(layer, math.nan)
+    if layer < 1 or not (share > 0 and measurable(share, error)[0]):
+        return ""
+    return f"{100 * share:.0f} ± {100 * error:.1f} % of all predictions change in the last two layers."
+
+
+def _early(facts: Facts) -> str:
+    """The first layer that measurably has 95 % of the last layer's accuracy, if it is an early one."""
+    right, errors = (facts.values("lens_accuracy", name) for name in ("mean", "standard_error"))
+    target, error = (0.95 * values.get(facts.layers, math.nan) for values in (right, errors))
+    depths = range(1, facts.layers)
+    above = np.array([right.get(layer, math.nan) - target for layer in depths])
+    enough = measurable(above, [math.hypot(errors.get(layer, math.nan), error) for layer in depths]) & (above > 0)
+    depth = int(enough.argmax()) + 1
+    if not enough.any() or depth > EARLY * facts.layers:
         return ""
     return f"Layer {depth} already has 95 % of the last layer’s accuracy."
 
 
 def _outlier(facts: Facts) -> str:
-    """The layer in the middle that turns the stream much farther than the median layer."""
-    middle = {layer: mean for layer, mean in facts.displacement.items() if 2 < layer < facts.layers - 1}
-    if not middle or not facts.median:
+    """The layer in the middle with the largest displacement, if it is measurably much larger than the median."""
+    middle = range(3, facts.layers - 1)
+    clear = [layer for layer in facts.beyond(facts.median, facts.median_error, middle) if facts.median > 0]
+    if not clear:
         return ""
-    layer = max(middle, key=middle.__getitem__)
-    ratio = middle[layer] / facts.median
-    if ratio < 2 * FAR:
+    layer = max(clear, key=facts.displacement.__getitem__)
+    ratio = degrees(facts.displacement[layer]) / degrees(facts.median)
+    if ratio < OUTLIER:
         return ""
-    return f"In the middle, layer {layer} stands out: {ratio:.1f} times the median."
+    return f"In the middle, layer {layer} stands out: {ratio:.1f} times the median angle."
 
 
-def _next(meta: Mapping[str, Any], layers: int) -> dict[str, str]:
-    """What to run next, and why: the search for blocks that can go, or a comparison where there is no such search."""
+def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
+    """What to run next, and why: the search for blocks that can go, or a comparison where there is no such search.
+
+    None for a language model that is not known to predict better than chance.
+    """
     model, data = meta.get("model") or {}, meta.get("data") or {}
     if model.get("task") != "causal-lm" or not model.get("name"):
-        return {"why": "measure another model on the same data:", "command": COMPARE}
-    blocks = min(BLOCKS, max(1, layers // 6))
+        return COMPARE
+    if not predicts(facts, data.get("num_classes")):
+        return None
+    blocks = min(BLOCKS, max(1, facts.layers // 6))
     texts = str(data.get("name") or "") if data.get("kind") in ("text", "pairs") else ""
     if texts.startswith(BUILTIN):
         texts = BUILTIN
     name, source = (shlex.quote(short(text, 160)) for text in (model["name"], texts or "pairs.jsonl"))
     return {
-        "why": "measure which can go:",
+        "why": "find removable blocks:",
         "command": f"fulldepth skip search {name} --data {source} --blocks {blocks} --output plan/",
     }

@@ -10,7 +10,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.assessment.outcome import analyse, settings_of
-from fulldepth.skip.assessment.outcome_headline import headline, projections_of
+from fulldepth.skip.assessment.outcome_headline import headline
 from fulldepth.skip.summary import lines
 from skip import plain, planned
 from tiny_models import LAYERS, WIDTH, build
@@ -121,7 +121,7 @@ def test_sentences_are_plain(losses, healed, control, added, said) -> None:
     assert all(words in found["loss_healed"].sentence for words in said), found["loss_healed"].sentence
 
 
-def test_discrepancy_and_norms_in_words() -> None:
+def test_discrepancy_in_words() -> None:
     model = build("gemma2")
     plan = healed_plan(model, data=EXAMPLES.meta)
     results = analyse(model, plan, EXAMPLES)
@@ -129,30 +129,7 @@ def test_discrepancy_and_norms_in_words() -> None:
     assert results.headline["mmd"]["value"] == last["healed"]
     nearer = "closer to" if last["healed"] < last["skipped"] else "farther from"
     assert nearer in results.headline["mmd"]["sentence"]
-    weights = [
-        [
-            np.linalg.norm(getattr(block.self_attn, f"{name}_proj").weight.detach().double().numpy(), 2)
-            for name in "qkvo"
-        ]
-        for block in planned.layers(model)
-    ]
-    expected = np.mean([weights[0], weights[2]]) / np.mean(weights[1])
-    assert results.headline["spectral_norm"]["value"] == pytest.approx(expected)
-    smaller = "had smaller" if expected < 1 else "had no smaller"
-    assert smaller in results.headline["spectral_norm"]["sentence"]
-
-
-@pytest.mark.parametrize(
-    ("family", "granularity", "expected"),
-    [
-        ("gpt2", "attention", {"attn.c_attn", "attn.c_proj"}),
-        ("gpt2", "mlp", {"mlp.c_fc", "mlp.c_proj"}),
-        ("gpt_neox", "attention", {"attention.query_key_value", "attention.dense"}),
-        ("gpt2", "layer", {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
-    ],
-)
-def test_which_projections_belong_to_what_is_removed(family, granularity, expected) -> None:
-    assert projections_of(granularity, anatomy_candidates(build(family))[0]) == expected
+    assert "spectral_norm" not in results.headline  # one large layer decides a mean over few layers
 
 
 def test_settings_come_from_the_plan() -> None:

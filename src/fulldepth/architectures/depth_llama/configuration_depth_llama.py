@@ -63,22 +63,6 @@ class DepthLlamaConfig(LlamaConfig):
     With the defaults the model is Llama: the same weights with the same names, the same outputs. The methods below
     state the cost of the switches and the related stock family.
 
-    Args:
-        residual: `serial`; `tree`: the input of some layers is the sum of two separately normalised earlier outputs
-            ("CR-Guided Transformers", Sec. 3.2); `hyper`: Hyper-Connections between several residual streams
-            (arXiv 2409.19606).
-        tree: layer -> `[ancestor, previous]`, all 0-based, -1 = embedding; None takes that of `build_tree`.
-        num_streams: residual streams of `hyper`.
-        hyper_dynamic: whether the connections of `hyper` depend on the streams, or are constants.
-        memory: source of the attention's keys and values. `none`: the residual stream. `static`, `dynamic`: for every
-            key/value head, a mixture of all earlier layers' outputs ("LIME", Sec. 4); `kv`: a linear map of the key
-            and value states of all earlier layers and heads (its later public version).
-        kv_init: initial weights of `memory="kv"`. `identity`: as plain Llama. `public`: random for earlier layers.
-        router_input: input of a dynamic router. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3).
-        router_top_p: for every head and token of a dynamic router, keep only the smallest set of sources
-            whose weights exceed this (App. B); None keeps all.
-        memory_chunk: heads that are mixed at a time; None = automatic. Affects memory and speed, not the result.
-
     Raises:
         ValueError: for an unknown value, a tree that refers forward or out of range, or incompatible switches.
     """
@@ -91,14 +75,27 @@ class DepthLlamaConfig(LlamaConfig):
     base_model_pp_plan = None  # type: ignore[assignment]
 
     residual: Residual = "serial"
+    """`serial`; `tree`: the input of some layers is the sum of two separately normalised earlier outputs ("CR-Guided
+    Transformers", Sec. 3.2); `hyper`: Hyper-Connections between several residual streams (arXiv 2409.19606)."""
     tree: dict[int, list[int]] | None = None
+    """Layer -> `[ancestor, previous]`, all 0-based, -1 = embedding; None takes that of `build_tree`."""
     num_streams: int = 4
+    """Residual streams of `hyper`."""
     hyper_dynamic: bool = True
+    """Whether the connections of `hyper` depend on the streams, or are constants."""
     memory: Memory = "none"
+    """Source of the attention's keys and values. `none`: the residual stream. `static`, `dynamic`: for every key/value
+    head, a mixture of all earlier layers' outputs ("LIME", Sec. 4); `kv`: a linear map of the key and value states of
+    all earlier layers and heads (its later public version)."""
     kv_init: KvInit = "identity"
+    """Initial weights of `memory="kv"`. `identity`: as plain Llama. `public`: random for earlier layers."""
     router_input: RouterInput = "normed"
+    """Input of a dynamic router. `normed`: `LN_r(X_{r-1})` (App. E); `raw`: `X_{r-1}` (Sec. 4.3)."""
     router_top_p: float | None = None
+    """For every head and token of a dynamic router, keep only the smallest set of sources whose weights exceed this
+    (App. B); None keeps all."""
     memory_chunk: int | None = None
+    """Heads that are mixed at a time; None = automatic. Affects memory and speed, not the result."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**({"auto_map": dict(AUTO_MAP)} | kwargs))

@@ -1,4 +1,4 @@
-"""Scores models on the tasks of lm-evaluation-harness, which is not modified and an extra (`fulldepth[evaluate]`)."""
+"""Scores models on tasks of lm-evaluation-harness, with its prompts and metrics (extra `fulldepth[evaluate]`)."""
 
 from fulldepth.execution.harness.answers import Answers
 from fulldepth.execution.harness.catalogue import Catalogue, Unit

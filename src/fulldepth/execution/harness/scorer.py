@@ -1,4 +1,4 @@
-"""`TaskScorer`: scores of loaded models on lm-eval's tasks, by the unmodified harness."""
+"""`TaskScorer`: scores of loaded models on lm-eval's tasks, by the harness's own code."""
 
 from __future__ import annotations
 

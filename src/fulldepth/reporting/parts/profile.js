@@ -37,7 +37,8 @@ function makeProfile(strip, _, strips) {
 function profileKey(strips) {
   const rows = new Map(strips.flatMap((strip) => strip.rows.map((row) => [row.name, row])));
   const hints = [...rows.values()].map((row) => el("span", {}, el("b", {}, row.name), ` ${row.hint}`));
-  const idle = strips.some((strip) => strip.idle.length) ? [el("span", {}, el("i", { class: "idle-sign" }), "turns the stream by less than 2 %")] : [];
+  const some = strips.find((strip) => strip.idle.length);
+  const idle = some ? [el("span", {}, el("i", { class: "idle-sign" }), some.limit)] : [];
   byId("profile-readout").replaceChildren(...idle, ...hints);
 }
 

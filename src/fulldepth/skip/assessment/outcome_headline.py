@@ -1,4 +1,4 @@
-"""Findings of a plan: its cost, the effect of healing, the discrepancy of states, the spectral norms."""
+"""Findings of a plan: its cost, the effect of healing, the discrepancy of states."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ def headline(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> dict[str, Fin
 
     Args:
         plan: the plan.
-        table: rows of `mmd` and `spectral_norm`.
+        table: rows of `mmd`.
         anatomy: the model's.
     """
     findings = {
         "loss_added": _added(plan, anatomy.num_layers),
         "loss_healed": _healed(plan),
         "mmd": _discrepancy(plan, table),
-        "spectral_norm": _norms(plan, table, anatomy),
     }
     return {name: finding for name, finding in findings.items() if finding is not None}
 
@@ -108,27 +107,3 @@ def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
     if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
         sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
     return Finding(after, "1", sentence)
-
-
-def _norms(plan: Plan, table: pd.DataFrame, anatomy: Anatomy) -> Finding | None:
-    """Spectral norms of the part that is removed, in layers that lose it and in those that keep it."""
-    rows = table[(table.measure == "spectral_norm") & table.site.isin(projections_of(plan.granularity, anatomy))]
-    removed = rows.layer.isin(plan.blocks)
-    if not removed.any() or removed.all():
-        return None
-    lost, remaining = float(rows.value[removed].mean()), float(rows.value[~removed].mean())
-    part = {"attention": "attention projections", "mlp": "MLP projections"}.get(plan.granularity, "projections")
-    sentence = (
-        f"Spectral norms of the {part} are {lost:.3g} on average in layers removed and {remaining:.3g} in those kept; "
-        f"what was removed had {'smaller' if lost < remaining else 'no smaller'} weights."
-    )
-    return Finding(lost / remaining if remaining else None, "1", sentence)
-
-
-def projections_of(granularity: str, anatomy: Anatomy) -> set[str]:
-    """Names inside a block, as in the rows of `spectral_norm`, of the matrices of the removed part."""
-    names = {name for name, _, _ in anatomy.projections()}
-    if granularity not in PARTS:
-        return names
-    paths = [path for role in PARTS[granularity] if (path := getattr(anatomy.family, role)) is not None]
-    return {name for name in names if any(f"{name}.".startswith(f"{path}.") for path in paths)}

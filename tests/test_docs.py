@@ -1,0 +1,220 @@
+"""What README and the gallery say, against the results in `docs/gallery/`, read without fulldepth; links that exist."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from statistics import median
+
+import pandas as pd
+import pytest
+from scipy.stats import norm
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+NAMES = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "Gemma 3 270M", "minilm": "MiniLM-L6"}
+DIGITS = {"zeta_L": 2, "zeta_L-1": 2, "zeta_L-2": 2, "last_layer_displacement": 4, "mean_coherence": 4}
+
+
+def text(path: str, mark: str = "") -> str:
+    """A page with its lines joined, or its part after a mark."""
+    whole = (ROOT / path).read_text(encoding="utf-8")
+    return " ".join((whole.split(f"<!-- {mark} -->")[1].split("<!-- end -->")[0] if mark else whole).split())
+
+
+def figures(sentence: str) -> list[float]:
+    return [float(n.replace(",", "")) for n in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w]*-)", sentence)]
+
+
+class Measured:
+    """The numbers of a gallery folder."""
+
+    def __init__(self, name: str) -> None:
+        folder = DOCS / "gallery" / name
+        self.meta = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        self.table = pd.read_parquet(folder / "results.parquet")
+        self.layers = self.meta["model"]["num_layers"]
+        self.psi, self.error = (self.of("displacement", name) for name in ("mean", "standard_error"))
+
+    def of(self, measure: str, statistic: str) -> dict[int, float]:
+        rows = self.table[(self.table.measure == measure) & (self.table.statistic == statistic)]
+        return dict(rows[(rows.site == "residual") & rows.layer.notna()].set_index("layer").value)
+
+    @property
+    def middle(self) -> float:
+        return median(value for layer, value in self.psi.items() if layer < self.layers)
+
+    @property
+    def idle(self) -> int:
+        """Holm's step-down by hand, two-sided at 2 standard errors."""
+        z = sorted(((0.02 - self.psi[layer]) / self.error[layer] for layer in self.psi), key=abs, reverse=True)
+        count = 0
+        for step, value in enumerate(z):
+            if 2 * norm.sf(abs(value)) >= 2 * norm.sf(2) / (len(z) - step):
+                break
+            count += value > 0
+        return count
+
+    def late(self, last: int) -> str:
+        """Share of the predictions that settle in the last layers, as it is printed."""
+        layer = self.layers - last
+        error = self.of("saturation", "standard_error_of_cumulative").get(layer)
+        spread = "" if error is None else f" ± {100 * error:.0f}"
+        return f"{100 - 100 * self.of('saturation', 'cumulative')[layer]:.0f}{spread} %"
+
+
+def angle(displacement: float) -> float:
+    return math.acos(1 - 2 * displacement) * 180 / math.pi
+
+
+def shown(value: float, error: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def row(model: str, source: str) -> list[str]:
+    rows = [line for line in (DOCS / "gallery.md").read_text().splitlines() if line.startswith(f"| {model}, ")]
+    (cells,) = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if f"| {source} |" in line]
+    return cells
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gallerys_table_is_the_results(name) -> None:
+    measured, findings = Measured(name), Measured(name).meta["headline"]
+    cells = row(NAMES[name], "built-in")
+    assert cells[0] == f"{NAMES[name]}, {measured.layers}"
+    expected = [shown(findings[k]["value"], findings[k].get("standard_error"), d) for k, d in DIGITS.items()]
+    assert [*cells[2:6], cells[7]] == expected
+    assert cells[6] == f"{measured.middle:.3f}"
+    for cell, finding, kind in zip(
+        cells[8:], ("median_saturation", "effective_depth"), ("median", "relative_eps=0.05"), strict=True
+    ):
+        if finding not in findings:
+            assert cell == "-"
+            continue
+        ends = [measured.table[measured.table.statistic == f"{end}_of_{kind}"].value for end in ("low", "high")]
+        interval = f" ({ends[0].iloc[0]:.0f} to {ends[1].iloc[0]:.0f})" if len(ends[0]) else ""
+        assert cell == f"{findings[finding]['value']:.0f}{interval}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lambadas_rows_are_stored(name) -> None:
+    known = json.loads((DOCS / "gallery" / "lambada.json").read_text(encoding="utf-8"))[name]
+    cells = row(NAMES[name], "LAMBADA")
+    assert cells[2:6] == [shown(*known[key], digits) for key, digits in DIGITS.items() if key in known]
+    assert cells[6] == f"{known['median']:.3f}"
+    assert cells[7:] == ["-"] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_of_the_gallerys_paragraphs(name) -> None:
+    measured = Measured(name)
+    paragraph = text("docs/gallery.md", "gallery: models").split(f"**{NAMES[name]}**")[1].split("- **")[0]
+    most = sorted(measured.psi.items(), key=lambda pair: -pair[1])[:4]
+    assert f"below 0.02 ({angle(0.02):.1f} degrees) in {measured.idle} of {measured.layers} layers" in paragraph
+    assert ", ".join(f"{layer} ({psi:.2f})" for layer, psi in most) + "." in paragraph
+    if name == "minilm":
+        return
+    last = range(measured.layers - 2, measured.layers + 1)
+    right, loss = (measured.of(f"lens_{kind}", "mean") for kind in ("accuracy", "loss"))
+    errors = [measured.of(f"lens_{kind}", "standard_error")[last[-1]] for kind in ("accuracy", "loss")]
+    assert f" {measured.late(1)} of the predictions become final in the last layer, {measured.late(2)} in" in paragraph
+    assert (
+        "{:.1f}, {:.1f} and {:.1f} ± {:.1f} %".format(*(100 * right[at] for at in last), 100 * errors[0]) in paragraph
+    )
+    assert "{:.2f}, {:.2f} and {:.2f} ± {:.2f} nats".format(*(loss[at] for at in last), errors[1]) in paragraph
+    windows = (measured.meta["token_policy"]["begin_with_bos"], measured.meta["data"]["sequences"])
+    assert "BOS token: {} of {}.".format(*windows) in paragraph
+
+
+def test_what_the_gallery_says_in_words() -> None:
+    small, gemma = Measured("smollm2"), Measured("gemma")
+    printed = {
+        cells[0]: cells[1] for cells in re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", page("gallery"), re.MULTILINE)
+    }
+    low, high = float(printed["Qwen3-32B"]), float(printed["DeepSeek-7B"])
+    paper = float(printed["the authors' Llamas of 170M, 1B, 3.4B"].split(",")[0])
+    assert max(low, paper) < small.meta["headline"]["zeta_L"]["value"] < high
+    assert gemma.psi[gemma.layers] + 2 * gemma.error[gemma.layers] < gemma.middle
+    assert gemma.of("saturation", "cumulative")[gemma.layers - 2] < 0.5
+    how = text("docs/gallery.md", "gallery: table")
+    data, sampled = small.meta["data"], small.meta["sampling"]
+    assert f"{data['sequences']} windows of {data['sequence_length']} tokens" in how
+    assert f"read {sampled['lens_positions']:,} of" in how
+    assert f"on {small.meta['created'][:10]} in {small.meta['model']['dtype']}" in how
+
+
+def test_the_readmes_first_numbers() -> None:
+    measured = Measured("smollm2")
+    last = measured.psi[measured.layers]
+    sentence = text("README.md", "gallery: smollm2")
+    assert f"{measured.idle} of its {measured.layers} layers is clearly below 0.02 (an angle of 16 degrees)" in sentence
+    ratio = angle(last) / angle(measured.middle)
+    assert (
+        f"is {shown(last, measured.error[measured.layers], 3)} ({angle(last):.0f} degrees, {ratio:.1f} times"
+        in sentence
+    )
+    assert f"{measured.late(1)} of the predictions become final" in sentence
+    assert round(angle(0.02)) == 16
+    spread = [measured.error[measured.layers]]
+    spread += [
+        v for k, v in measured.of("saturation", "standard_error_of_cumulative").items() if k == measured.layers - 1
+    ]
+    assert len(figures(sentence.split("The [gallery]")[0].replace("SmolLM2-135M", ""))) == 8 + len(spread)
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_them() -> None:
+    readme, gallery, skipping = text("README.md"), page("gallery"), page("skipping")
+    assert f"A table of {page('families').count('| `') // 2} classes" in readme  # two code cells a row
+    assert text("README.md", "race") in skipping
+    for number, column in (("+0.019 ± 0.017", readme), ("+0.044 ± 0.019", gallery), ("+0.507 ± 0.024", gallery)):
+        assert number in column
+        assert number in skipping
+    assert "eight cost 0.28 nats" in readme
+    assert re.search(r"\*\*\+0\.277\*\* \(0\.029\)", skipping)  # greedy, eight blocks
+    aligned = " ".join(page("aligned").split())
+    assert "right on 83 % of the sentences after layer 21 of 30" in readme
+    assert "classifies 83 % of the sentences at layer 21 of 30" in aligned
+    assert "(84 and 83 % at the last layer" in readme
+    assert "at the last layer 84 and 83 %" in aligned
+
+
+@pytest.mark.parametrize(
+    "path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(p.name for p in DOCS.glob("*.md"))]
+)
+def test_relative_links_lead_somewhere(path) -> None:
+    file = ROOT / path if (ROOT / path).exists() else DOCS / path
+    links = re.findall(
+        r"\]\(([^)\s#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", file.read_text("utf-8"), flags=re.DOTALL)
+    )
+    made = {"changelog.md", "contributing.md"} if file.parent == DOCS else set()  # see docs/generated_pages.py
+    for link in set(links) - made:
+        generated = re.fullmatch(r"gallery/(\w+)\.html", link)
+        target = file.parent / (f"gallery/{generated[1]}/results.json" if generated else link)
+        assert "://" in link or target.exists(), link
+
+
+def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch) -> None:
+    """`benchmarks/gallery.py` alone writes the same text again."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gallery_text
+
+    written = {}
+    monkeypatch.setattr(gallery_text, "_between", lambda path, mark, made: written.update({(path.name, mark): made}))
+    gallery_text.rewrite()
+    for (name, mark), made in written.items():
+        path = "README.md" if name == "README.md" else f"docs/{name}"
+        assert text(path, f"gallery: {mark}") == " ".join(made.split()), "run python benchmarks/gallery.py"
+    sys.modules.pop("gallery_text")
+
+
+def test_the_documentation_is_built_with_its_warnings() -> None:
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
+    assert "--strict" in recipe
+    assert "--quiet" not in recipe  # it hides warnings, and strict mode counts none
