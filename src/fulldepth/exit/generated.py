@@ -108,6 +108,7 @@ def _row(
         "exits": made.stats.exits,
         "tokens": plain.numel(),
         "agreement": float((new == plain).double().mean()),
+        "layers_computed": made.stats.layers_computed,
         "theoretical_speedup": made.stats.theoretical_speedup,
         "measured_speedup": median(ratios) if timed and ratios else None,
     }

@@ -263,6 +263,8 @@ class GenerationStats(Part):
     seconds: Ratio | None = None
     tokens_per_second: Ratio | None = None
     theoretical_speedup: Ratio | None = None
+    layers_computed: Ratio | None = None
+    prompt_positions: Counts | None = None
     layer_positions: Counts | None = None
     exits: Counts | None = None
 

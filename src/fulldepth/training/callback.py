@@ -18,7 +18,7 @@ from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
 from fulldepth.training.evaluation import Evaluation, Evaluator
-from fulldepth.training.load import OtherLoad
+from fulldepth.execution.load import OtherLoad
 from fulldepth.training.record import Record, Stopwatch
 from fulldepth.training.resume import RunNotes
 from fulldepth.training.settings import TrainSettings

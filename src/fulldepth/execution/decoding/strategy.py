@@ -43,6 +43,7 @@ def decode(session: Session, options: Options) -> None:
         probe = Probe(session, layers)
     begun = session.clock()
     step() if probe is None else probe.prompt()
+    stats.prompt_positions = stats.layer_positions
     stats.layer_calls, stats.layer_positions = [0] * stats.num_layers, [0] * stats.num_layers
     stats.prompt_seconds = session.clock() - begun
     begun = session.clock()
