@@ -168,8 +168,8 @@ def _exits(meta: Meta, layers: int) -> list[str]:
     mean = sum(layer * count for layer, count in pairs) / total
     computed = number(stats(meta).get("layers_computed"))
     return [
-        f"{100 * early / total:.0f} % of {total:,} tokens leave before the last layer; tokens leave after {mean:.1f} of "
-        f"{layers} layers on average.",
+        f"{100 * early / total:.0f} % of {total:,} tokens leave before the last layer; on average a token leaves after "
+        f"{mean:.1f} of {layers} layers.",
         *(
             [f"{computed:.1f} of {layers} layers were computed for a position on average, prompts included."]
             if computed is not None

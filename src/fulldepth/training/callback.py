@@ -13,12 +13,12 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fulldepth.distributed import any_process, current
+from fulldepth.execution.load import OtherLoad
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
 from fulldepth.training.evaluation import Evaluation, Evaluator
-from fulldepth.execution.load import OtherLoad
 from fulldepth.training.record import Record, Stopwatch
 from fulldepth.training.resume import RunNotes
 from fulldepth.training.settings import TrainSettings

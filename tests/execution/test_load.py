@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from fulldepth.training.load import OtherLoad
+from fulldepth.execution.load import OtherLoad
 
 
 def test_another_program_is_seen_and_our_own_work_is_not() -> None:
