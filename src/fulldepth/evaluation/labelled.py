@@ -167,7 +167,8 @@ def _early(rows: Sequence[Row]) -> dict[str, Finding]:
         times = "Not timed." if row.speedup is None else row.speedup.sentence()
         sentence = (
             f"With early exit ({exit.rule} {exit.threshold:g}): {name} {own.quality.value:.1%}. "
-            f"{drop_sentence(own.drop, name)}. After {own.layers_run:.1f} of {len(own.exits)} layers on average. {times}"
+            f"{drop_sentence(own.drop, name)}. After {own.layers_run:.1f} of {len(own.exits)} layers on average. "
+            f"{times}"
         )
         name = f"early_exit {exit.rule} {exit.threshold:g}"
         found[name] = Finding(own.quality.value, "1", sentence, standard_error=own.quality.error)

@@ -17,7 +17,7 @@ from fulldepth.results import Finding
 from fulldepth.uncertainty import GROUPS, advisable
 
 TOLERANCE = 0.01
-"""Loss up to which a layer keeps the whole model's score: of a share; of other scores, relative to the whole model's."""
+"""Loss up to which a layer keeps the whole model's score: of a share; of other scores, relative to that score."""
 
 
 class TaskCurve(NamedTuple):

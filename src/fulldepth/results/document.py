@@ -196,6 +196,10 @@ class Plan(Part):
     cost: Cost | None = None
 
 
+Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
+"""Lower and upper end of a 95 % interval."""
+
+
 class Exit(Part):
     """Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
 
@@ -215,9 +219,13 @@ class Exit(Part):
     agreement_stderr: Ratio | None = None
     drop: Number | None = None
     drop_stderr: Ratio | None = None
+    drop_interval: Interval | None = None
     tokens: Whole | None = None
     theoretical_speedup: Ratio | None = None
+    layers_computed: Ratio | None = None
     measured_speedup: Ratio | None = None
+    measured_speedup_interval: Interval | None = None
+    timing: str | None = None
     flops_share: Ratio | None = None
 
 
@@ -231,6 +239,16 @@ class Full(Part):
     loss: Number | None = None
     loss_stderr: Ratio | None = None
     seconds: Ratio | None = None
+    chance: Share | None = None
+    no_advice: str | None = None
+
+
+class Stopping(Part):
+    """What stopping all samples after one layer loses against the full model."""
+
+    layer: Layer
+    drop: Number | None = None
+    drop_interval: Interval | None = None
 
 
 class Speed(Part):
@@ -305,6 +323,9 @@ class ScoredTask(Part):
     higher_is_better: bool | None = None
     count: Whole | None = None
     chance: Number | None = None
+    advised: bool | None = None
+    earliest: Layer | None = None
+    earliest_by_estimate: Layer | None = None
 
 
 class Checkpoint(Part):
@@ -332,6 +353,7 @@ class Compared(Plan):
     not_computed: list[Whole] | None = None
     exits: list[Exit] | None = None
     full: Full | None = None
+    stopping: list[Stopping] | None = None
     generation: list[Exit] | None = None
     tasks: dict[str, ScoredTask] | None = None
 
