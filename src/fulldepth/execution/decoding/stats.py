@@ -55,7 +55,7 @@ class Stats:
     chosen_by: str = "given"
     """`given` or `measured`: where E and K come from."""
     paid: bool | None = None
-    """Whether speculation was faster than plain decoding would have been; None if that was not measured."""
+    """Whether speculation was measurably faster than plain decoding; False where it was given up, None if unknown."""
     candidates: list[dict[str, Any]] = field(default_factory=list)
     """Measured candidates: `layer`, `draft_length`, `acceptance`, `tokens_per_round`, `predicted_speedup`."""
     exits: list[int] | None = None
