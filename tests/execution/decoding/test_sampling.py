@@ -248,14 +248,14 @@ def test_a_plans_model_drafts_only_while_that_pays(late, pays, monkeypatch):
     found = Decoder(model).generate(**prompts, max_new_tokens=48, plan=DraftPlan([2, 3], "layer"))
     assert torch.equal(found.sequences, model.generate(**prompts, max_new_tokens=48, do_sample=False))
     assert (found.stats.mode == "speculative") == pays
-    assert found.stats.paid is (True if pays else False)
+    assert found.stats.paid is pays
     assert found.stats.drafted > 0
 
 
 @pytest.mark.parametrize(
     ("gain", "spread", "rounds", "measured"), [(1.3, 0.1, 12, True), (1.02, 0.3, 12, False), (1.3, 0.1, 6, False)]
 )
-def test_speculation_pays_only_beyond_the_error_of_its_rounds(gain, spread, rounds, measured):  # fmt: skip
+def test_speculation_pays_only_beyond_the_error_of_its_rounds(gain, spread, rounds, measured):
     trial = Trial(1.0, "layers 1 to 2")
     for at in range(rounds):  # two tokens of a second each, in rounds of varying time
         trial.note(Round(1, 2, 1, 0, 2), 2 / gain * (1 + spread * (at % 3 - 1)))
