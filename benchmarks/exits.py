@@ -1,6 +1,6 @@
 """Early exit of classifiers: measured against theoretical speed-up, at several batch sizes.
 
-python benchmarks/exits.py MODEL --data validation.jsonl [--batches 64,16,1] [--rounds 5] [--sequences 512]
+python benchmarks/exits.py MODEL --data validation.jsonl [--batches 64,16,1] [--rounds 9] [--sequences 512]
 
 Trains nothing: MODEL is a classifier of texts or images whose layers agree, such as one trained with the aligned loss.
 The goal is a ratio of at least 0.9 at batch 64 on a CPU. Threads: OMP_NUM_THREADS.
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--data", required=True)
     parser.add_argument("--batches", default="64,16,1")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--thresholds", default="0.6,0.7,0.8,0.9,0.95,0.99,1.0")
     parser.add_argument("--rule", default="confidence")

@@ -35,6 +35,8 @@ SIGNIFICANT = 2.0
 """Standard errors that a difference must exceed to be called measurable."""
 FEWEST_ROUNDS = 9
 """Fewest rounds of a timing whose ratio gets an interval."""
+BUSY = 0.1
+"""Share of the processor in use by other programs above which times are not compared."""
 
 
 def identity(*parts: str | bytes | int) -> int:
@@ -206,6 +208,34 @@ def measurable(differences: ArrayLike, errors: ArrayLike) -> NDArray[np.bool_]:
             break
         result[index] = True
     return result
+
+
+def advisable(lead: float | None, error: float | None) -> bool:
+    """The gate of all advice: whether a model leads a constant prediction by more than 2 standard errors.
+
+    Args:
+        lead: quality of the model minus that of the constant prediction, on the same samples; None if unknown.
+        error: its standard error over clusters; None or NaN if unknown, and then nothing is advised.
+    """
+    return lead is not None and error is not None and lead > SIGNIFICANT * error
+
+
+def share_interval(difference: float, error: float, groups: int, samples: int) -> tuple[float, float]:
+    r"""95 % interval of a difference of two shares of the same samples, such as a drop of accuracy.
+
+    .. math:: d \pm t_{G - 1} \sqrt{\mathrm{SE}^2 + 1 / n^2}
+
+    The second term is one more sample on which the two differ: without it, an error of 0 would claim that samples that
+    were not seen cannot differ either.
+
+    Args:
+        difference: d.
+        error: its standard error; NaN gives NaN.
+        groups: G, groups of clusters.
+        samples: n.
+    """
+    reach = quantile(groups) * float(np.hypot(error, 1 / samples))
+    return difference - reach, difference + reach
 
 
 class Ratio(NamedTuple):

@@ -134,7 +134,7 @@ def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path, drafts):
     written = json.loads(result.stdout)
     assert written["texts"] == [text_of(checkpoint, 40)]
     assert written["stats"]["drafted"] > 0
-    assert (written["stats"]["paid"] is None) == (drafts == "3")
+    assert drafts == "auto" or written["stats"]["paid"] is None  # not compared with plain decoding
 
 
 def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, checkpoint, tmp_path):

@@ -15,13 +15,14 @@ from fulldepth.execution.decoding import certainty, theoretical_speedup
 RULES = ("confidence", "margin", "entropy", "patience")
 
 
-def readings(logits, targets, per_sequence=1):
+def readings(logits, targets, per_sequence=1, clusters=None):
     """The readings of `logits: [L+1, N, C]`."""
     count = len(targets)
     return ClassReadings(
         logits.argmax(-1),
         {rule: torch.stack([certainty(layer, rule) for layer in logits]) for rule in RULES[:3]},
         torch.arange(count) // per_sequence,
+        torch.arange(count) // per_sequence if clusters is None else clusters,
         torch.stack([-layer.log_softmax(-1)[torch.arange(count), targets] for layer in logits]),
         targets,
     )

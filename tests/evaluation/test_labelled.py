@@ -55,7 +55,7 @@ def test_accuracy_by_layer_by_class_and_with_early_exit(rows, tmp_path):
     )
     samples, targets = layer_logits(model, rows), [NAMES.index(row["label"]) for row in rows]
     task = next(iter(results.meta["tasks"]))
-    assert results.meta["tasks"][task]["chance"] == pytest.approx(1 / 3)
+    assert results.meta["tasks"][task]["chance"] == max(map(targets.count, range(3))) / len(targets)  # constant answer
     for layer in (1, 2, 3):
         right = [
             sample[layer - 1].index(max(sample[layer - 1])) == t for sample, t in zip(samples, targets, strict=True)

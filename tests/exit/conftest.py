@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import tiny_models
-from skip.word_tokenizer import words
+from skip.word_tokenizer import tokenizer, words
 
 LABELS = ("LABEL_0", "LABEL_1", "LABEL_2")
 
@@ -50,3 +50,10 @@ def sharpened(name, factor, dtype=torch.float64):
     with torch.no_grad():
         head.weight.mul_(factor)
     return model
+
+
+@torch.no_grad()
+def taught(model, rows):
+    """The rows with the model's own answers as labels: a model that is right on all of them."""
+    logits = (model(**tokenizer()(row["text"], return_tensors="pt", return_token_type_ids=True)).logits for row in rows)
+    return [{**row, "label": LABELS[int(each.argmax())]} for row, each in zip(rows, logits, strict=True)]

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import tiny_models
-from exit.conftest import LABELS, sharpened
+from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -80,17 +80,17 @@ def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, monke
     assert exit.export_layers(model, tmp_path / "a", memory_budget=fits, tokenizer=tokenizer()).layers == 2
     with pytest.raises(FulldepthError, match="One layer with embeddings and head takes"):
         exit.export_layers(model, tmp_path / "b", memory_budget=f"{rest / 1e3:.3f}KB", tokenizer=tokenizer())
-    results = exit.sweep(model, labelled, tokenizer=tokenizer(), rounds=0)
-    accuracy = results.values("lens_accuracy", "mean")
-    expected = min(layer for layer in (1, 2, 3) if accuracy[layer] >= 0.9 * accuracy[3])
-    made = exit.export_layers(model, tmp_path / "c", effective_depth=0.1, data=labelled, tokenizer=tokenizer())
-    assert made.layers == expected
+    known = taught(model, labelled)
+    results = exit.sweep(model, known, tokenizer=tokenizer(), rounds=0, thresholds=[1.0])
+    drops = {entry["layer"]: entry for entry in results.meta["stopping"]}
+    assert drops[3]["drop"] == 0
+    made = exit.export_layers(model, tmp_path / "c", effective_depth=0.9, data=known, tokenizer=tokenizer())
+    assert made.layers == min(layer for layer in (1, 2, 3) if drops[layer]["drop_interval"][1] <= 0.9)
+    assert made.layers < 3
+    assert "by the estimates alone" in made.notes[0]
     assert not (tmp_path / "b").exists()
-    with torch.no_grad():
-        model.classifier.bias[2] = 1e3
-    never = [row for row in labelled if row["label"] != LABELS[2]]
-    with pytest.raises(FulldepthError, match=r"accuracy on .* is 0"):
-        exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=never, tokenizer=tokenizer())
+    with pytest.raises(FulldepthError, match="not measurably more than always answering the most frequent class"):
+        exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=labelled, tokenizer=tokenizer())
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

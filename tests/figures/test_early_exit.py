@@ -108,7 +108,7 @@ def test_drafts_and_positions_are_the_document():
     assert not any(one.name == "used" for one in folders.generation(paid=False).figures()["acceptance"].data)
 
 
-def test_scores_their_errors_and_the_shallowest_layer_are_the_rows():
+def test_scores_their_errors_and_the_shallowest_layer_are_those_stated():
     results = folders.evaluation()
     rows = results.table[results.table["measure"] == "task_score"].pivot_table(
         index="layer", columns=["site", "statistic"], values="value"
@@ -121,15 +121,11 @@ def test_scores_their_errors_and_the_shallowest_layer_are_the_rows():
         trace = drawn[name].data[0]
         assert list(trace.y) == score.tolist()
         assert list(trace.error_y.array) == error.tolist()
-        good = [
-            layer for layer in range(1, 31) if (score.loc[layer:] >= score.loc[30] - error.loc[30] - 1e-12).all()
-        ]  # by hand: this layer and all deeper ones
-        assert task.shallowest == good[0]
-        assert task.above_chance is (
-            None if task.chance is None else bool(score.loc[30] > task.chance + 2 * error.loc[30])
-        )
-    lower = {name: {**entry, "higher_is_better": False} for name, entry in results.meta["tasks"].items()}
-    assert tasks(Source(results.table, {**results.meta, "tasks": lower}))[0].shallowest == 1
+        stated = results.meta["tasks"][task.name]
+        assert (task.shallowest, task.above_chance) == (stated["earliest"], stated["advised"])
+    older = {name: {"metric": entry["metric"]} for name, entry in results.meta["tasks"].items()}
+    [unknown, *_] = tasks(Source(results.table, {**results.meta, "tasks": older}))
+    assert unknown.shallowest is unknown.above_chance is None
 
 
 def test_scores_of_the_whole_model_alone_are_bars():

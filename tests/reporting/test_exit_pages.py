@@ -48,11 +48,12 @@ def test_the_paragraph_of_a_sweep_states_the_calibrated_threshold():
     early = 100 * (1 - entry["exits"][-1] / sum(entry["exits"]))
     assert said.startswith(f"At confidence 0.9, chosen on other data, {early:.0f} % of the samples leave early")
     assert f"a speed-up of {entry['measured_speedup']:.2f} ({entry['theoretical_speedup']:.2f} in theory)" in said
-    assert f"for {100 * entry['drop']:.1f} points of accuracy" in said
+    low, high = entry["drop_interval"]
+    assert f"{100 * entry['drop']:.1f} points less accuracy (95 % interval {100 * low:.1f} to {100 * high:.1f})" in said
     assert "Measured is" not in said  # 94 % of theory
-    values = results.values("lens_accuracy", "mean", "residual")
-    cheap = next(layer for layer in range(1, 13) if values[12] - values[layer] <= 0.01)
-    assert f"Stopping everything after layer {cheap} of 12" in said
+    ends = {entry["layer"]: entry["drop_interval"][1] for entry in results.meta["stopping"]}
+    cheap = next(layer for layer in range(1, 13) if ends[layer] <= 0.01)
+    assert f"Stopping everything after layer {cheap} of 12: no measurable loss" in said
     assert after["command"].endswith(f"--export-layers {cheap} --output first-{cheap}/")
 
 
@@ -64,11 +65,50 @@ def test_a_slow_exit_is_called_slow():
     assert "No threshold makes it measurably faster." in said
     untimed = folders.decoder_exit()
     for entry in untimed.meta["exits"]:
-        entry["measured_speedup"] = None
-        entry["calibrated"] = False
+        entry |= {"measured_speedup": None, "timing": None, "calibrated": False}
         entry["drop"] += 0.02
+        entry["drop_interval"] = [end + 0.02 for end in entry["drop_interval"]]
     said, _ = story(untimed)
-    assert said.startswith("No threshold keeps accuracy within 1 point of the full model’s. At confidence 1, no token")
+    assert said.startswith(
+        "No threshold is shown to keep accuracy within 1 point of the full model’s. At confidence 1, no token"
+    )
+    for timing, words in (("busy", "the machine was busy, so times are not compared"), ("no-difference", "no measura")):
+        results = folders.classifier_exit()
+        for entry in results.meta["exits"]:
+            entry["timing"] = timing
+        assert words in story(results)[0]
+
+
+def test_nothing_is_advised_where_the_full_model_is_at_chance():
+    reason = "The full model is right on 52.0 ± 2.1 %, not measurably more than ...: nothing is advised."
+    results = folders.classifier_exit()
+    results.meta["full"]["no_advice"] = reason
+    assert story(results) == (reason, None)
+    older = folders.classifier_exit()
+    del older.meta["full"]["chance"], older.meta["full"]["no_advice"]
+    assert story(older)[1] is None
+    evaluated = folders.evaluation()
+    for entry in evaluated.meta["tasks"].values():
+        entry["advised"] = False
+    said, after = story(evaluated)
+    assert "are not measurably above chance: nothing is advised." in said
+    assert "From layer" not in said
+    assert after is None
+
+
+def test_the_threshold_is_not_chosen_by_the_reported_numbers():
+    """Of two rules' chosen thresholds, the one with fewer layers on the calibration part."""
+    results = folders.classifier_exit()
+    for entry in results.meta["exits"]:
+        entry["calibrated"] = entry["threshold"] == 0.9
+        if entry["rule"] == "margin" and entry["split"] == "calibration":
+            entry["exits"] = [2000] + [0] * 11
+    assert story(results)[0].startswith("At margin 0.9, chosen on other data")
+    for entry in results.meta["exits"]:
+        entry["calibrated"] = False
+    unsure = [entry for entry in results.meta["exits"] if entry["threshold"] < 0.9]
+    assert story(results)[0].startswith("At confidence 0.9, ")
+    assert any(entry["drop"] > 0.01 for entry in unsure)
 
 
 def test_every_threshold_is_a_row():
@@ -76,9 +116,9 @@ def test_every_threshold_is_a_row():
     rows = cells(results, "thresholds", "Every threshold")
     assert list(rows)[2] == "confidence 0.9 · chosen"
     entry = next(one for one in results.meta["exits"] if (one["rule"], one["threshold"]) == ("margin", 0.7))
-    row = rows["margin 0.7"]
+    row, (low, high) = rows["margin 0.7"], entry["drop_interval"]
     assert row["Leave early"] == f"{100 * (1 - entry['exits'][-1] / 2000):.1f} %"
-    assert row["Change"] == f"−{100 * entry['drop']:.1f} ± {100 * entry['drop_stderr']:.2g}"
+    assert row["Change"] == f"−{100 * entry['drop']:.1f} (−{100 * high:.1f} to −{100 * low:.1f})"
     assert (row["In theory"], row["Of theory"]) == (f"{entry['theoretical_speedup']:.2f}×", "94 %")
 
 
@@ -103,11 +143,11 @@ def test_the_paragraph_of_an_evaluation_names_the_layer_that_is_enough():
     assert said.startswith("All 30 layers score 54.7 % ± 3.5 on arc_easy_local (chance 25.0 %), 66.2 % ± 3.3 on piqa")
     rows = cells(results, "tasks", "Every task")
     layers = {name: int(row["As good from"].split()[1]) for name, row in rows.items()}
-    assert f"From layer {max(layers.values())} on, stopping early is within one standard error" in said
+    assert f"From layer {max(layers.values())} on, stopping early is shown to lose at most one point" in said
     assert f"on piqa_local from layer {layers['piqa_local']} on." in said
     assert f"--export-layers {max(layers.values())} " in after["command"]
-    results.meta["tasks"]["piqa_local"]["chance"] = 0.64
-    assert "piqa_local is not clearly above chance." in story(results)[0]
+    results.meta["tasks"]["piqa_local"]["advised"] = False
+    assert "piqa_local is not measurably above chance." in story(results)[0]
 
 
 def test_the_paragraph_of_several_evaluations_says_which_is_clearly_better():
@@ -130,7 +170,7 @@ def test_several_sweeps_stand_side_by_side():
     made = payload(several())
     assert [row[0] for row in made["models"]["rows"]] == ["plain (baseline)", "aligned"]
     assert (
-        "aligned: a speed-up of 1.21 (1.22 in theory) for 0.5 points of accuracy, at confidence 0.9"
+        "aligned: a speed-up of 1.21 (1.22 in theory), 0.5 points less accuracy (95 % interval 0.3 to 0.6), at confid"
         in (made["views"][0]["story"]["sentences"][0])
     )
 

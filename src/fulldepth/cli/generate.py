@@ -112,8 +112,9 @@ def _numbers(stats: Any) -> list[str]:
     if stats.theoretical_speedup is not None:
         left = sum(stats.exits[:-1])
         lines.append(
-            f"{left:,} of {sum(stats.exits):,} tokens left early: {stats.theoretical_speedup:.2f} times fewer layers."
+            f"{left:,} of {sum(stats.exits):,} tokens left early. {stats.layers_computed:.1f} of {stats.num_layers} "
+            "layers were computed for a position on average, prompts included."
         )
     first, last = stats.layer_positions[0], stats.layer_positions[-1]
-    lines.append(f"Positions run: {first:,} by the first layer, {last:,} by the last.")
+    lines.append(f"Positions run after the prompts: {first:,} by the first layer, {last:,} by the last.")
     return lines

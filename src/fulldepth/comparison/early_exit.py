@@ -7,7 +7,7 @@ from typing import Any
 from fulldepth.comparison import speedups
 from fulldepth.results import Results
 
-KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
+KINDS = {"exit": ("exits", "full", "stopping", "generation"), "evaluation": ("tasks", "exits", "full")}
 """Kind of results -> entries of their documents that the comparison holds for each model."""
 
 

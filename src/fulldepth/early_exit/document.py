@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fulldepth.early_exit.mean import Mean
 from fulldepth.early_exit.outcome import Outcome
 from fulldepth.early_exit.readings import Readings
 from fulldepth.early_exit.rules import Exit
 from fulldepth.early_exit.subject import Subject
-from fulldepth.early_exit.timing import Timed, timed
+from fulldepth.early_exit.timing import SpeedUp, Timed, timed
+from fulldepth.uncertainty import advisable
 
 POLICY = {"causal-lm": "recompute"}
 """Task -> policy of the missing states, where there is one: with the true tokens read by all layers, the states are
 those of `recompute`."""
+UNTIMED = {"measured_speedup": None, "measured_speedup_interval": None, "timing": None}
 QUALITIES = {"accuracy": "accuracy", "average_precision": "average precision"}
 """Name of a quality -> in words."""
 
@@ -30,7 +33,14 @@ class Row:
     """Whether the threshold was chosen for a target quality."""
     timed: Timed | None = None
     saves_all: bool = True
-    """Whether layers are all that the model computes for a sample beside embeddings and head; not so for a detector."""
+    """True if layers, embeddings and head are the whole cost of a sample (false for detectors)."""
+    classifies: bool = True
+    """False for positions of a text, where later positions need the layers that earlier ones left out."""
+
+    @property
+    def speedup(self) -> SpeedUp | None:
+        """The measured speed-up; None where it was not timed."""
+        return None if self.timed is None else self.timed.speedup
 
     @property
     def theory(self) -> float | None:
@@ -41,7 +51,7 @@ class Row:
 
     def document(self, policy: str | None) -> dict[str, Any]:
         """The entry in `results.json`."""
-        found, clock = self.outcome, self.timed
+        found, clock, speedup = self.outcome, self.timed, self.speedup
         entry: dict[str, Any] = {
             "rule": found.exit.rule,
             "threshold": found.exit.threshold,
@@ -55,8 +65,9 @@ class Row:
         for name, mean in found.scores.items():
             entry |= {name: mean.value, f"{name}_stderr": mean.error}
         return entry | {
+            "drop_interval": found.drop.interval,
             "theoretical_speedup": self.theory,
-            "measured_speedup": None if clock is None else clock.speedup,
+            **(UNTIMED if speedup is None else speedup.document()),
             "flops_share": None if clock is None else clock.flops_share,
             "seconds": None if clock is None else clock.seconds,
         }
@@ -93,7 +104,8 @@ def document(
         rows: of both parts.
         seconds: of the full model.
     """
-    full = {name: mean for name, mean in parts["report"].full.items() if name not in ("agreement", "drop")}
+    report = parts["report"]
+    full = {name: mean for name, mean in report.full.items() if name not in ("agreement", "drop")}
     return {
         "model": subject.describe(),
         "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
@@ -103,7 +115,54 @@ def document(
             for name, mean in full.items()
             for key, value in ((name, mean.value), (f"{name}_stderr", mean.error))
         }
-        | {"seconds": seconds},
+        | {"seconds": seconds, "chance": report.chance.value, "no_advice": no_advice(subject, report)},
+        "stopping": [
+            {"layer": layer, "drop": mean.value, "drop_interval": mean.interval}
+            for layer in range(1, report.num_layers + 1)
+            for mean in [report.shortfall(layer)]
+        ],
         "exits": [row.document(POLICY.get(subject.anatomy.task)) for row in rows],
         "warnings": list(subject.warnings),
     }
+
+
+def no_advice(subject: Subject, readings: Readings) -> str | None:
+    """Why nothing is advised: the full model is not measurably better than a constant prediction; None if it is."""
+    lead, full = readings.lead, readings.full[readings.quality]
+    if advisable(lead.value, lead.error):
+        return None
+    error = "" if full.error is None else f" ± {100 * full.error:.1f}"
+    if subject.detects:
+        stated = f"The full model's average precision is {100 * full.value:.1f}{error} %"
+        constant = "not measurably above 0"
+    else:
+        what = ("answering", "class") if subject.classifies else ("predicting", "token")
+        stated = f"The full model is right on {100 * full.value:.1f}{error} %"
+        constant = (
+            f"not measurably more than always {what[0]} the most frequent {what[1]} ({readings.chance.value:.1%})"
+        )
+    if lead.error is None:
+        constant = "and the data give no standard error"
+    return f"{stated}, {constant}: nothing is advised."
+
+
+def drop_sentence(drop: Mean, quality: str, tolerance: float = 0.0) -> str:
+    """How much quality is lost, with its 95 % interval.
+
+    "No measurable drop" needs an interval that holds 0; "costs no accuracy" one that ends below the tolerance.
+
+    Args:
+        drop: of the full model's quality, paired.
+        quality: name.
+        tolerance: above 0, the loss up to which early exit is said to cost nothing.
+    """
+    points, name = 100 * drop.value, quality.capitalize()
+    if drop.interval is None:
+        return f"{name} drop {points:+.2g} points (the data give no interval)"
+    low, high = (100 * end for end in drop.interval)
+    ends = f"95 % interval {low:.1f} to {high:.1f}"
+    if drop.interval[1] <= tolerance:
+        return f"No drop of {quality} above {100 * tolerance:g} points ({ends})"
+    if low <= 0 <= high:
+        return f"No measurable drop of {quality} ({points:.1f} points, {ends})"
+    return f"{name} drop {points:.1f} points ({ends})"

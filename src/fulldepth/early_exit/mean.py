@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.metrics.jackknife import ratio_error, standard_error
-from fulldepth.uncertainty import deal
+from fulldepth.uncertainty import deal, share_interval
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,14 @@ class Mean:
 
     value: float
     error: float | None
+    groups: int = 0
+    """Groups of clusters."""
+    samples: int = 0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of a difference of shares (`uncertainty.share_interval`); None without a standard error."""
+        return None if self.error is None else share_interval(self.value, self.error, self.groups, self.samples)
 
     @classmethod
     def of(cls, values: Tensor, cluster: Tensor) -> Mean:
@@ -28,20 +36,21 @@ class Mean:
             values: of each sample.
             cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.uncertainty`).
         """
-        group = _groups(cluster)
+        group = groups_of(cluster)
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
         error = float(ratio_error(sums, group.bincount()))
-        return cls(float(values.double().mean()), error if math.isfinite(error) else None)
+        return cls(float(values.double().mean()), error if math.isfinite(error) else None, len(sums), len(values))
 
     @classmethod
-    def of_replicates(cls, replicates: Tensor) -> Mean:
+    def of_replicates(cls, replicates: Tensor, samples: int) -> Mean:
         """The estimate and standard error from what `replicates` gives, or from differences of such numbers.
 
         Args:
             replicates: `[1 + G]`.
+            samples: their number.
         """
-        error = float(standard_error(replicates[1:]))
-        return cls(float(replicates[0]), error if math.isfinite(error) else None)
+        error, groups = float(standard_error(replicates[1:])), int(replicates[1:].isfinite().sum())
+        return cls(float(replicates[0]), error if math.isfinite(error) else None, groups, samples)
 
 
 def replicates(statistic: Callable[[Tensor], float], cluster: Tensor) -> Tensor:
@@ -51,11 +60,11 @@ def replicates(statistic: Callable[[Tensor], float], cluster: Tensor) -> Tensor:
         statistic: the number of some samples, given by `[N]` bool.
         cluster: `[N]` int64 identity of each sample's unit of independence.
     """
-    group = _groups(cluster)
+    group = groups_of(cluster)
     chosen = [torch.ones_like(group, dtype=torch.bool), *(group != index for index in range(int(group.max()) + 1))]
     return torch.tensor([statistic(each) if bool(each.any()) else math.nan for each in chosen], dtype=torch.float64)
 
 
-def _groups(cluster: Tensor) -> Tensor:
-    """[N] group of each sample."""
+def groups_of(cluster: Tensor) -> Tensor:
+    """[N] group of each sample, dealt by the hash of its cluster."""
     return torch.from_numpy(deal(cluster.cpu().numpy()))

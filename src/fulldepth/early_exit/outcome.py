@@ -14,8 +14,8 @@ from fulldepth.early_exit.readings import Readings
 from fulldepth.early_exit.rules import Exit
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import theoretical_speedup
-from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.exit import Rule
+from fulldepth.uncertainty import sample
 
 CANDIDATES = 200
 """Most thresholds that a calibration tries, besides the given ones."""
@@ -101,15 +101,17 @@ def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
 
 
 def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
-    """Two disjoint parts of the samples, divided by sequence: `calibration` and `report`.
+    """Two disjoint parts of the samples, divided by the seeded hash of their cluster: `calibration` and `report`.
 
     Raises:
-        FulldepthError: if there is only one sequence.
+        FulldepthError: if there is only one cluster.
     """
-    present = readings.sequence.unique()
+    present = readings.cluster.unique()
     if len(present) < 2:
-        raise FulldepthError("A threshold is chosen on one part of the data and reported on another: give two or more.")
+        raise FulldepthError(
+            "A threshold is chosen on one part of the data and reported on another, and these are one: give two or "
+            "more (documents, rows or images)."
+        )
     count = min(max(1, round(share * len(present))), len(present) - 1)
-    order = present[priority(present, seed).argsort()]
-    chosen = torch.isin(readings.sequence, order[:count])
+    chosen = torch.isin(readings.cluster, present[sample(present.tolist(), count, seed)])
     return {"calibration": readings.of(chosen), "report": readings.of(~chosen)}

@@ -93,7 +93,9 @@ def _read_batch(
             layers.append(_read_tokens(head, head.prepare(state[where]), target, rules))
     predictions, losses, values = zip(*layers, strict=True)
     columns = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
-    return ClassReadings(torch.stack(predictions), columns, batch.sequence[rows], torch.stack(losses), target)
+    sequence = batch.sequence[rows]
+    cluster = _clusters(subject.sequences, sequence)
+    return ClassReadings(torch.stack(predictions), columns, sequence, cluster, torch.stack(losses), target)
 
 
 def _read_images(subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule]) -> DetectionReadings:
@@ -107,9 +109,15 @@ def _read_images(subject: Subject, batch: Batch, states: Sequence[Tensor], rules
         matches.append([match(*each) for each in zip(logits, boxes, targets, strict=True)])
     columns: dict[Rule, Tensor] = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
     counts = [positives([target]) for target in targets]
+    cluster = _clusters(subject.sequences, batch.sequence)
     return DetectionReadings(
-        torch.stack(predictions), columns, batch.sequence, list(zip(*matches, strict=True)), counts
+        torch.stack(predictions), columns, batch.sequence, cluster, list(zip(*matches, strict=True)), counts
     )
+
+
+def _clusters(sequences: Sequences, sequence: Tensor) -> Tensor:
+    """[N] cluster of each sample; that of its sequence where none is known."""
+    return torch.tensor(sequences.clusters, dtype=torch.int64)[sequence] if sequences.clusters else sequence
 
 
 _Read = tuple[Tensor, Tensor, dict[Rule, Tensor]]

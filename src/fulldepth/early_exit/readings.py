@@ -43,6 +43,8 @@ class Readings(ABC):
     """Rule -> [., N] value that is compared with a threshold; `patience` reads the predictions."""
     sequence: Tensor
     """[N] int64: index of the sequence in the data."""
+    cluster: Tensor
+    """[N] int64: identity of the unit of independence, over which errors are taken (`Sequences.clusters`)."""
 
     @property
     def num_layers(self) -> int:
@@ -63,6 +65,36 @@ class Readings(ABC):
     def all_at(self, layer: int) -> Tensor:
         """[N] the same layer for all samples."""
         return torch.full_like(self.sequence, layer)
+
+    def depth(self, share: float) -> tuple[int, int, int]:
+        """First layer, from 1, after which all samples can stop and keep this share of the full model's quality.
+
+        The layer by the estimates; the first whose shortfall is not above 0 by more than its 95 % interval; and the
+        first whose shortfall is shown to be at most 0, because the interval lies below. The last two are an interval of
+        the first. L where no layer before it will do.
+        """
+        every = [self.shortfall(layer, share) for layer in range(1, self.num_layers)]
+        ends = [mean.interval or (-math.inf, math.inf) for mean in every]
+        found = (
+            next((at for at, value in enumerate(values, start=1) if value <= 1e-12), self.num_layers)
+            for values in ([mean.value for mean in every], [low for low, _ in ends], [high for _, high in ends])
+        )
+        plain, low, high = found
+        return plain, low, high
+
+    @cached_property
+    @abstractmethod
+    def chance(self) -> Mean:
+        """Quality of a constant prediction: the most frequent target of the samples; of a detector nothing, so 0."""
+
+    @cached_property
+    @abstractmethod
+    def lead(self) -> Mean:
+        """Quality of the full model minus that of the constant prediction, paired."""
+
+    @abstractmethod
+    def shortfall(self, layer: int, share: float = 1.0) -> Mean:
+        """A share of the full model's quality minus the quality of stopping all samples after a layer, paired."""
 
     @classmethod
     @abstractmethod
@@ -118,12 +150,27 @@ class ClassReadings(Readings):
         loss, target = torch.cat([part.loss for part in parts], dim=1), torch.cat([part.target for part in parts])
         return cls(*_shared(parts), loss, target)
 
+    @cached_property
+    def chance(self) -> Mean:
+        """Share of the most frequent target: of a language model, the accuracy of the unigram model."""
+        return Mean.of((self.target == self.target.mode().values).double(), self.cluster)
+
+    @cached_property
+    def lead(self) -> Mean:
+        """Accuracy of the full model minus that of always predicting the most frequent target, paired."""
+        return Mean.of(self.correct[-1].double() - (self.target == self.target.mode().values).double(), self.cluster)
+
+    def shortfall(self, layer: int, share: float = 1.0) -> Mean:
+        """A share of the full model's accuracy minus that of layer 0..L, paired."""
+        return Mean.of(share * self.correct[-1].double() - self.correct[layer].double(), self.cluster)
+
     def of(self, chosen: Tensor) -> ClassReadings:
         """The readings of some samples, given by `[N]` bool."""
         return ClassReadings(
             self.prediction[:, chosen],
             {rule: values[:, chosen] for rule, values in self.certainty.items()},
             self.sequence[chosen],
+            self.cluster[chosen],
             self.loss[:, chosen],
             self.target[chosen],
         )
@@ -142,20 +189,20 @@ class ClassReadings(Readings):
             "agreement": prediction == full,
             "drop": (full == self.target).double() - correct.double(),
         }
-        return {name: Mean.of(values, self.sequence) for name, values in numbers.items()}
+        return {name: Mean.of(values, self.cluster) for name, values in numbers.items()}
 
     def by_layer(self) -> Iterator[LayerNumber]:
         """`lens_loss` and `lens_accuracy` of layers 0..L."""
         for layer in range(self.num_layers + 1):
-            yield LayerNumber("lens_loss", "mean", layer, Mean.of(self.loss[layer], self.sequence), "nats")
-            yield LayerNumber("lens_accuracy", "mean", layer, Mean.of(self.correct[layer], self.sequence), "1")
+            yield LayerNumber("lens_loss", "mean", layer, Mean.of(self.loss[layer], self.cluster), "nats")
+            yield LayerNumber("lens_accuracy", "mean", layer, Mean.of(self.correct[layer], self.cluster), "1")
 
     def by_class(self, layers: Tensor, classes: int) -> list[tuple[int, Mean | None]]:
         """Accuracy over the samples of each class."""
         correct = self.correct.gather(0, layers[None])[0]
         chosen = [self.target == index for index in range(classes)]
         return [
-            (int(own.sum()), Mean.of(correct[own], self.sequence[own]) if bool(own.any()) else None) for own in chosen
+            (int(own.sum()), Mean.of(correct[own], self.cluster[own]) if bool(own.any()) else None) for own in chosen
         ]
 
 
@@ -184,6 +231,7 @@ class DetectionReadings(Readings):
             self.prediction[:, chosen],
             {rule: values[:, chosen] for rule, values in self.certainty.items()},
             self.sequence[chosen],
+            self.cluster[chosen],
             [self.matches[index] for index in kept],
             [self.objects[index] for index in kept],
         )
@@ -197,10 +245,27 @@ class DetectionReadings(Readings):
         own = self.prediction.gather(0, (layers - 1)[None, :, None].expand(-1, -1, self.prediction.shape[2]))[0]
         precisions = self._replicates(layers)
         return {
-            "average_precision": Mean.of_replicates(precisions),
-            "agreement": Mean.of((own == self.prediction[-1]).double().mean(1), self.sequence),
-            "drop": Mean.of_replicates(self._of_last - precisions),
+            "average_precision": self._mean(precisions),
+            "agreement": Mean.of((own == self.prediction[-1]).double().mean(1), self.cluster),
+            "drop": self._mean(self._of_last - precisions),
         }
+
+    @cached_property
+    def chance(self) -> Mean:
+        """Average precision of no detection: 0."""
+        return Mean(0.0, 0.0)
+
+    @cached_property
+    def lead(self) -> Mean:
+        """Average precision of the full model."""
+        return self._mean(self._of_last)
+
+    def shortfall(self, layer: int, share: float = 1.0) -> Mean:
+        """A share of the full model's average precision minus that of layer 1..L."""
+        return self._mean(share * self._of_last - self._replicates(self.all_at(layer)))
+
+    def _mean(self, replicates: Tensor) -> Mean:
+        return Mean.of_replicates(replicates, len(self.sequence))
 
     @cached_property
     def _of_last(self) -> Tensor:
@@ -208,7 +273,7 @@ class DetectionReadings(Readings):
         return self._replicates(self.all_at(self.num_layers))
 
     def _replicates(self, layers: Tensor) -> Tensor:
-        return replicates(lambda chosen: self._precision(layers, chosen), self.sequence)
+        return replicates(lambda chosen: self._precision(layers, chosen), self.cluster)
 
     def by_layer(self) -> Iterator[LayerNumber]:
         """`average_precision` of decoder layers 1..L, as `measure` states it."""
@@ -225,7 +290,7 @@ class DetectionReadings(Readings):
             def of(chosen: Tensor) -> float:
                 return class_precisions(*self._at(layers, chosen)).get(index, math.nan)
 
-            return Mean.of_replicates(replicates(of, self.sequence))
+            return self._mean(replicates(of, self.cluster))
 
         found = ((index, counts.get(index, 0)) for index in range(classes))
         return [(count, precision(index) if count else None) for index, count in found]
@@ -243,11 +308,12 @@ class DetectionReadings(Readings):
         return summary(*self._at(layers, chosen))["ap"]
 
 
-def _shared(parts: Sequence[Readings]) -> tuple[Tensor, dict[Rule, Tensor], Tensor]:
-    """Predictions, values of the rules and sequences of several batches."""
+def _shared(parts: Sequence[Readings]) -> tuple[Tensor, dict[Rule, Tensor], Tensor, Tensor]:
+    """Predictions, values of the rules, sequences and clusters of several batches."""
     certainty = {rule: torch.cat([part.certainty[rule] for part in parts], dim=1) for rule in parts[0].certainty}
     return (
         torch.cat([part.prediction for part in parts], dim=1),
         certainty,
         torch.cat([part.sequence for part in parts]),
+        torch.cat([part.cluster for part in parts]),
     )

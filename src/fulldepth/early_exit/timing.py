@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fulldepth.early_exit.running import EarlyExit
 from fulldepth.early_exit.subject import Subject
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import order
+from fulldepth.execution.load import OtherLoad
+from fulldepth.uncertainty import BUSY, FEWEST_ROUNDS, Ratio, median_ratio
 
 MOST_CHANGED = {torch.float32: 0.01, torch.float64: 0.01}
 """Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); 0.05 in half
@@ -24,12 +27,55 @@ precision."""
 
 
 @dataclass(frozen=True)
+class SpeedUp:
+    """Time without early exit over the time with it, from interleaved rounds."""
+
+    ratio: Ratio
+    other_load: float
+    """Share of the processor that other programs used meanwhile."""
+    rounds: int
+
+    @classmethod
+    def of(cls, full: Sequence[float], own: Sequence[float], other_load: float) -> SpeedUp | None:
+        """From seconds in each round; None without rounds."""
+        return cls(median_ratio(full, own), other_load, len(own)) if own else None
+
+    @property
+    def verdict(self) -> str:
+        """`busy`, `few-rounds`, `no-difference` or `differs`: only the last is a measured difference."""
+        if self.other_load > BUSY:
+            return "busy"
+        if self.rounds < FEWEST_ROUNDS:
+            return "few-rounds"
+        return "differs" if self.ratio.differs else "no-difference"
+
+    def document(self) -> dict[str, Any]:
+        """The entries in `results.json`."""
+        low, high = self.ratio.low, self.ratio.high
+        return {
+            "measured_speedup": self.ratio.value,
+            "measured_speedup_interval": [low, high] if self.rounds >= FEWEST_ROUNDS else None,
+            "timing": self.verdict,
+        }
+
+    def sentence(self) -> str:
+        """What the times say."""
+        ratio = self.ratio
+        ends = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
+        return {
+            "busy": f"The machine was busy ({self.other_load:.0%} of its processor); times are not compared.",
+            "few-rounds": f"{self.rounds} timed rounds are too few to tell times apart ({FEWEST_ROUNDS} are needed).",
+            "no-difference": f"No measurable difference in time ({ratio.value:.2f} times as fast, {ends}).",
+            "differs": f"It is {ratio.value:.2f} times as fast as the full model ({ends}).",
+        }[self.verdict]
+
+
+@dataclass(frozen=True)
 class Timed:
     """Measured times of one rule and threshold."""
 
-    speedup: float | None
-    """Time of the model's own forward pass over the time with early exit: the median of the rounds' ratios; None
-    without rounds."""
+    speedup: SpeedUp | None
+    """Of the model's own forward pass; None without rounds."""
     seconds: float | None
     """Median of the rounds, for all samples."""
     flops_share: float
@@ -73,15 +119,16 @@ def timed(
     Raises:
         FulldepthError: if samples leave elsewhere than in the one pass that gave the readings.
     """
-    early, groups = EarlyExit(subject), _groups(subject, readings)
+    early, groups, load = EarlyExit(subject), _groups(subject, readings), OtherLoad()
     seconds, found = _timed_rounds(early, groups, outcomes, readings, rounds, seed, advance)
     for row, expected in enumerate(outcomes) if rounds else ():
         _check(expected, found[row], subject.checkpoint.model.dtype)
+    other_load = load.share()
     flops = flops_of(early, subject.inputs(subject.sequences.collate(groups[0]).inputs))
     return Timings(
         [
             Timed(
-                _median([full / own for full, own in zip(seconds[0], seconds[row], strict=True)]),
+                SpeedUp.of(seconds[0], seconds[row], other_load),
                 _median(seconds[row]),
                 flops.share(expected.exits, expected.exit),
             )
@@ -161,4 +208,4 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-__all__ = ["Timed", "Timings", "batches_of", "timed"]
+__all__ = ["SpeedUp", "Timed", "Timings", "batches_of", "timed"]

@@ -18,6 +18,7 @@ from fulldepth.early_exit import (
     Subject,
     batches_of,
     document,
+    drop_sentence,
     open_checkpoint,
     outcome,
     prepare_subject,
@@ -119,10 +120,13 @@ def _scored(subject: Subject, readings: Readings, settings: EvaluateSettings) ->
         layer: [Score(name, readings.quality, mean.value, mean.error, len(readings.sequence))]
         for layer, mean in means.items()
     }
-    classes = subject.sequences.num_classes
-    chance = {name: 1 / classes} if subject.classifies and classes else {}
     return Scored(
-        layers={name: layers}, scores=scores, higher_is_better={name: {readings.quality: True}}, chance=chance
+        layers={name: layers},
+        scores=scores,
+        higher_is_better={name: {readings.quality: True}},
+        chance={name: readings.chance.value} if subject.classifies else {},
+        drops={name: [readings.shortfall(layer) for layer in layers]},
+        leads={name: readings.lead},
     )
 
 
@@ -159,13 +163,12 @@ def _early(rows: Sequence[Row]) -> dict[str, Finding]:
     found = {}
     for row in rows:
         own, exit = row.outcome, row.outcome.exit
-        error = "" if own.drop.error is None else f" ± {100 * own.drop.error:.2g}"
-        speed = None if row.timed is None else row.timed.speedup
-        times = "not timed" if speed is None else f"{speed:.2f} times as fast as the full model"
+        name = QUALITIES[own.quality_name]
+        times = "Not timed." if row.speedup is None else row.speedup.sentence()
         sentence = (
-            f"With early exit ({exit.rule} {exit.threshold:g}): {QUALITIES[own.quality_name]} {own.quality.value:.1%}, "
-            f"{0 - 100 * own.drop.value:+.2g}{error} points to the full model, after {own.layers_run:.1f} of "
-            f"{len(own.exits)} layers on average, {times}."
+            f"With early exit ({exit.rule} {exit.threshold:g}): {name} {own.quality.value:.1%}. "
+            f"{drop_sentence(own.drop, name)}. After {own.layers_run:.1f} of {len(own.exits)} layers on average. "
+            f"{times}"
         )
         name = f"early_exit {exit.rule} {exit.threshold:g}"
         found[name] = Finding(own.quality.value, "1", sentence, standard_error=own.quality.error)

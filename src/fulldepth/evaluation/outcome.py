@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fulldepth.early_exit import Mean
 from fulldepth.evaluation.scoring import Scored
 from fulldepth.execution.harness import Score
 from fulldepth.results import Finding
+from fulldepth.uncertainty import GROUPS, advisable
 
-CLEAR = 2
-"""Standard errors by which a model is clearly better than random choices."""
+TOLERANCE = 0.01
+"""Loss up to which a layer keeps the whole model's score: of a share; of other scores, relative to that score."""
 
 
 class TaskCurve(NamedTuple):
@@ -22,29 +29,41 @@ class TaskCurve(NamedTuple):
     layers: list[int]
     scores: list[Score]
     """Of each exit layer; the last one is the whole model's."""
+    drops: list[Mean]
+    """Of each exit layer, what it loses against the whole model: paired by example where scores are means."""
+    lead: Mean | None
+    """Lead of the whole model over the most frequent answer or a random choice, paired; None for scores that are not
+    shares of right answers."""
 
     @property
     def full(self) -> Score:
         """The whole model's score."""
         return self.scores[-1]
 
-    def is_close(self, score: Score) -> bool:
-        """Whether a score is no worse than the whole model's by more than its standard error."""
-        lost = self.full.value - score.value if self.higher_is_better else score.value - self.full.value
-        return lost <= (self.full.error or 0.0)
+    @property
+    def tolerance(self) -> float:
+        """Loss up to which a layer keeps the whole model's score."""
+        share = self.higher_is_better and all(0 <= score.value <= 1 for score in self.scores)
+        return TOLERANCE * (1 if share else abs(self.full.value))
+
+    @property
+    def is_advised(self) -> bool:
+        """Whether the whole model is measurably better than a guess."""
+        return self.lead is not None and advisable(self.lead.value, self.lead.error)
+
+    @property
+    def by_estimate(self) -> int:
+        """The first exit layer from which on no score is worse than the whole model's by more than `tolerance`."""
+        return self._from([mean.value <= self.tolerance for mean in self.drops])
 
     @property
     def earliest(self) -> int:
-        """The first exit layer from which on all are within one standard error of the whole model."""
-        worse = [layer for layer, score in zip(self.layers, self.scores, strict=True) if not self.is_close(score)]
-        return next(layer for layer in self.layers if layer > max(worse, default=0))
+        """The first exit layer from which on all are shown to lose at most `tolerance`: by the interval's upper end."""
+        return self._from([(ends := mean.interval) is not None and ends[1] <= self.tolerance for mean in self.drops])
 
-    @property
-    def best(self) -> int:
-        """The exit layer with the best score; the last of several."""
-        sign = 1 if self.higher_is_better else -1
-        pairs = zip(self.layers, self.scores, strict=True)
-        return max(pairs, key=lambda pair: (sign * pair[1].value, pair[0]))[0]
+    def _from(self, close: Sequence[bool]) -> int:
+        worse = [layer for layer, is_close in zip(self.layers[:-1], close, strict=False) if not is_close]
+        return next(layer for layer in self.layers if layer > max(worse, default=0))
 
     def at(self, layer: int) -> Score:
         """The score of an exit layer."""
@@ -62,7 +81,29 @@ def curves(scored: Scored) -> Iterator[TaskCurve]:
         names = [score.metric for score in by_layer[-1]]
         metric = next((name for name in names if directions.get(name.partition(":")[0])), names[0])
         scores = [next(score for score in each if score.metric == metric) for each in by_layer]
-        yield TaskCurve(task, metric, bool(directions.get(metric.partition(":")[0], True)), layers, scores)
+        higher = bool(directions.get(metric.partition(":")[0], True))
+        clusters = scored.clusters.get(task)
+        drops = scored.drops.get(task) or [_drop(scores[-1], score, higher, clusters) for score in scores]
+        lead = scored.leads.get(task) or _lead(scores[-1], scored.guesses.get(task), clusters)
+        yield TaskCurve(task, metric, higher, layers, scores, drops, lead)
+
+
+def _drop(full: Score, score: Score, higher_is_better: bool, clusters: NDArray[np.int64] | None) -> Mean:
+    """What a score loses against the whole model's; unpaired where the examples are not known."""
+    sign = 1 if higher_is_better else -1
+    if full.values is not None and score.values is not None and clusters is not None:
+        return Mean.of(torch.from_numpy(sign * (full.values - score.values)), torch.from_numpy(clusters))
+    known = full.error is not None and score.error is not None
+    error = math.hypot(full.error or 0.0, score.error or 0.0) if known else None
+    return Mean(sign * (full.value - score.value), error, min(GROUPS, full.count), max(1, full.count))
+
+
+def _lead(full: Score, guess: NDArray[np.float64] | None, clusters: NDArray[np.int64] | None) -> Mean | None:
+    """The whole model's lead over a guess; None unless its score is the share of right answers."""
+    values = full.values
+    if values is None or guess is None or clusters is None or not set(np.unique(values)) <= {0.0, 1.0}:
+        return None
+    return Mean.of(torch.from_numpy(values - guess), torch.from_numpy(clusters))
 
 
 def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
@@ -73,6 +114,9 @@ def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
             "higher_is_better": curve.higher_is_better,
             "count": curve.full.count,
             "chance": scored.chance.get(curve.task) if curve.metric.startswith("acc") else None,
+            "advised": curve.is_advised,
+            "earliest": curve.earliest,
+            "earliest_by_estimate": curve.by_estimate,
         }
         for curve in curves(scored)
     }
@@ -90,7 +134,7 @@ def findings(scored: Scored) -> dict[str, Finding]:
 
 def _score(curve: TaskCurve, chance: float | None) -> Finding:
     full = curve.full
-    guess = f"; random choices give {chance:.3f}" if chance is not None and curve.metric.startswith("acc") else ""
+    guess = f"; a guess gives {chance:.3f}" if chance is not None and curve.metric.startswith("acc") else ""
     sentence = (
         f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers ({full.count:,} "
         f"examples{guess})."
@@ -99,23 +143,25 @@ def _score(curve: TaskCurve, chance: float | None) -> Finding:
 
 
 def _earliest(curve: TaskCurve, chance: float | None) -> Finding:
-    depth, earliest, best = curve.layers[-1], curve.earliest, curve.best
-    if earliest == depth:
-        sentence = (
-            f"{curve.task}: stopping at the exit layer before the last is worse than the whole model by more than one "
-            "standard error"
-        )
-    else:
-        sentence = (
-            f"{curve.task}: stopping at layer {earliest} of {depth} or later stays within one standard error of the "
-            f"whole model ({curve.metric} {_shown(curve.at(earliest))} there, {_shown(curve.full)} with all)"
-        )
-    if best != depth:
-        sentence += f"; the best score is that of layer {best} ({_shown(curve.at(best))})"
-    guesses = chance is not None and curve.metric.startswith("acc")
-    if guesses and curve.full.value - (chance or 0.0) <= CLEAR * (curve.full.error or 0.0):
-        sentence += "; the whole model is not clearly better than random choices here, so layers cannot be told apart"
+    depth, earliest, plain = curve.layers[-1], curve.earliest, curve.by_estimate
     why = "the layer of a threshold has no standard error"
+    if not curve.is_advised:
+        guess = "a guess" if chance is None else f"a guess ({chance:.3f})"
+        known = "is not measurably better than" if curve.lead is not None else "cannot be compared with"
+        sentence = f"{curve.task}: the whole model ({_shown(curve.full)}) {known} {guess}: nothing is advised."
+        return Finding(None, "layers", sentence, no_standard_error=why)
+    tolerance = f"{curve.tolerance:.3g}"
+    if earliest == depth:
+        sentence = f"{curve.task}: no earlier exit layer is shown to lose at most {tolerance} {curve.metric}"
+    else:
+        drop = curve.drops[curve.layers.index(earliest)]
+        low, high = drop.interval or (math.nan, math.nan)
+        sentence = (
+            f"{curve.task}: from layer {earliest} of {depth} on, stopping early loses at most {tolerance} "
+            f"{curve.metric} (there {drop.value:.3f}, 95 % interval {low:.3f} to {high:.3f})"
+        )
+    if plain != earliest:
+        sentence += f"; by the estimates alone from layer {plain} on"
     return Finding(float(earliest), "layers", f"{sentence}.", no_standard_error=why)
 
 

@@ -10,6 +10,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fulldepth.early_exit import Mean
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
 from fulldepth.evaluation.subject import Subject
@@ -45,6 +49,14 @@ class Scored:
     """Exit layer -> scores."""
     higher_is_better: dict[str, dict[str, bool | None]] = field(default_factory=dict)
     chance: dict[str, float] = field(default_factory=dict)
+    guesses: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Task -> for each example, the expected accuracy of a guess."""
+    clusters: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Task -> identity of each example."""
+    drops: dict[str, list[Mean]] = field(default_factory=dict)
+    """Task -> for each of its exit layers, the loss against the whole model, where it is known already."""
+    leads: dict[str, Mean] = field(default_factory=dict)
+    """Task -> lead of the whole model over a guess, where it is known already."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -143,6 +155,8 @@ def _score_unit(
 def _note(scored: Scored, result: UnitScores, layers: list[int]) -> None:
     scored.higher_is_better |= result.higher_is_better
     scored.chance |= result.chance
+    scored.guesses |= result.guesses
+    scored.clusters |= result.clusters
     scored.layers |= {score.task: layers for score in result.scores}
 
 

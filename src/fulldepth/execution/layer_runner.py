@@ -153,7 +153,7 @@ class LayerRunner:
                 found[path] = shapes[0] != shapes[1]
         return found
 
-    def write(self, layers: Sequence[int], states: Tensor) -> None:
+    def write(self, layers: Sequence[int], states: Tensor) -> bool:
         """Add keys and values of layers to the cache as if each read these states, and compute nothing else.
 
         Each layer's pass ends where it has stored its keys and values. Weights that are offloaded are only released by
@@ -163,13 +163,16 @@ class LayerRunner:
             layers: 1-based.
             states: `[B, T, D]`, of the tokens passed to `begin` with a cache.
 
+        Returns:
+            Whether the layers ran whole.
+
         Raises:
             FulldepthError: if a layer stores nothing.
         """
         if self._cache is None or is_offloaded(self.anatomy.model):
             for layer in layers:
                 self.run(layer, states)
-            return
+            return True
         for layer in layers:
             try:
                 with self._cache.writing():
@@ -177,6 +180,7 @@ class LayerRunner:
             except KeysWritten:
                 continue
             raise FulldepthError(f"Layer {layer} of {type(self.anatomy.model).__name__} stores no keys and values.")
+        return False
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor], cache: LayerCache) -> Tensor:

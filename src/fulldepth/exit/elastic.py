@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fulldepth.early_exit import QUALITIES, open_checkpoint, prepare_subject
+from fulldepth.early_exit import QUALITIES, no_advice, open_checkpoint, prepare_subject
 from fulldepth.early_exit import read as read_layers
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
@@ -39,7 +39,6 @@ from fulldepth.hf import (
 from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
 from fulldepth.hf.companions import copy_processor, generation_settings, save_tokenizer, without_bars
 from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
-from fulldepth.metrics.effective_depth import effective_depth
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
 from fulldepth.settings.exit import ExitSettings, file_size
@@ -156,7 +155,7 @@ def _choose(
         layers = fitting[-1]
         return layers, (
             f"The first {layers} of {num_layers} layers: the most whose weights ({sizes[layers - 1] / 1e6:.1f} MB) fit "
-            f"into {settings.memory_budget}."
+            f"into {settings.memory_budget}. Their quality was not measured."
         )
     if data is None or settings.effective_depth is None:
         raise FulldepthError("effective_depth measures the accuracy of every layer, and needs data.")
@@ -164,15 +163,14 @@ def _choose(
     watcher.begin(f"Reading the layers of {Path(checkpoint.name).name}", len(subject.sequences))
     readings = read_layers(subject, (), tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance)
     quality, name = qualities(readings), QUALITIES[readings.quality]
-    if float(quality[-1]) <= 0:
-        raise FulldepthError(
-            f"The full model's {name} on {subject.sequences.name} is 0, and so any number of layers would keep it. "
-            "Give other data, or choose the layers with --export-layers."
-        )
-    layers = effective_depth(quality, settings.effective_depth, relative=True)
+    if reason := no_advice(subject, readings):
+        raise FulldepthError(f"{reason} Give other data, or choose the layers with --export-layers.")
+    plain, low, layers = readings.depth(1 - settings.effective_depth)
     return layers, (
-        f"The first {layers} of {num_layers} layers: the fewest with at least {1 - settings.effective_depth:.0%} of "
-        f"the full model's {name} on {subject.sequences.name} ({quality[layers - 1]:.1%} and {quality[-1]:.1%})."
+        f"The first {layers} of {num_layers} layers: the fewest shown to keep at least "
+        f"{1 - settings.effective_depth:.0%} of the full model's {name} on {subject.sequences.name} "
+        f"({quality[layers - 1]:.1%} and {quality[-1]:.1%}; by the estimates alone {plain}, 95 % interval {low} to "
+        f"{layers})."
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fulldepth.early_exit import Exit, Subject
+from fulldepth.early_exit import UNTIMED, Exit, SpeedUp, Subject
 from fulldepth.execution.decoding import BOUNDED_RULES, Decoder, Generation
 from fulldepth.execution.latency import order
+from fulldepth.execution.load import OtherLoad
 from fulldepth.settings.exit import ExitSettings
 
 PLAIN = "plain"
@@ -48,6 +48,7 @@ def generation_rows(
     names = list(options)
     found: dict[str, Generation] = {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    load = OtherLoad()
     for turn in range(max(1, settings.rounds)):
         for place in order(len(names), turn, settings.seed):
             name = names[place]
@@ -63,10 +64,9 @@ def generation_rows(
             seconds[name].append(made.stats.seconds)
             advance(1)
     plain = found[PLAIN].sequences[:, prompts.shape[1] :]
-    return [
-        _row(options[name], found[name], plain, seconds[PLAIN], seconds[name], timed=settings.rounds > 0)
-        for name in names[1:]
-    ]
+    other = load.share()
+    times = {name: SpeedUp.of(seconds[PLAIN], seconds[name], other) if settings.rounds else None for name in names}
+    return [_row(options[name], found[name], plain, times[name]) for name in names[1:]]
 
 
 def runs_of(exits: Sequence[Exit], settings: ExitSettings) -> int:
@@ -87,18 +87,9 @@ def prompts_of(subject: Subject, settings: ExitSettings) -> Tensor:
     return ids[:, :width].to(subject.device)
 
 
-def _row(
-    options: dict[str, Any],
-    made: Generation,
-    plain: Tensor,
-    plain_seconds: Sequence[float],
-    own_seconds: Sequence[float],
-    *,
-    timed: bool,
-) -> dict[str, Any]:
+def _row(options: dict[str, Any], made: Generation, plain: Tensor, speedup: SpeedUp | None) -> dict[str, Any]:
     """The entry of one rule, threshold and policy."""
     new = made.sequences[:, -plain.shape[1] :]
-    ratios = [full / own for full, own in zip(plain_seconds, own_seconds, strict=True) if own > 0]
     return {
         "rule": options["rule"],
         "threshold": options["threshold"],
@@ -108,6 +99,7 @@ def _row(
         "exits": made.stats.exits,
         "tokens": plain.numel(),
         "agreement": float((new == plain).double().mean()),
+        "layers_computed": made.stats.layers_computed,
         "theoretical_speedup": made.stats.theoretical_speedup,
-        "measured_speedup": median(ratios) if timed and ratios else None,
+        **(UNTIMED if speedup is None else speedup.document()),
     }

@@ -263,6 +263,9 @@ def _headline(stats: Stats) -> dict[str, Any]:
         found["acceptance"] = Finding(stats.acceptance, "1", sentence)
     if stats.theoretical_speedup is not None:
         found["theoretical_speedup"] = Finding(
-            stats.theoretical_speedup, "1", "Layers of the model over the mean exit layer of the new tokens."
+            stats.theoretical_speedup,
+            "1",
+            f"{stats.layers_computed:.1f} of {stats.num_layers} layers were computed for a position on average, "
+            "prompts included.",
         )
     return {name: finding.document() for name, finding in found.items()}

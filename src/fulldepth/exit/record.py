@@ -5,40 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fulldepth.early_exit import QUALITIES, Readings, Row, Subject
-from fulldepth.metrics.effective_depth import effective_depth
+from fulldepth.early_exit import QUALITIES, Readings, Row, Subject, drop_sentence, no_advice
 from fulldepth.results import Finding
 from fulldepth.settings.exit import ExitSettings
 
 RELATIVE = 0.05
 """Tolerance of the headline's effective depth, relative to the last layer's accuracy."""
+CHEAP = 0.01
+"""Loss of quality up to which a given threshold is advised."""
 
 
 def headline(
     subject: Subject, readings: Readings, rows: Sequence[Row], settings: ExitSettings
 ) -> dict[str, dict[str, Any]]:
     """The findings: depth that the accuracy needs, the chosen thresholds, and the fastest exit."""
-    layers = subject.num_layers
-    quality, name = qualities(readings), QUALITIES[readings.quality]
-    depth = effective_depth(quality, RELATIVE, relative=True)
+    quality = readings.quality
+    if reason := no_advice(subject, readings):
+        full = readings.full[quality]
+        return {quality: Finding(full.value, "1", reason, standard_error=full.error).document()}
     what = "samples" if subject.timed else "tokens"
-    findings = {
-        "effective_depth": Finding(
-            depth,
-            "layers",
-            f"Stopping every sample after layer {depth} of {layers} keeps {quality[depth - 1]:.1%} {name}; the full "
-            f"model has {quality[-1]:.1%}. It is the first layer with at least {1 - RELATIVE:.0%} of that.",
-        )
-    }
+    findings = {"effective_depth": _depth(readings, QUALITIES[quality])}
     for row in rows:
         if row.split == "report" and row.calibrated:
-            findings |= _chosen(row, rows, what, settings)
+            findings |= _chosen(row, what, settings)
     if settings.target_accuracy_drop is None:
         findings |= _fastest(rows, what)
     return {name: finding.document() for name, finding in findings.items()}
 
 
-def _chosen(row: Row, rows: Sequence[Row], what: str, settings: ExitSettings) -> dict[str, Finding]:
+def _depth(readings: Readings, name: str) -> Finding:
+    """The first layer after which all samples can stop."""
+    plain, low, depth = readings.depth(1 - RELATIVE)
+    layers, quality = readings.num_layers, qualities(readings)
+    share = f"{1 - RELATIVE:.0%} of the full model's {quality[-1]:.1%} {name}"
+    drop = drop_sentence(readings.shortfall(depth), name)
+    sentence = (
+        f"No layer before the last is shown to keep {share}."
+        if depth == layers
+        else f"Stopping every sample after layer {depth} of {layers} keeps at least {share}: {drop}."
+    )
+    if plain != depth:
+        sentence += f" By the estimates alone layer {plain} does."
+    return Finding(depth, "layers", f"{sentence} 95 % interval: layers {low} to {depth}.")
+
+
+def _chosen(row: Row, what: str, settings: ExitSettings) -> dict[str, Finding]:
     """The threshold that was chosen for a target accuracy, and its speed on the reported part."""
     found, target = row.outcome, settings.target_accuracy_drop
     quality = QUALITIES[found.quality_name]
@@ -50,56 +61,51 @@ def _chosen(row: Row, rows: Sequence[Row], what: str, settings: ExitSettings) ->
             "full model's on the calibration part; only the full model does."
         )
         return {f"chosen_threshold{suffix}": Finding(1.0, "1", sentence)}
-    error = "" if found.drop.error is None else f" ± {100 * found.drop.error:.2g}"
     sentence = (
-        f"{rule.capitalize()} threshold {found.exit.threshold:.4g}, chosen for at most {100 * (target or 0):g} points: "
-        f"on other data the {quality} changes by {0 - 100 * found.drop.value:+.2g}{error} points to "
-        f"{found.quality.value:.1%}, and {what} run through {found.layers_run:.1f} of {len(found.exits)} layers on "
-        f"average. {_speed(row)}"
+        f"{rule.capitalize()} threshold {found.exit.threshold:.4g}, chosen for at most {100 * (target or 0):g} points "
+        f"on other data. {drop_sentence(found.drop, quality)}, to {found.quality.value:.1%}; {what} leave after "
+        f"{found.layers_run:.1f} of {len(found.exits)} layers on average. {_speed(row)}"
     )
     findings = {f"chosen_threshold{suffix}": Finding(found.exit.threshold, "1", sentence)}
     return findings | {f"speedup{suffix}": _speedup(row)}
 
 
 def _fastest(rows: Sequence[Row], what: str) -> dict[str, Finding]:
-    """The given threshold below 1 with the highest speed-up among those that lose at most a point, else the best."""
+    """The given threshold below 1 with the fewest layers among those shown to lose at most `CHEAP`, else the best."""
     below = [row for row in rows if row.outcome.exit.threshold < 1]
     if not below:
         return {}
-    good = [row for row in below if row.outcome.drop.value <= 0.01]
+    good = [row for row in below if (ends := row.outcome.drop.interval) is not None and ends[1] <= CHEAP]
     row = max(good, key=lambda row: row.outcome.speedup) if good else max(below, key=lambda r: r.outcome.quality.value)
     found, quality = row.outcome, QUALITIES[row.outcome.quality_name]
     same = found.scores["agreement"].value
-    lead = "The fastest of the given thresholds that loses at most one point" if good else "The most accurate threshold"
+    lead = "The given threshold with the fewest layers among those shown to lose at most one point"
+    if not good:
+        lead = "No given threshold is shown to lose at most one point; the most accurate one"
     sentence = (
-        f"{lead}: {found.exit.rule} {found.exit.threshold:g}. {quality.capitalize()} {found.quality.value:.1%}, "
-        f"{0 - 100 * found.drop.value:+.2g} points to the full model; {same:.1%} of its predictions; {what} "
-        f"run through {found.layers_run:.1f} of {len(found.exits)} layers on average. {_speed(row)}"
+        f"{lead}: {found.exit.rule} {found.exit.threshold:g}. {drop_sentence(found.drop, quality, CHEAP)}, to "
+        f"{found.quality.value:.1%}; {same:.1%} of the full model's predictions; {what} leave after "
+        f"{found.layers_run:.1f} of {len(found.exits)} layers on average. {_speed(row)}"
     )
     return {"best_threshold": Finding(found.exit.threshold, "1", sentence), "speedup": _speedup(row)}
 
 
 def _speedup(row: Row) -> Finding:
-    if row.timed is not None and row.timed.speedup is not None:
-        return Finding(row.timed.speedup, "1", f"Measured: {_speed(row)}")
-    theory = row.theory or 1.0
-    return Finding(theory, "1", f"By the {_counted(row)}: {theory:.2f} times.")
+    if (measured := row.speedup) is not None:
+        return Finding(measured.ratio.value if measured.verdict == "differs" else None, "1", measured.sentence())
+    return Finding(row.theory or 1.0, "1", _speed(row))
 
 
 def _speed(row: Row) -> str:
     """A sentence on the speed."""
     theory = row.theory or 1.0
-    if row.timed is None or row.timed.speedup is None:
-        return f"That is {theory:.2f} times fewer {'layers' if row.saves_all else 'operations'}."
-    share = row.timed.speedup / theory
-    return (
-        f"It is {row.timed.speedup:.2f} times as fast as the full model, {share:.0%} of the {theory:.2f} that the "
-        f"{_counted(row)} allows."
-    )
-
-
-def _counted(row: Row) -> str:
-    return "number of layers" if row.saves_all else "number of operations"
+    if (measured := row.speedup) is None:
+        if not row.saves_all:
+            return f"That is {theory:.2f} times fewer operations."
+        bound = "" if row.classifies else ", if later tokens needed none of the layers that were left out"
+        return f"That is {theory:.2f} times fewer layers{bound}."
+    allows = f" The number of {'layers' if row.saves_all else 'operations'} allows {theory:.2f}."
+    return measured.sentence() + (allows if measured.verdict == "differs" else "")
 
 
 def qualities(readings: Readings) -> list[float]:

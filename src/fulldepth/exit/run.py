@@ -130,28 +130,27 @@ def sweep_with(
         **document(subject, parts, rows, seconds),
         **({} if generation is None else generation),
         "timings": {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start},
-        "headline": headline(subject, readings, rows, settings),
+        "headline": headline(subject, parts["report"], rows, settings),
     }
     return Results(table, finite(content))
 
 
 def _rows(subject: Subject, readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[str, Readings]]:
-    """Every rule with every threshold on the samples that are reported, and the calibrated ones on both parts."""
+    """Every rule with every threshold, and the calibrated ones; on both parts where a threshold is chosen."""
     target, layers = settings.target_accuracy_drop, subject.num_layers
-    parts, saves_all = {"report": readings}, not subject.detects
+    parts: dict[str, Readings] = {"report": readings}
+    kind: dict[str, Any] = {"saves_all": not subject.detects, "classifies": subject.timed}
     if target is not None:
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
     for rule in settings.rule:
         for threshold in sorted(set(settings.thresholds)):
             exit = Exit(rule, threshold, settings.min_layer, layers)
-            rows.append(Row(outcome(parts["report"], exit), "report", saves_all=saves_all))
+            rows += [Row(outcome(part, exit), split, **kind) for split, part in parts.items()]
         if target is not None:
             best = calibrated(parts["calibration"], rule, settings.min_layer, settings.thresholds, target)
             exit = Exit(rule, best, settings.min_layer, layers)
-            rows += [
-                Row(outcome(part, exit), split, calibrated=True, saves_all=saves_all) for split, part in parts.items()
-            ]
+            rows += [Row(outcome(part, exit), split, calibrated=True, **kind) for split, part in parts.items()]
     return rows, parts
 
 

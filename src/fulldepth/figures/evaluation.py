@@ -46,6 +46,10 @@ class Task:
     errors: Mapping[int, float]
     """Layer -> standard error of its score; layers without one are missing."""
     layers: int
+    above_chance: bool | None = None
+    """Whether the whole model is measurably better than a guess, paired; None if that is not known."""
+    shallowest: int | None = None
+    """First layer from which on all are shown to keep the whole model's score; None if that is not known."""
 
     @property
     def values(self) -> dict[int, float]:
@@ -67,27 +71,6 @@ class Task:
     def is_share(self) -> bool:
         """Whether all scores are shares, shown in per cent."""
         return self.higher_is_better and all(0 <= value <= HIGHEST_SHARE for value in self.values.values())
-
-    @property
-    def above_chance(self) -> bool | None:
-        """Whether the whole model is better than chance by two standard errors; None if that is not known."""
-        if self.full is None or self.chance is None or self.error is None:
-            return None
-        better = self.full - self.chance if self.higher_is_better else self.chance - self.full
-        return better > 2 * self.error
-
-    @property
-    def shallowest(self) -> int | None:
-        """First layer from which on no score is worse than the whole model's by more than its standard error."""
-        if self.full is None or self.error is None:
-            return None
-        sign = 1 if self.higher_is_better else -1
-        found = None
-        for layer in sorted(self.values, reverse=True):
-            if sign * (self.full - self.values[layer]) > self.error:
-                break
-            found = layer
-        return found
 
 
 def tasks_of(table: pd.DataFrame, described: Mapping[str, Any] | None, layers: int) -> list[Task]:
@@ -120,6 +103,8 @@ def _task(rows: pd.DataFrame, name: str, entry: Mapping[str, Any], layers: int) 
         scores=curve(rows, SCORE, metric, name),
         errors={layer: value for layer, value in known if value is not None},
         layers=layers,
+        above_chance=entry.get("advised") if isinstance(entry.get("advised"), bool) else None,
+        shallowest=entry.get("earliest") if isinstance(entry.get("earliest"), int) else None,
     )
 
 
@@ -142,8 +127,8 @@ def _by_layer(task: Task, several: bool) -> go.Figure:
     trace = _line(task, label(task.metric, 40), {"color": color, "dash": "solid"}, form)
     words = extremes(label(task.name), task.scores.layers, task.scores.values, ".1%" if task.is_share else ".3g")
     shallowest = task.shallowest
-    if shallowest is not None and shallowest < task.layers:
-        words += f" Within one standard error of the whole model from {layer_name(shallowest).lower()} on."
+    if task.above_chance and shallowest is not None and shallowest < task.layers:
+        words += f" Shown to keep the whole model’s score from {layer_name(shallowest).lower()} on."
     chance = "" if task.chance is None else "; dotted: chance"
     drawn = figure(
         [trace],

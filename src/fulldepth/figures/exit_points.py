@@ -34,6 +34,15 @@ class Point:
     theory: float | None
     """Speed-up if layers were all that takes time."""
     measured: float | None
+    timing: str
+    """What the times say: `differs`, `no-difference`, `few-rounds` or `busy`; empty if nothing was timed."""
+    drop_interval: tuple[float, float] | None
+    """95 % interval of the drop of quality."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether its time is measurably another than the full model's."""
+        return self.timing == "differs" and self.measured is not None
 
     @property
     def quality(self) -> float | None:
@@ -63,7 +72,7 @@ class Point:
 
     @property
     def mean_layer(self) -> float | None:
-        """Mean number of layers that were run."""
+        """Mean layer after which samples or tokens leave."""
         total = sum(self.counts)
         return sum(at * count for at, count in enumerate(self.counts, start=1)) / total if total else None
 
@@ -102,6 +111,9 @@ def _point(entry: Mapping[str, Any]) -> Point:
     counts = tuple(int(count) for count in entry.get("exits") or ())
     layers = sum(at * count for at, count in enumerate(counts, start=1))
     theory = number(entry.get("theoretical_speedup"))
+    if "tokens" in entry:
+        layers = 0  # generated tokens need layers that earlier ones left out
+    ends = [number(end) for end in entry.get("drop_interval") or ()]
     means = [name + suffix for name in (*QUALITIES, "loss", "agreement", "drop") for suffix in ("", ERROR)]
     return Point(
         rule=label(entry.get("rule") or "threshold", 24),
@@ -109,9 +121,11 @@ def _point(entry: Mapping[str, Any]) -> Point:
         policy=label(entry.get("policy") or "", 24),
         calibrated=bool(entry.get("calibrated")),
         counts=counts,
-        values={name: number(entry.get(name)) for name in (*means, "tokens", "flops_share")},
+        values={name: number(entry.get(name)) for name in (*means, "tokens", "flops_share", "layers_computed")},
         theory=len(counts) * sum(counts) / layers if theory is None and layers else theory,
         measured=number(entry.get("measured_speedup")),
+        timing=str(entry.get("timing") or ""),
+        drop_interval=None if len(ends) != 2 or ends[0] is None or ends[1] is None else (ends[0], ends[1]),
     )
 
 

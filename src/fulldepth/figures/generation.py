@@ -173,6 +173,6 @@ FIGURES = (
         _positions,
         kinds=(GENERATION,),
         title="Work of each layer",
-        subtitle="Positions that each layer ran: tokens and drafts, also those that were not kept",
+        subtitle="Positions that each layer ran after the pass of the prompts, also of drafts that were not kept",
     ),
 )

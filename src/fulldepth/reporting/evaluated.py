@@ -124,15 +124,16 @@ def _tasks(tasks: Sequence[Task]) -> Table:
         "Score there": lambda task: score(task, task.shallowest),
     }
     note = (
-        "As good from: the first layer from which on no score is worse than the whole model’s by more than its "
-        "standard error. Above chance: by two standard errors; where it is not, layers cannot be told apart."
+        "As good from: the first layer from which on all are shown to lose at most one point (of other scores, one "
+        "per cent): the 95 % interval of the difference on the same examples ends below. Above chance: better than a "
+        "guess by two standard errors of that difference; where it is not, nothing is advised."
     )
     return by_subject("Every task", "Task", [(short(task.name, 60), task) for task in tasks], columns, note)
 
 
 def _as_good(task: Task) -> str:
     layer = task.shallowest
-    if layer is None or len(task.values) < 2:
+    if layer is None or len(task.values) < 2 or not task.above_chance:
         return NOTHING
     return f"layer {layer} of {task.layers}"
 
@@ -181,14 +182,13 @@ def _at_chance(tasks: Sequence[Task]) -> list[str]:
     if not names:
         return []
     verb = "is" if len(names) == 1 else "are"
-    return [f"{_joined(names[:MOST_NAMED])} {verb} not clearly above chance."]
+    every = len(names) == len(tasks)
+    return [f"{_joined(names[:MOST_NAMED])} {verb} not measurably above chance{': nothing is advised' * every}."]
 
 
 def informative(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks on which layers can be told apart: several layers are scored, and the whole model is above chance."""
-    return [
-        task for task in tasks if len(task.values) > 1 and task.above_chance is not False and task.error is not None
-    ]
+    """The tasks of which layers are advised: several are scored, and the whole model is better than a guess."""
+    return [task for task in tasks if len(task.values) > 1 and task.above_chance]
 
 
 def shallowest(tasks: Sequence[Task]) -> int | None:
@@ -199,7 +199,7 @@ def shallowest(tasks: Sequence[Task]) -> int | None:
 
 
 def _depth(tasks: Sequence[Task], layer: int | None, layers: int) -> list[str]:
-    """From which layer on the scores are within one standard error of the whole model's."""
+    """From which layer on the scores are shown to be the whole model's, up to a point."""
     compared = informative(tasks)
     if layer is None or not compared:
         return []
@@ -208,12 +208,12 @@ def _depth(tasks: Sequence[Task], layer: int | None, layers: int) -> list[str]:
     if layer == layers:
         needing = [task for task in compared if task.shallowest == layers]
         names = _joined([short(task.name, 40) for task in needing[:MOST_NAMED]])
-        return [f"No earlier layer is within one standard error of the whole model on {names}."]
+        return [f"No earlier layer is shown to keep the whole model’s score on {names}."]
     easiest = min(compared, key=lambda task: task.shallowest or layers)
     sooner = ""
     if easiest.shallowest is not None and easiest.shallowest < layer:
         sooner = f", on {short(easiest.name, 40)} from layer {easiest.shallowest} on"
-    within = "stopping early is within one standard error of the whole model"
+    within = "stopping early is shown to lose at most one point"
     return [f"From layer {layer} on, {within} on {on}{chance}{sooner}."]
 
 

@@ -33,7 +33,7 @@ HEADLINES = {
     "acceptance": ("Accepted drafts", "share of drafted tokens"),
     "tokens": ("New tokens", ""),
     "tokens_per_second": ("Tokens per second", "after the prompt"),
-    "theoretical_speedup": ("Speed-up in theory", "by layers"),
+    "theoretical_speedup": ("Speed-up in theory", "by computed layers"),
 }
 """Name in `results.json` -> title and symbol (or subtitle) of the card; in the order of the cards."""
 

@@ -166,11 +166,15 @@ def _exits(meta: Meta, layers: int) -> list[str]:
     if not early:
         return ["No token leaves before the last layer."] if counts else []
     mean = sum(layer * count for layer, count in pairs) / total
-    theory = stats(meta).get("theoretical_speedup")
-    faster = f": {theory:.2f} times fewer layers" if theory is not None else ""
+    computed = number(stats(meta).get("layers_computed"))
     return [
-        f"{100 * early / total:.0f} % of {total:,} tokens leave before the last layer, after {mean:.1f} of {layers} "
-        f"layers on average{faster}."
+        f"{100 * early / total:.0f} % of {total:,} tokens leave before the last layer; on average a token leaves after "
+        f"{mean:.1f} of {layers} layers.",
+        *(
+            [f"{computed:.1f} of {layers} layers were computed for a position on average, prompts included."]
+            if computed is not None
+            else []
+        ),
     ]
 
 

@@ -59,7 +59,7 @@ def _check_exits(folder: Path, kind: str, meta: Mapping[str, Any], layers: int |
     speculation = meta.get("speculation") or {}
     stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
     counts = [run.get("exits") for run in (*runs, stats)] + [
-        part.get("layer_positions") for part in (speculation, stats)
+        part.get(name) for part in (speculation, stats) for name in ("layer_positions", "prompt_positions")
     ]
     depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
     if len(depths) > 1:

@@ -14,20 +14,13 @@ from pydantic import Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
+from fulldepth.results.exit_parts import Exit, Full, Generated, OfClass, ScoredTask, Speculation, Speed, Stopping
 from fulldepth.results.finding import Finding, Number
+from fulldepth.results.parts import Layer, Mapping, Part, Share, Whole
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
 """Largest document in bytes. A series has a lens grid for every checkpoint, about 1 MB for the deepest models."""
-MOST_LAYERS = 1024
-"""Most layers of a model."""
-
-Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
-Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Counts = Annotated[list[Whole], Field(max_length=MOST_LAYERS)]
-"""One count for each of the layers 1..L."""
 MOST_PICTURE = 16_384
 """Most characters of a thumbnail."""
 PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
@@ -35,13 +28,6 @@ PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
 Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
 Box = tuple[Share, Share, Share, Share, Share]
 """Left, top, right and bottom as shares of the image; intersection over union with a true object of its class."""
-Mapping = dict[str, Any]
-
-
-class Part(pydantic.BaseModel):
-    """A JSON object whose known entries are checked; others are allowed."""
-
-    model_config = pydantic.ConfigDict(extra="allow")
 
 
 class Model(Part):
@@ -202,115 +188,6 @@ class Plan(Part):
     cost: Cost | None = None
 
 
-class Exit(Part):
-    """Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
-
-    rule: str | None = None
-    threshold: Number | None = None
-    policy: str | None = None
-    split: str | None = None
-    calibrated: bool | None = None
-    exits: Counts | None = None
-    accuracy: Share | None = None
-    accuracy_stderr: Ratio | None = None
-    average_precision: Share | None = None
-    average_precision_stderr: Ratio | None = None
-    loss: Number | None = None
-    loss_stderr: Ratio | None = None
-    agreement: Share | None = None
-    agreement_stderr: Ratio | None = None
-    drop: Number | None = None
-    drop_stderr: Ratio | None = None
-    tokens: Whole | None = None
-    theoretical_speedup: Ratio | None = None
-    measured_speedup: Ratio | None = None
-    flops_share: Ratio | None = None
-
-
-class Full(Part):
-    """The model without early exit, on the same data."""
-
-    accuracy: Share | None = None
-    accuracy_stderr: Ratio | None = None
-    average_precision: Share | None = None
-    average_precision_stderr: Ratio | None = None
-    loss: Number | None = None
-    loss_stderr: Ratio | None = None
-    seconds: Ratio | None = None
-
-
-class Speed(Part):
-    """Speed at equal quality and quality at equal speed, of one of several models."""
-
-    quality: str | None = None
-    full: Number | None = None
-    speedup: Ratio | None = None
-    speedup_at_baseline: Ratio | None = None
-    at: dict[str, Number | None] | None = None
-
-
-class OfClass(Part):
-    """The score of one class, without and with early exit."""
-
-    name: str | None = None
-    count: Whole | None = None
-    value: Share | None = None
-    stderr: Ratio | None = None
-    early: list[Share | None] | None = None
-    early_stderr: list[Ratio | None] | None = None
-
-
-class GenerationStats(Part):
-    """Counts and times of a generation."""
-
-    mode: str | None = None
-    reason: str | None = None
-    tokens: Whole | None = None
-    seconds: Ratio | None = None
-    tokens_per_second: Ratio | None = None
-    theoretical_speedup: Ratio | None = None
-    layer_positions: Counts | None = None
-    exits: Counts | None = None
-
-
-class Generated(Part):
-    """Prompts, the texts that continue them, and numbers on the generation."""
-
-    prompts: list[str | None] | None = None
-    texts: list[str | None] | None = None
-    stats: GenerationStats | None = None
-
-
-class Acceptance(Part):
-    """Drafts of the first `layer` layers: the share that the whole model accepts, and what follows from it."""
-
-    layer: Layer
-    draft_length: Whole | None = None
-    acceptance: Share | None = None
-    tokens_per_round: Ratio | None = None
-    predicted_speedup: Ratio | None = None
-
-
-class Speculation(Part):
-    """Self-speculative decoding: its draft layers and length, how they were chosen, and whether it paid."""
-
-    speculate_from: Layer | None = None
-    draft_length: Whole | None = None
-    chosen_by: str | None = None
-    paid: bool | None = None
-    acceptance: list[Acceptance] | None = None
-    layer_positions: Counts | None = None
-
-
-class ScoredTask(Part):
-    """A task of an evaluation."""
-
-    metric: str | None = None
-    higher_is_better: bool | None = None
-    count: Whole | None = None
-    chance: Number | None = None
-
-
 class Checkpoint(Part):
     """One step of a series."""
 
@@ -338,6 +215,7 @@ class Compared(Plan):
     not_computed: list[Whole] | None = None
     exits: list[Exit] | None = None
     full: Full | None = None
+    stopping: list[Stopping] | None = None
     generation: list[Exit] | None = None
     tasks: dict[str, ScoredTask] | None = None
 

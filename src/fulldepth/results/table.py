@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
-from fulldepth.results.document import MOST_LAYERS
+from fulldepth.results.parts import MOST_LAYERS
 
 COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
 """Columns of every table. A series adds `step`; a comparison adds `model`, `difference` and `difference_error`."""

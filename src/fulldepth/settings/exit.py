@@ -49,9 +49,9 @@ class ExitSettings(ReadingSettings):
     """Sequences to read: a uniform sample of windows, rows or images, by seeded hashes."""
     batch_size: Count | None = None
     """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
-    rounds: int = Field(default=3, ge=0, le=10_000)
+    rounds: int = Field(default=9, ge=0, le=10_000)
     """Timed passes over the data (of classifiers) or generations (of language models) of the full model and of every
-    threshold, in alternation; 0 = nothing is timed."""
+    threshold, in alternation; 0 = nothing is timed, and fewer than 9 give no verdict."""
     lens_tokens: Count | None = 4096
     """Positions in the seeded sample that a language model's lens is applied to; None = all that have a target."""
     seed: Seed = 0

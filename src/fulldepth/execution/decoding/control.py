@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fulldepth.execution.decoding.choosing import LEAST, Estimate, Times, estimates
 from fulldepth.execution.decoding.speculation import Round
+from fulldepth.uncertainty import FEWEST_ROUNDS, SIGNIFICANT, ratio_error
 
 WINDOW = 4
 """Rounds between two decisions."""
@@ -30,10 +31,13 @@ class Trial:
         self.pays = True
         self._window: list[tuple[Round, float]] = []
         self._slow, self._plain_seconds, self._seconds = 0, 0.0, 0.0
+        self._rounds: list[tuple[float, float]] = []
+        """Seconds of each round, and those that plain decoding takes for its tokens."""
 
     def note(self, done: Round, seconds: float) -> None:
         """Take account of one round."""
         self._window.append((done, seconds))
+        self._rounds.append((seconds, self._plain(done)))
         self._plain_seconds += self._plain(done)
         self._seconds += seconds
         if len(self._window) == WINDOW:
@@ -55,8 +59,24 @@ class Trial:
     def reason(self) -> str:
         """The decision, in one sentence."""
         speedup = self._plain_seconds / self._seconds if self._seconds else 1.0
-        rounds = f"the rounds with drafts of {self._drafter} decoded {speedup:.2f} times as fast as plainly"
-        return f"Speculation pays: {rounds}." if self.pays else f"Plain decoding after a trial: {rounds}."
+        error = self._error
+        stated = f"{speedup:.2f}" if not math.isfinite(error) else f"{speedup:.2f} ± {error:.2f}"
+        rounds = f"the rounds with drafts of {self._drafter} decoded {stated} times as fast as plainly"
+        if not self.pays:
+            return f"Plain decoding after a trial: {rounds}."
+        return f"Speculation pays: {rounds}." if self.measured else f"No measurable difference: {rounds}."
+
+    @property
+    def measured(self) -> bool:
+        """Whether the rounds were measurably faster than plain decoding: at least 9 rounds, and 2 standard errors."""
+        faster = self._plain_seconds - self._seconds
+        return len(self._rounds) >= FEWEST_ROUNDS and faster > SIGNIFICANT * self._error * self._seconds
+
+    @property
+    def _error(self) -> float:
+        """Standard error of the speed-up over rounds, for the measured time of a plain token."""
+        seconds, plain = zip(*self._rounds, strict=True) if self._rounds else ((), ())
+        return float(ratio_error(plain, seconds)) if len(self._rounds) > 1 else math.nan
 
 
 class Control(Trial):

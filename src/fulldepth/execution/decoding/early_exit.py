@@ -145,9 +145,6 @@ class _Propagating:
             left = exits.left.to(after.device).view(-1, *[1] * (after.ndim - 1))
             states = after if is_prompt else torch.where(left, states, after)
             if exits.check(layer, states[:, -1:]) and not is_prompt:
-                rest = range(layer + 1, session.num_layers + 1)
-                for other in rest:
-                    session.stats.projected[other - 1] += len(ids)
-                session.runner.write(rest, states)
+                session.write(range(layer + 1, session.num_layers + 1), states)
                 break
         exits.commit()

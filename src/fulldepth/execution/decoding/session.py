@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,12 @@ class Session:
         self._slides = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)
         self.progress: Callable[[int], None] = lambda done: None
         """Called with the number of positions by which the longest sequence has grown."""
-        self.stats = Stats(self.num_layers, sequences=len(sequences.tokens), prompt_tokens=sequences.prompt_tokens)
+        self.stats = Stats(
+            self.num_layers,
+            sequences=len(sequences.tokens),
+            prompt_tokens=sequences.prompt_tokens,
+            prompt_length=sequences.prompt_length,
+        )
 
     def clock(self) -> float:
         """Seconds; on an accelerator, after everything that was started has finished."""
@@ -48,11 +53,21 @@ class Session:
         """h_0 of the positions from `start` of `ids: [A, W]`, for `run`."""
         return self.runner.begin({"input_ids": ids[:, start:], "attention_mask": mask}, self.cache)
 
-    def run(self, layers: Sequence[int], states: Tensor) -> Tensor:
-        """`LayerRunner.run`, counted."""
+    def run(self, layers: Sequence[int], states: Tensor, skipped: Collection[int] = ()) -> Tensor:
+        """`LayerRunner.run`, counted; layers that are switched off whole (`skipped`) are not."""
         for layer in layers:
-            self.count(layer, states.shape[0] * states.shape[1])
+            if layer not in skipped:
+                self.count(layer, states.shape[0] * states.shape[1])
         return self.runner.run(layers, states)
+
+    def write(self, layers: Sequence[int], states: Tensor) -> None:
+        """`LayerRunner.write`, counted: as positions that ran where it has to run the layers whole."""
+        whole = self.runner.write(layers, states)
+        for layer in layers:
+            if whole:
+                self.count(layer, states.shape[0] * states.shape[1])
+            else:
+                self.stats.projected[layer - 1] += states.shape[0] * states.shape[1]
 
     def count(self, layer: int, positions: int) -> None:
         """Count a call of a 1-based layer."""

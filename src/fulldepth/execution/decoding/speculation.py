@@ -37,6 +37,11 @@ class Skipper(NamedTuple):
     layers: Collection[int]
     scalars: Scalars | None
 
+    @property
+    def unused(self) -> Collection[int]:
+        """Layers of which drafts compute nothing."""
+        return self.layers if self.switches.granularity == "layer" else ()
+
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """While open, the layers' parts are skipped."""
@@ -125,7 +130,7 @@ class _Draft:
             early = self._layers[-1] if self._layers else 0
             if skipper is not None:
                 with skipper.drafting():
-                    state = self._session.run(range(early + 1, num_layers + 1), state)
+                    state = self._session.run(range(early + 1, num_layers + 1), state, skipper.unused)
             scores = choice.scores(
                 self._session.runner.finish(state, None if skipper else early)[:, -1], len(self.scores)
             )

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from fulldepth.execution.decoding.rules import theoretical_speedup
-
 
 @dataclass
 class Stats:
     """Counts and times of one generation.
 
-    The pass of the prompt, which runs every layer on every position, is not counted in `layer_positions`,
-    `layer_calls` and `seconds`.
+    The pass of the prompts is counted in `prompt_positions`, not in `layer_positions`, `layer_calls` and `seconds`.
+    Padding counts as it is computed; layers that a drafting model skips whole do not count.
     """
 
     num_layers: int
@@ -34,8 +30,12 @@ class Stats:
     """Time of the pass of the prompts, which also gives the first token of each."""
     seconds: float = 0.0
     """Time of all later tokens."""
+    prompt_length: int = 0
+    """Positions of each prompt, with padding."""
+    prompt_positions: list[int] = field(default_factory=list)
+    """[L] positions (of all sequences) that ran through each layer in the pass of the prompts."""
     layer_positions: list[int] = field(default_factory=list)
-    """[L] positions (of all sequences) that ran through each layer."""
+    """[L] positions that ran through each layer later, also those of the prompts that early exit had left out."""
     layer_calls: list[int] = field(default_factory=list)
     """[L] how often each layer ran, on any number of positions at once."""
     projected: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Stats:
     chosen_by: str = "given"
     """`given` or `measured`: where E and K come from."""
     paid: bool | None = None
-    """Whether speculation was faster than plain decoding would have been; None if that was not measured."""
+    """Whether speculation was measurably faster than plain decoding; False where it was given up, None if unknown."""
     candidates: list[dict[str, Any]] = field(default_factory=list)
     """Measured candidates: `layer`, `draft_length`, `acceptance`, `tokens_per_round`, `predicted_speedup`."""
     exits: list[int] | None = None
@@ -64,7 +64,7 @@ class Stats:
     """For each sequence the exit layer of each new token (early exit)."""
 
     def __post_init__(self) -> None:
-        for name in ("layer_positions", "layer_calls", "projected"):
+        for name in ("prompt_positions", "layer_positions", "layer_calls", "projected"):
             if not getattr(self, name):
                 setattr(self, name, [0] * self.num_layers)
 
@@ -90,13 +90,23 @@ class Stats:
     """Rounds, each counted once for every sequence in it."""
 
     @property
+    def layers_computed(self) -> float | None:
+        """Layers that were computed for a position, prompts included: 0..L, and L for plain decoding.
+
+        The sum of `prompt_positions` and `layer_positions` over the positions that plain decoding of the same tokens
+        runs: the prompts, and all new tokens but the last of each sequence. Drafts can make it larger than L.
+        """
+        positions = self.sequences * (self.prompt_length - 1) + self.tokens
+        return (sum(self.prompt_positions) + sum(self.layer_positions)) / positions if self.tokens else None
+
+    @property
     def theoretical_speedup(self) -> float | None:
-        """`sum_i L m_i / sum_i i m_i` of the exit layers; None without early exit."""
-        if not self.exits or not sum(self.exits):
+        """L over `layers_computed`; None without early exit."""
+        if not self.exits or not self.layers_computed:
             return None
-        return theoretical_speedup(torch.tensor(self.exits))
+        return self.num_layers / self.layers_computed
 
     def as_dict(self) -> dict[str, Any]:
         """All entries and derived values, as plain values for JSON."""
-        derived = ("acceptance", "tokens_per_second", "tokens_per_round", "theoretical_speedup")
+        derived = ("acceptance", "tokens_per_second", "tokens_per_round", "layers_computed", "theoretical_speedup")
         return asdict(self) | {name: getattr(self, name) for name in derived}

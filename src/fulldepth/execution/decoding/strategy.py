@@ -43,6 +43,7 @@ def decode(session: Session, options: Options) -> None:
         probe = Probe(session, layers)
     begun = session.clock()
     step() if probe is None else probe.prompt()
+    stats.prompt_positions = stats.layer_positions
     stats.layer_calls, stats.layer_positions = [0] * stats.num_layers, [0] * stats.num_layers
     stats.prompt_seconds = session.clock() - begun
     begun = session.clock()
@@ -90,8 +91,13 @@ def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, options
     if trial is not None and not stats.rounds:
         stats.mode, stats.reason = "plain", "The sequences ended before speculation was measured."
     elif trial is not None:
-        stats.paid, stats.reason = trial.pays, trial.reason
+        stats.paid, stats.reason = _paid(trial), trial.reason
         stats.mode = "speculative" if trial.pays else "plain"
+
+
+def _paid(trial: Trial) -> bool | None:
+    """False if rounds were given up, True if they were measurably faster, None if times cannot tell."""
+    return False if not trial.pays else True if trial.measured else None
 
 
 def _plain_trial(session: Session, drafter: str) -> Trial:
@@ -128,7 +134,7 @@ def _speculate_if_it_pays(session: Session, options: Options, probe: Probe) -> N
         begun = session.clock()
         done = speculate(session, best.layer, control.length, options.threshold)
         control.note(done, session.clock() - begun)
-    stats.paid, stats.reason = control.pays, control.reason
+    stats.paid, stats.reason = _paid(control), control.reason
     if not control.pays:
         stats.mode = "plain"
 

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,8 +17,10 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.uncertainty import advisable, identity, ratio_error
 
 MISSING = "Tasks are scored by lm-eval: pip install 'fulldepth[evaluate]'."
 FAILURES = (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError, jinja2.TemplateError)
@@ -42,6 +44,8 @@ class Score:
     """Standard error; None where the harness gives none."""
     count: int
     """Examples."""
+    values: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    """[count] of each example, in the order of the task; None where the score is not their mean."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,11 @@ class UnitScores:
     higher_is_better: dict[str, dict[str, bool | None]] = field(default_factory=dict)
     """Task -> metric without filter -> whether higher is better."""
     chance: dict[str, float] = field(default_factory=dict)
-    """Multiple-choice task -> mean share of right answers of random choices."""
+    """Multiple-choice task -> mean share of right answers of random choices, or of the most frequent one."""
+    guesses: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Task -> for each example, the expected accuracy of what `chance` is of."""
+    clusters: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Task -> identity of each example: equal documents are one."""
 
 
 def lm_eval_version() -> str:
@@ -100,14 +108,21 @@ def run_unit(
     try:
         with quiet(), seeded(seed):
             output = evaluate(
-                lm=lm, task_dict=dict(loaded), limit=limit, bootstrap_iters=bootstrap_iters, log_samples=False
+                lm=lm, task_dict=dict(loaded), limit=limit, bootstrap_iters=bootstrap_iters, log_samples=True
             )
     except FulldepthError:
         raise
     except FAILURES as error:
         raise FulldepthError(f"lm-eval cannot run {names}: {reason(error)}") from error
-    chance = {name: share for name, task in loaded["tasks"].items() if (share := _chance(task)) is not None}
-    return UnitScores(scores_of(output), dict(output.get("higher_is_better") or {}), chance)
+    examples = {name: _examples(samples) for name, samples in (output.get("samples") or {}).items() if samples}
+    found = UnitScores(scores_of(output), dict(output.get("higher_is_better") or {}))
+    for name, rows in examples.items():
+        found.clusters[name] = np.array([identity(str(row.get("doc_hash", row["doc_id"]))) for row in rows], np.int64)
+        choices = _choices(loaded["tasks"].get(name))
+        found.guesses[name] = guess = _guesses(rows, choices)
+        if choices is not None:
+            found.chance[name] = float(guess.mean())
+    return found
 
 
 def reason(error: BaseException) -> str:
@@ -117,11 +132,17 @@ def reason(error: BaseException) -> str:
 
 def scores_of(output: Mapping[str, Any]) -> list[Score]:
     """The scores in the output of lm-eval's `evaluate` or `simple_evaluate`."""
-    counts = output["n-samples"]
-    return [score for task, results in output["results"].items() for score in _scores(task, results, counts)]
+    counts, samples = output["n-samples"], output.get("samples") or {}
+    return [
+        score
+        for task, results in output["results"].items()
+        for score in _scores(task, results, counts, samples.get(task) or [])
+    ]
 
 
-def _scores(task: str, results: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[Score]:
+def _scores(
+    task: str, results: Mapping[str, Any], counts: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> Iterator[Score]:
     """`acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
     for key, value in results.items():
         metric, comma, how = key.partition(",")
@@ -130,18 +151,45 @@ def _scores(task: str, results: Mapping[str, Any], samples: Mapping[str, Any]) -
         stated = results.get(f"{metric}_stderr,{how}")
         error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
         name = metric if how == "none" else f"{metric}:{how}"
-        count = int((samples.get(task) or {}).get("effective", 0))
-        yield Score(task, name, float(value), error, count)
+        count = int((counts.get(task) or {}).get("effective", 0))
+        yield Score(task, name, float(value), error, count, _values(_examples(samples, how), metric, float(value)))
 
 
-def _chance(task: Any) -> float | None:
-    """Mean of 1 / (number of choices) over the examples that were scored; None for other tasks."""
-    if task.OUTPUT_TYPE != "multiple_choice":
+def _examples(samples: Sequence[Mapping[str, Any]], how: str | None = None) -> list[Mapping[str, Any]]:
+    """The examples of a filter (None = the first one), in the order of the task."""
+    how = samples[0].get("filter") if how is None and samples else how
+    return sorted((one for one in samples if one.get("filter") == how), key=lambda one: int(one["doc_id"]))
+
+
+def _values(rows: Sequence[Mapping[str, Any]], metric: str, score: float) -> NDArray[np.float64] | None:
+    """A metric's value for each example; None unless the score is their mean."""
+    values = [row.get(metric) for row in rows]
+    if not values or not all(isinstance(value, int | float | np.number) for value in values):
+        return None
+    found = np.array(values, np.float64)
+    return found if abs(found.mean() - score) <= 1e-9 * max(1.0, abs(score)) else None
+
+
+def _choices(task: Any) -> dict[int, int] | None:
+    """Example -> number of its choices; None for tasks that are no multiple choice."""
+    if task is None or task.OUTPUT_TYPE != "multiple_choice":
         return None
     choices: dict[int, int] = {}
     for instance in task.instances:
         choices[instance.doc_id] = choices.get(instance.doc_id, 0) + 1
-    return float(np.mean([1 / number for number in choices.values()])) if choices else None
+    return choices
+
+
+def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int] | None) -> NDArray[np.float64]:
+    """[N] expected accuracy of a guess: the most frequent answer, or a random choice if that is no worse measurably."""
+    targets = [str(row.get("target")) for row in rows]
+    frequent = max(targets, key=targets.count)
+    constant = np.array([target == frequent for target in targets], np.float64)
+    if choices is None:
+        return constant
+    uniform = np.array([1 / max(1, choices.get(row["doc_id"], 1)) for row in rows])
+    more = constant - uniform
+    return constant if advisable(float(more.mean()), float(ratio_error(more, np.ones(len(more))))) else uniform
 
 
 @contextmanager

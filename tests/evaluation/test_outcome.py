@@ -1,0 +1,85 @@
+"""What is said of tasks: paired losses of exit layers, and the floor under advice; against plain formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fulldepth.evaluation.outcome import curves, findings, task_entries
+from fulldepth.evaluation.scoring import Scored
+from fulldepth.execution.harness import Score
+from fulldepth.execution.harness.running import _guesses
+from fulldepth.uncertainty import quantile
+
+
+def scored(layers, guess=0.25, unpaired=False):
+    """A task with the right answers of each layer, `[L, N]`."""
+    rows = np.asarray(layers, dtype=np.float64)
+    count = rows.shape[1]
+    scores = {
+        at: [Score("t", "acc", float(r.mean()), float(r.std() / count**0.5), count, None if unpaired else r)]
+        for at, r in enumerate(rows, start=1)
+    }
+    return Scored(
+        layers={"t": list(scores)},
+        scores=scores,
+        higher_is_better={"t": {"acc": True}},
+        chance={"t": guess},
+        guesses={} if unpaired else {"t": np.full(count, guess)},
+        clusters={} if unpaired else {"t": np.arange(count)},
+    )
+
+
+def answers(rng, count=600):
+    """Layer 1 at random, layer 2 like the whole model but for one example, layer 3 the whole model."""
+    full = rng.random(count) < 0.6
+    near = full.copy()
+    near[0] = not near[0]
+    return [rng.random(count) < 0.25, near, full]
+
+
+def test_losses_are_paired_by_example():
+    layers = answers(np.random.default_rng(0))
+    [curve] = curves(scored(layers))
+    difference = np.subtract(layers[2], layers[0], dtype=float)
+    assert curve.drops[0].value == pytest.approx(difference.mean())
+    assert curve.drops[0].error == pytest.approx(difference.std(ddof=1) / 600**0.5, rel=0.2)  # in 32 groups
+    assert curve.lead.value == pytest.approx(layers[2].mean() - 0.25)
+    assert (curve.earliest, curve.by_estimate) == (2, 2)
+    [low, high] = curve.drops[1].interval
+    assert high - low == pytest.approx(2 * quantile(32) * np.hypot(curve.drops[1].error, 1 / 600))
+    entry = task_entries(scored(layers))["t"]
+    assert (entry["advised"], entry["earliest"], entry["earliest_by_estimate"]) == (True, 2, 2)
+    found = findings(scored(layers))["earliest_exit t"]
+    assert found.value == 2
+    assert "from layer 2 of 3 on, stopping early loses at most 0.01 acc" in found.sentence
+    assert "95 % interval" in found.sentence
+
+
+def test_few_examples_do_not_show_that_a_layer_is_enough():
+    """Of 50 examples, equal answers leave an interval of 4 points."""
+    full = np.random.default_rng(1).random(50) < 0.9
+    [curve] = curves(scored([full, full]))
+    assert (curve.earliest, curve.by_estimate) == (2, 1)
+    assert "no earlier exit layer is shown" in findings(scored([full, full]))["earliest_exit t"].sentence
+    [other] = curves(scored(answers(np.random.default_rng(0)), unpaired=True))
+    assert other.drops[1].error > 10 / 600  # the errors of both scores
+
+
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_nothing_is_advised_of_a_task_at_chance(unpaired):
+    rng = np.random.default_rng(2)
+    layers = rng.random((3, 400)) < 0.25
+    result = scored(layers, unpaired=unpaired)
+    found = findings(result)["earliest_exit t"]
+    assert found.value is None
+    assert found.sentence.endswith("a guess (0.250): nothing is advised.")
+    assert task_entries(result)["t"]["advised"] is False
+
+
+def test_a_guess_is_the_most_frequent_answer_where_that_is_clearly_better():
+    rows = [{"doc_id": at, "target": "1" if at % 10 else "0"} for at in range(100)]
+    assert _guesses(rows, dict.fromkeys(range(100), 4)).mean() == 0.9
+    rows = [{"doc_id": at, "target": str(at % 4)} for at in range(100)]
+    assert _guesses(rows, dict.fromkeys(range(100), 4)).mean() == 0.25
+    assert _guesses(rows, None).mean() == 0.25
